@@ -1,0 +1,27 @@
+# Everything here needs only Python >= 3.11 with venv and pip.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/demo.stamp
+	$(BIN)/python examples/flights/demo.py $(ARGS)
+
+test: .venv/dev.stamp lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m benchmarks $(ARGS)
+
+.venv/%.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist

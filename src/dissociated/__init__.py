@@ -1,0 +1,31 @@
+"""Move Apache Arrow data between processes, hosts and devices: the Arrow Dissociated IPC Protocol, whole.
+
+    import dissociated as dis
+
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("flights", table)
+        ...
+
+    with dis.connect(uri) as client:
+        table = client.read("flights").read_all()
+"""
+
+from __future__ import annotations
+
+from dissociated import errors
+from dissociated.catalog.client import Client, DatasetInfo, connect
+from dissociated.client import open_stream
+from dissociated.errors import DissociatedError
+from dissociated.server import Server
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Client",
+    "DatasetInfo",
+    "DissociatedError",
+    "Server",
+    "connect",
+    "errors",
+    "open_stream",
+]

@@ -1,0 +1,1 @@
+"""Arrow Flight as pure control plane: what there is, and where it can be had."""

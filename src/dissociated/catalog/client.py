@@ -1,0 +1,236 @@
+"""Finds datasets in a catalog, and opens them wherever they can be had best."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
+from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, UriError
+from dissociated.transport import registry
+from dissociated.uri import Uri
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A part of a dataset: the identifier to ask with, and the locations that can be asked."""
+
+    ticket: bytes
+    locations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know."""
+
+    name: str
+    schema: pa.Schema
+    rows: int | None
+    nbytes: int | None
+    endpoints: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where writers put segments, and on which host that is."""
+
+    directory: str
+    host: str
+    boot_id: str
+
+
+class CatalogClient:
+    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses."""
+
+    def __init__(self, uri: str, timeout: float = TIMEOUT) -> None:
+        import pyarrow.flight as flight
+
+        self._flight = flight
+        self._timeout = timeout
+        self.uri = uri
+        self._client = self._call(lambda: flight.FlightClient(uri))
+
+    def list(self) -> Sequence[DatasetInfo]:
+        """Every dataset, by name."""
+        return self._call(lambda: [_info(found) for found in self._client.list_flights(options=self._options())])
+
+    def describe(self, name: str) -> DatasetInfo:
+        """One dataset. Raises DatasetNotFound."""
+        descriptor = self._flight.FlightDescriptor.for_path(name)
+        return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
+
+    def do_get(self, ticket: bytes) -> pa.RecordBatchReader:
+        """The stream over Flight itself: slower than anything else here, and always there."""
+        wanted = self._flight.Ticket(ticket)
+        return self._call(lambda: self._client.do_get(wanted).to_reader())
+
+    def stage(self) -> StagePlace:
+        """Where writers on the catalog's host put segments."""
+        return StagePlace(**self._act("stage", {}))
+
+    def commit(self, name: str, segments: Sequence[str], mode: str, schema: pa.Schema) -> None:
+        """Publish segments in the stage under `name`, in this order, whole and at once; a repeated call does nothing.
+
+        `mode` is "overwrite" or "append". `schema` is that of all segments, and counts where there is none.
+        """
+        body = {
+            "name": name,
+            "segments": [*segments],
+            "append": mode == "append",
+            "schema": base64.b64encode(schema.serialize()).decode(),
+        }
+        self._act("commit", body)
+
+    def discard(self, segments: Sequence[str]) -> None:
+        """Remove segments from the stage, as far as they exist."""
+        self._act("discard", {"segments": [*segments]})
+
+    def drop(self, name: str) -> None:
+        """Make a dataset unavailable. Raises DatasetNotFound."""
+        self._act("drop", {"name": name})
+
+    def close(self) -> None:
+        """Close the connection to the catalog. Streams that were opened go on."""
+        self._client.close()
+
+    def _act(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        message = self._flight.Action(action, json.dumps(body).encode())
+        (result,) = self._call(lambda: [*self._client.do_action(message, self._options())])
+        decoded: dict[str, Any] = json.loads(result.body.to_pybytes())
+        return decoded
+
+    def _options(self) -> Any:
+        return self._flight.FlightCallOptions(timeout=self._timeout)
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except self._flight.FlightUnavailableError as error:
+            raise CatalogError(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
+        except self._flight.FlightTimedOutError:
+            raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
+        except pa.ArrowKeyError as error:
+            raise DatasetNotFound(_sentence(error)) from None
+        except (pa.ArrowException, ValueError) as error:
+            raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
+
+
+class Client(CatalogClient):
+    """Reads datasets by name. Use it as a context manager, or `close` it."""
+
+    def read(
+        self,
+        name: str,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        max_body: int = MAX_BODY,
+    ) -> pa.RecordBatchReader:
+        """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
+
+        `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
+        top-level columns, in the order of the schema. Raises DatasetNotFound, ColumnNotFound, and what
+        `open_stream` raises.
+        """
+        info = self.describe(name)
+        readers = [self._open(endpoint, name, transport, columns, max_body) for endpoint in info.endpoints]
+        if len(readers) == 1:
+            return readers[0]
+        schema = readers[0].schema if readers else info.schema
+        return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
+
+    def _open(
+        self, endpoint: Endpoint, name: str, scheme: str | None, columns: Sequence[str] | None, max_body: int
+    ) -> pa.RecordBatchReader:
+        if scheme == "grpc":
+            reader = self.do_get(endpoint.ticket)
+            return reader if columns is None else _select(reader, columns)
+        usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
+        reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
+        if not reachable:
+            offered = ", ".join(sorted({Uri.parse(one).scheme for one in endpoint.locations}))
+            raise CatalogError(
+                f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
+            )
+        nearest = max(reachable, key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        return open_stream(
+            [str(uri) for uri in nearest], endpoint.ticket, columns=columns, timeout=self._timeout, max_body=max_body
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(catalog_uri: str, *, timeout: float = TIMEOUT) -> Client:
+    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT. `timeout` is how many seconds it may be silent."""
+    return Client(catalog_uri, timeout)
+
+
+def locations(endpoint: Endpoint) -> list[list[Uri]]:
+    """The ways to reach an endpoint that this library knows: each one URI, or one for metadata and one for bodies.
+
+    Locations are alternatives, but for a pair: marked by a `stream` parameter or, as the C++ reference does it,
+    exactly two of one scheme that differ in want_data.
+    """
+    known = registry.schemes()
+    uris = []
+    for text in endpoint.locations:
+        try:
+            uri = Uri.parse(text)
+        except UriError:
+            continue
+        if uri.scheme in known and uri.want_data is not None:
+            uris.append(uri)
+    if len(uris) == 2 == len(endpoint.locations) and uris[0].scheme == uris[1].scheme:
+        marked = {uri.parameters.get("stream"): uri for uri in uris}
+        if marked.keys() == {"metadata", "bodies"}:
+            return [[marked["metadata"], marked["bodies"]]]
+        if uris[0].want_data != uris[1].want_data:
+            return [uris]
+    whole = [[uri] for uri in uris if "stream" not in uri.parameters]
+    metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
+    bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
+    return whole + [[one, other] for one in metadata for other in bodies]
+
+
+def _info(found: Any) -> DatasetInfo:
+    return DatasetInfo(
+        name=b"/".join(found.descriptor.path).decode() if found.descriptor.path else found.descriptor.command.decode(),
+        schema=found.schema,
+        rows=found.total_records if found.total_records >= 0 else None,
+        nbytes=found.total_bytes if found.total_bytes >= 0 else None,
+        endpoints=tuple(
+            Endpoint(endpoint.ticket.ticket, tuple(location.uri.decode() for location in endpoint.locations))
+            for endpoint in found.endpoints
+        ),
+    )
+
+
+def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBatchReader:
+    indices = column_indices(reader.schema, columns)
+    schema = pa.schema([reader.schema.field(index) for index in indices], reader.schema.metadata)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in reader:
+            yield batch.select(indices)
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def _sentence(error: BaseException) -> str:
+    """What the other side said, without what gRPC and libarrow add to it."""
+    text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
+    return text.partition(". Detail: Python exception")[0].strip().strip("'\"")

@@ -1,0 +1,296 @@
+"""What a server holds under a name: a stream of IPC messages that can be sent, once or again and again.
+
+A static dataset keeps its messages, so they are numbered and encoded once. A live one opens its source for each
+client.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.errors import DissociatedError, SourceError
+from dissociated.ipc.split import SplitMessage, split
+from dissociated.message import Buffer, Message
+from dissociated.protocol.bodies import encode_addresses
+from dissociated.protocol.events import Streams
+from dissociated.protocol.header import Header
+from dissociated.protocol.sender import Body, encode_message
+from dissociated.protocol.tags import BodyKind
+from dissociated.store.segment import Segment
+from dissociated.transport.base import Connection
+
+#: How many messages are encoded and sent at once.
+_GROUP = 512
+#: Static datasets of up to this many messages keep them encoded for each kind of connection that asked.
+_MAX_CACHED = 1 << 16
+
+#: Anything `publish` takes; see `dataset`.
+Source: TypeAlias = Any
+OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
+
+
+class Dataset(ABC):
+    """A stream under a name. `rows` and `nbytes` (of the bodies) are None where they are not known."""
+
+    rows: int | None = None
+    nbytes: int | None = None
+
+    def __init__(self, name: str, schema: pa.Schema) -> None:
+        self.name = name
+        self.schema = schema
+        #: The identifier that want_data carries: unguessable, and of this publication alone.
+        self.ticket: bytes = secrets.token_bytes(16)
+
+    @abstractmethod
+    def open_reader(self) -> pa.RecordBatchReader:
+        """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
+
+
+class LiveDataset(Dataset):
+    """A source that is opened for each client, or a reader that can be read once."""
+
+    def __init__(
+        self,
+        name: str,
+        open_reader: OpenReader,
+        options: pa.ipc.IpcWriteOptions | None = None,
+        one_shot: bool = False,
+    ) -> None:
+        self._first: pa.RecordBatchReader | None = open_reader()
+        super().__init__(name, self._first.schema)
+        self._open_reader = open_reader
+        self._one_shot = one_shot
+        self._lock = threading.Lock()
+        self.options = options
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        with self._lock:
+            reader, self._first = self._first, None
+        if reader is not None:
+            return reader
+        if self._one_shot:
+            raise SourceError(
+                f"{self.name!r} was published from a reader, which can be read once, and has been: "
+                "publish a Table, a file, or a callable that gives a new reader each time"
+            )
+        reader = self._open_reader()
+        if not reader.schema.equals(self.schema):
+            raise SourceError(f"the source of {self.name!r} now has another schema than when it was published")
+        return reader
+
+    def messages(self) -> Iterator[SplitMessage]:
+        """The messages of one reading, bodies packed."""
+        return split(self.open_reader(), self.options)
+
+
+class StaticMessage(NamedTuple):
+    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there."""
+
+    header: bytes
+    parsed: Header
+    packed: Sequence[Buffer] | None
+    extents: Sequence[tuple[int, int]] | None
+
+
+class Group(NamedTuple):
+    """Messages ready to be sent on one kind of connection, and the addresses that they lease."""
+
+    prepared: Any
+    count: int
+    leased: Sequence[int]
+
+
+class StaticDataset(Dataset):
+    """Messages that stay, and the segments in shared memory that their bodies lie in."""
+
+    def __init__(self, name: str, schema: pa.Schema) -> None:
+        super().__init__(name, schema)
+        self._lock = threading.Lock()
+        self._cached: dict[tuple[type[Connection], Streams, bool, int], list[Group]] = {}
+
+    @abstractmethod
+    def packed(self) -> Sequence[StaticMessage]:
+        """The messages, to be sent with their bodies inline."""
+
+    @abstractmethod
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+        """The messages, to be sent as addresses into these segments."""
+
+    def groups(self, connection: Connection, streams: Streams, mapped: bool, inline_limit: int) -> Iterable[Group]:
+        """The whole stream but its end, encoded for `connection`.
+
+        Bodies travel by address if `mapped`, but for those of at most `inline_limit` bytes.
+        """
+        messages = self.mapped()[0] if mapped else self.packed()
+        if len(messages) > _MAX_CACHED:
+            return _encode(messages, connection, streams, mapped, inline_limit)
+        key = type(connection), streams, mapped, inline_limit
+        with self._lock:
+            if key not in self._cached:
+                self._cached[key] = list(_encode(messages, connection, streams, mapped, inline_limit))
+            return self._cached[key]
+
+
+def _encode(
+    messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
+) -> Iterator[Group]:
+    for first in range(0, len(messages), _GROUP):
+        outgoing: list[Message] = []
+        leased: list[int] = []
+        some = messages[first : first + _GROUP]
+        for sequence, message in enumerate(some, first):
+            body = None
+            if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
+                body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
+                leased += (address for address, length in message.extents if length)
+            elif message.packed is not None:
+                body = Body(BodyKind.PACKED, message.packed)
+            outgoing += encode_message(sequence, message.header, body, streams)
+        yield Group(connection.prepare(outgoing), len(some), leased if streams & Streams.BODIES else ())
+
+
+class TableDataset(StaticDataset):
+    """A Table. It is sent from where it lies; the first client that can map memory gets it copied there, once."""
+
+    def __init__(self, name: str, table: pa.Table, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+        super().__init__(name, table.schema)
+        self.rows = table.num_rows
+        self.nbytes = table.nbytes
+        self._table = table
+        self._options = options
+        self._packed: list[StaticMessage] | None = None
+        self._segments: SegmentsDataset | None = None
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return self._table.to_reader()
+
+    def packed(self) -> Sequence[StaticMessage]:
+        with self._lock:
+            if self._packed is None:
+                self._packed = [StaticMessage(*m, None) for m in split(self._table.to_reader(), self._options)]
+            return self._packed
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+        with self._lock:
+            if self._segments is None:
+                segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
+                self._segments = SegmentsDataset(self.name, [segment])
+            return self._segments.mapped()
+
+
+class SegmentsDataset(StaticDataset):
+    """Segments, one after the other.
+
+    Raises SourceError where their schemas differ.
+    """
+
+    def __init__(self, name: str, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        first = segments[0]
+        for other in segments[1:]:
+            if not other.schema.equals(first.schema, check_metadata=True):
+                raise SourceError(f"the segments of {name!r} do not have one schema: {other.name} differs from {first.name}")
+        super().__init__(name, first.schema)
+        self.rows = sum(segment.rows for segment in segments)
+        self.nbytes = sum(segment.nbytes for segment in segments)
+        self._messages = [
+            StaticMessage(
+                message.header,
+                message.parsed,
+                (segment.body(message),) if message.parsed.has_body else None,
+                segment.addresses(message) if message.parsed.has_body else None,
+            )
+            for index, segment in enumerate(segments)
+            for message in segment.messages
+            if message.parsed.has_body or (index == 0 and message is segment.messages[0])  # one schema, the first
+        ]
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(self.schema, self._batches())
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        for segment in self.segments:
+            yield from _open_ipc(segment.region.memory)
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._messages
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+        return self._messages, self.segments
+
+
+def _open_ipc(memory: pa.Buffer) -> Iterator[pa.RecordBatch]:
+    if memory[:6].to_pybytes() == b"ARROW1":
+        file = pa.ipc.open_file(memory)
+        return (file.get_batch(index) for index in range(file.num_record_batches))
+    return iter(pa.ipc.open_stream(memory))
+
+
+def dataset(name: str, source: Source, options: pa.ipc.IpcWriteOptions | None = None) -> Dataset:
+    """A dataset of whatever `source` is.
+
+    A Table or a RecordBatch is held. A path to an Arrow IPC stream or file is mapped and served from where it
+    lies; one to a Parquet file is read anew by each client. A RecordBatchReader can be read by one client, once.
+    A callable is called for each client, and gives any of these. Anything else with `__arrow_c_stream__` (a
+    DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time.
+
+    Raises SourceError for what is none of these.
+    """
+    if isinstance(source, pa.RecordBatch):
+        source = pa.Table.from_batches([source])
+    if isinstance(source, pa.Table):
+        return TableDataset(name, source, options)
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if not path.is_file():
+            raise SourceError(f"cannot publish {path}: there is no such file")
+        if _is_parquet(path):
+            return _parquet(name, path, options)
+        return SegmentsDataset(name, [Segment.open(path)])
+    if isinstance(source, pa.RecordBatchReader):
+        return LiveDataset(name, lambda: source, options, one_shot=True)
+    try:
+        return LiveDataset(name, lambda: _reader(source() if callable(source) else source), options)
+    except DissociatedError:
+        raise
+    except Exception as error:
+        raise SourceError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _reader(source: Source) -> pa.RecordBatchReader:
+    if isinstance(source, pa.RecordBatchReader):
+        return source
+    if hasattr(source, "__arrow_c_stream__"):
+        return pa.RecordBatchReader.from_stream(source)
+    raise SourceError(
+        f"cannot publish a {type(source).__name__}: give a Table, a RecordBatchReader, an object with "
+        "__arrow_c_stream__, a callable that returns one of these, or the path of an Arrow IPC or Parquet file"
+    )
+
+
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _parquet(name: str, path: Path, options: pa.ipc.IpcWriteOptions | None) -> Dataset:
+    import pyarrow.parquet
+
+    def open_reader() -> pa.RecordBatchReader:
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        return pa.RecordBatchReader.from_batches(file.schema_arrow, file.iter_batches())
+
+    try:
+        made = LiveDataset(name, open_reader, options)
+        made.rows = pyarrow.parquet.read_metadata(path).num_rows
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    return made

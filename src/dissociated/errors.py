@@ -1,0 +1,86 @@
+"""Every exception that this library raises on purpose.
+
+    DissociatedError
+    ├── UriError                 a URI that cannot be used, also a ValueError
+    ├── ProtocolError
+    │   ├── LocalProtocolError   this side asked for something the protocol forbids: a bug in the caller
+    │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
+    ├── TransportError           the medium failed: refused, reset, unreachable, in use
+    │   └── ConnectionClosed     the peer is gone, or this side closed the connection
+    ├── RemoteError              the peer ended the stream and said why
+    ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
+    ├── LeaseError               memory that is not held, or no longer
+    ├── SourceError              what was given to publish cannot be read
+    ├── ColumnNotFound           a dataset has no such column, also a KeyError
+    ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
+    └── CatalogError             the catalog cannot be reached or refuses
+        └── DatasetNotFound      no dataset of that name, also a KeyError
+
+Anything else that escapes is a bug of ours.
+"""
+
+from __future__ import annotations
+
+
+class DissociatedError(Exception):
+    """The root of the tree: catch this to catch everything below."""
+
+
+class UriError(DissociatedError, ValueError):
+    """A URI that cannot be parsed, or that lacks what the protocol needs ("URI Specification")."""
+
+
+class ProtocolError(DissociatedError):
+    """The rules of the Dissociated IPC Protocol were broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side tried to do what its state forbids. Nothing was sent."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the protocol forbids. The connection must be closed; nothing else is harmed."""
+
+
+class TransportError(DissociatedError):
+    """The medium that carries messages failed."""
+
+
+class ConnectionClosed(TransportError):
+    """The peer closed the connection or died, or this side closed it."""
+
+
+class RemoteError(DissociatedError):
+    """The peer ended the stream on purpose and gave this reason."""
+
+
+class DeadlineExceeded(DissociatedError, TimeoutError):
+    """The peer was silent for longer than the caller was ready to wait."""
+
+
+class LeaseError(DissociatedError):
+    """An address was used or given back by someone who does not hold it."""
+
+
+class SourceError(DissociatedError):
+    """A source that was published cannot be read, or can be read no more."""
+
+
+class ColumnNotFound(DissociatedError, KeyError):
+    """A column was asked for that the dataset does not have."""
+
+    __str__ = Exception.__str__  # KeyError would print the repr
+
+
+class StoreError(DissociatedError):
+    """A segment cannot be written or read."""
+
+
+class CatalogError(DissociatedError):
+    """The catalog cannot be reached, or refuses what it was asked."""
+
+
+class DatasetNotFound(CatalogError, KeyError):
+    """The catalog knows no dataset of that name."""
+
+    __str__ = Exception.__str__  # KeyError would print the repr

@@ -1,0 +1,1 @@
+"""Arrow IPC: libarrow on one side, plain (header, buffers) on the other."""

@@ -1,0 +1,79 @@
+"""Encapsulated messages: the format of IPC streams and files ("Encapsulated message format").
+
+    4 bytes  continuation marker, all ones; absent in what libraries before 0.15 wrote
+    4 bytes  length of the metadata, with padding; 0 ends the stream
+    the flatbuffer, its padding, the body
+
+A file is such a stream between the magic `ARROW1` (padded to 8 bytes) and a footer, which ends in its own length
+and the magic again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dissociated.errors import RemoteProtocolError, StoreError
+from dissociated.protocol.header import Header, parse_header
+
+CONTINUATION = b"\xff\xff\xff\xff"
+END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
+MAGIC = b"ARROW1"
+
+_marker = struct.Struct("<I")
+_length = struct.Struct("<i")
+
+
+class Encapsulated(NamedTuple):
+    """One message where it lies: its flatbuffer, and where its body begins."""
+
+    header: bytes
+    parsed: Header
+    body_at: int
+
+
+def encapsulate(header: bytes) -> bytes:
+    """The flatbuffer with everything that stands before the body, padded so that the body is aligned to 8 bytes."""
+    padding = -len(header) % 8
+    return CONTINUATION + _length.pack(len(header) + padding) + header + bytes(padding)
+
+
+def walk(memory: memoryview) -> Iterator[Encapsulated]:
+    """The messages of an IPC stream or file, in order of position. No body is touched.
+
+    Raises StoreError for anything else, and for one that is cut off in the middle.
+    """
+    at, end = 0, len(memory)
+    if bytes(memory[: len(MAGIC)]) == MAGIC:
+        at, end = 8, _footer_at(memory)
+    while at < end:
+        try:
+            (length,) = _marker.unpack_from(memory, at)
+            at += 4
+            if length == 0xFFFFFFFF:
+                (length,) = _marker.unpack_from(memory, at)
+                at += 4
+            if not length:
+                return
+            body_at = at + length
+            if body_at > end:
+                raise StoreError(f"not an Arrow IPC stream, or cut off: metadata at byte {at} leaves its end")
+            header = bytes(memory[at:body_at])
+            parsed = parse_header(header)
+        except (struct.error, RemoteProtocolError):
+            raise StoreError(f"not an Arrow IPC stream, or cut off: there is no message at byte {at}") from None
+        at = body_at + parsed.body_length
+        if at > end:
+            raise StoreError(f"the Arrow IPC stream is cut off: a body at byte {body_at} leaves its end")
+        yield Encapsulated(header, parsed, body_at)
+
+
+def _footer_at(memory: memoryview) -> int:
+    tail = len(memory) - len(MAGIC) - _length.size
+    if tail < 8 or bytes(memory[-len(MAGIC) :]) != MAGIC:
+        raise StoreError("the Arrow IPC file is cut off: it does not end with its magic")
+    footer_at: int = tail - _length.unpack_from(memory, tail)[0]
+    if not 8 <= footer_at <= tail:
+        raise StoreError("the Arrow IPC file has a footer that lies outside it")
+    return footer_at

@@ -1,0 +1,85 @@
+"""IPC messages into record batches, whose arrays lie in the bodies as they arrived.
+
+libarrow does all the decoding: it reads an IPC stream from a Python source, which hands over each body as one
+buffer. Dictionaries, deltas, byte order, projection and validation are libarrow's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator
+
+import pyarrow as pa
+
+from dissociated.ipc.encapsulated import CONTINUATION, END_OF_STREAM
+from dissociated.message import Buffer
+
+_length = struct.Struct("<i")
+
+#: What `join` consumes: flatbuffer and body (None without one) of each message, in order.
+Messages = Generator[tuple[bytes, Buffer | None], None, None]
+
+
+class _Source:
+    """The file that libarrow reads from. It asks for a marker, a length, the metadata, and the whole body."""
+
+    closed = False
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._pieces: list[Buffer] = []  # of the current message, last first
+        self._ended = False
+
+    def read(self, size: int = -1) -> Buffer:
+        if not size:
+            return b""
+        pieces = self._pieces
+        if not pieces:
+            self._refill()
+            if not pieces:
+                return b""
+        piece = pieces.pop()
+        if len(piece) > size:  # libarrow reads as it says above, but a peer's lengths need not agree
+            piece = memoryview(piece)
+            pieces.append(piece[size:])
+            piece = bytes(piece[:size])
+        return piece
+
+    def _refill(self) -> None:
+        if self._ended:
+            return
+        try:
+            header, body = next(self._messages)
+        except StopIteration:
+            self._ended = True
+            self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
+            return
+        except BaseException:
+            self._ended = True
+            raise
+        if body is not None and len(body):
+            self._pieces.append(body)
+        self._pieces += (header, _length.pack(len(header)), CONTINUATION)
+
+    def close(self) -> None:
+        self.closed = True
+        self._messages.close()
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+
+def join(messages: Messages, options: pa.ipc.IpcReadOptions | None = None) -> pa.RecordBatchReader:
+    """A reader over the stream that `messages` make, the schema first.
+
+    It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.
+    Whatever they raise comes out of the reader. Raises pyarrow.ArrowInvalid where libarrow finds the content
+    invalid.
+    """
+    return pa.ipc.open_stream(pa.PythonFile(_Source(messages), mode="r"), options=options)

@@ -1,0 +1,1 @@
+"""Memory that peers can address, and who still holds which part of it."""

@@ -1,0 +1,101 @@
+"""Who still holds which address.
+
+The server counts sends: an address sent twice must come back twice. The client holds a lease for each message
+and gives it back when the last array that lies in the message's body is collected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from queue import SimpleQueue
+
+import pyarrow as pa
+
+from dissociated.errors import RemoteProtocolError
+from dissociated.memory.region import Region
+
+
+class Ledger:
+    """The server's account of what one connection holds. Not thread-safe: a connection has one thread."""
+
+    def __init__(self) -> None:
+        self._held: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        """How many addresses are held."""
+        return len(self._held)
+
+    def hold(self, addresses: Iterable[int]) -> None:
+        """These addresses are being sent, each once more."""
+        self._held.update(addresses)
+
+    def release(self, addresses: Sequence[int]) -> list[int]:
+        """The peer freed these. Returns those that nobody holds any more.
+
+        Raises RemoteProtocolError for an address that the peer does not hold (unknown, or freed already); what
+        stands before it in `addresses` has then been released.
+        """
+        held = self._held
+        gone = []
+        for address in addresses:
+            count = held.get(address, 0)
+            if count > 1:
+                held[address] = count - 1
+            elif count:
+                del held[address]
+                gone.append(address)
+            else:
+                raise RemoteProtocolError(f"the client freed the address {address:#x}, which it does not hold")
+        return gone
+
+    def release_all(self) -> list[int]:
+        """The peer is gone: everything it held is free."""
+        gone = list(self._held)
+        self._held.clear()
+        return gone
+
+
+class Returns:
+    """Where a client's leases go when they end. Finalizers only enqueue; a connection's thread drains.
+
+    SimpleQueue.put is reentrant, so it may be called from a finalizer at any point of any thread.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[int, ...] | None] = SimpleQueue()
+        self.put = self._queue.put
+
+    def wake(self) -> None:
+        """Make a waiting `take` return what there is, even nothing."""
+        self._queue.put(None)
+
+    def take(self, limit: int) -> list[int]:
+        """Wait for leases to end, or for `wake`. Returns their addresses, coalesced up to about `limit`."""
+        addresses: list[int] = []
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return addresses
+            addresses += item
+            if len(addresses) >= limit or self._queue.empty():
+                return addresses
+
+
+class Lease:
+    """Keeps a region mapped and its addresses held, for as long as anything refers to it."""
+
+    __slots__ = ("_addresses", "_memory", "_put")
+
+    def __init__(self, region: Region, addresses: tuple[int, ...], returns: Returns) -> None:
+        self._memory = region.memory
+        self._addresses = addresses
+        self._put = returns.put
+
+    def __del__(self) -> None:
+        self._put(self._addresses)
+
+
+def leased_buffer(region: Region, addresses: tuple[int, ...], returns: Returns) -> pa.Buffer:
+    """The whole region as a buffer. When the last array in it is collected, `addresses` are returned."""
+    return pa.foreign_buffer(region.memory.address, region.size, Lease(region, addresses, returns))

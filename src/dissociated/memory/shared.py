@@ -1,0 +1,110 @@
+"""Memory shared by descriptor: memfds and read-only mapped files.
+
+A static memfd is sealed, so that nobody can change or shrink it under a reader. A live one cannot be sealed
+against writing, since the kernel then also refuses to punch holes; it is sealed against shrinking, which is what
+would crash a reader. Files cannot be sealed. Peers get read-only descriptors in each case.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+
+import pyarrow as pa
+
+from dissociated.errors import RemoteProtocolError, StoreError
+from dissociated.message import Buffer
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Backing(IntEnum):
+    """What a shared descriptor refers to, and so what its receiver may rely on."""
+
+    #: a read-only file: whoever owns it promises not to shrink it
+    FILE = 0
+    #: a memfd sealed against every change
+    SEALED = 1
+    #: a memfd whose size is sealed and whose content its owner goes on writing and punching
+    LIVE = 2
+
+
+_REQUIRED_SEALS = {Backing.FILE: 0, Backing.SEALED: _SEALS_STATIC, Backing.LIVE: _SEALS_SIZE}
+
+
+def create_memfd(name: str) -> int:
+    """A new, empty, sealable memfd. The caller owns the descriptor."""
+    return os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def seal(descriptor: int, backing: Backing) -> None:
+    """Seal a memfd as `backing` demands."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _REQUIRED_SEALS[backing])
+
+
+def reopen_read_only(descriptor: int) -> int:
+    """A read-only descriptor of the same memory, to hand out. The caller owns it."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def map_read_only(descriptor: int, size: int) -> pa.Buffer:
+    """Map `size` bytes. The buffer owns the mapping; the descriptor stays the caller's. 0 bytes need no mapping."""
+    if not size:
+        return pa.py_buffer(b"")
+    return pa.py_buffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+
+
+def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
+    """Map what a peer sent, after checking that touching it cannot go wrong. The descriptor stays the caller's.
+
+    Raises RemoteProtocolError where the descriptor is no file, is smaller than announced, or lacks the seals that
+    its backing promises.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise RemoteProtocolError("the peer shared a descriptor that is neither a file nor a memfd")
+    if status.st_size < size:
+        raise RemoteProtocolError(f"the peer announced a region of {size} bytes and shared one of {status.st_size}")
+    if backing not in tuple(Backing):
+        raise RemoteProtocolError(f"the peer shared a region of unknown backing {backing}")
+    required = _REQUIRED_SEALS[Backing(backing)]
+    if required and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & required != required:
+        raise RemoteProtocolError("the peer shared a memfd without the seals that make it safe to map")
+    return map_read_only(descriptor, size)
+
+
+def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
+    """Write `parts` one after the other at `offset`, in as few calls as can be. Returns the number of bytes."""
+    written = 0
+    for first in range(0, len(parts), _IOV_MAX):
+        some = [memoryview(part).cast("B") for part in parts[first : first + _IOV_MAX] if len(part)]
+        while some:
+            count = os.pwritev(descriptor, some, offset + written)
+            written += count
+            while some and count >= len(some[0]):
+                count -= len(some.pop(0))
+            if count:
+                some[0] = some[0][count:]
+    return written
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn the operating system's errors while writing or mapping into a StoreError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreError(
+                f"there is no space left for {what} ({error.strerror}): free some, enlarge the file system, "
+                "or choose another directory"
+            ) from error
+        raise StoreError(f"{what}: {error.strerror or error}") from error

@@ -1,0 +1,83 @@
+"""Bodies of kind 1 and what comes back for them: lists of little-endian uint64.
+
+An address list ("Data Stream Sequence"): total size of all buffers, number of buffers, then for each buffer of
+the message, in order, its address and its length. An absent or empty buffer is (0, 0).
+
+A free_data list: one or more addresses that the client no longer needs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from dissociated.errors import LocalProtocolError, RemoteProtocolError
+
+_UINT64 = 8
+_HEAD = struct.Struct("<QQ")
+
+
+@lru_cache(maxsize=256)
+def _uint64s(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
+class AddressList(NamedTuple):
+    """Where the buffers of one message lie: `addresses[i]` and `lengths[i]` (bytes) of its i-th buffer."""
+
+    addresses: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def leased(self) -> tuple[int, ...]:
+        """The addresses that must be given back: those of buffers that have bytes."""
+        if all(self.lengths):
+            return self.addresses
+        return tuple(address for address, length in zip(self.addresses, self.lengths, strict=True) if length)
+
+
+def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
+    """The body of kind 1 for these (address, length) pairs, one for each buffer, in order."""
+    flat = [0, 0]
+    for address, length in extents:
+        flat += (address, length) if length else (0, 0)
+    flat[0] = sum(flat[3::2])
+    flat[1] = (len(flat) - 2) // 2
+    return _uint64s(len(flat)).pack(*flat)
+
+
+def parse_addresses(body: bytes) -> AddressList:
+    """Take a body of kind 1 apart.
+
+    Raises RemoteProtocolError where its two totals disagree with the pairs, or an empty buffer has an address.
+    """
+    if len(body) < _HEAD.size:
+        raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes; its two totals alone have 16")
+    total, count = _HEAD.unpack_from(body)
+    if len(body) != _HEAD.size + count * _HEAD.size:
+        raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes for {count} buffers")
+    flat = _uint64s(2 * count).unpack_from(body, _HEAD.size)
+    addresses, lengths = flat[0::2], flat[1::2]
+    if total != sum(lengths):
+        raise RemoteProtocolError(
+            f"the peer sent an address list whose total is {total} bytes, but its buffers have {sum(lengths)}"
+        )
+    if not all(lengths) and any(a for a, n in zip(addresses, lengths, strict=True) if not n):
+        raise RemoteProtocolError("the peer sent an address for an empty buffer, which must be (0, 0)")
+    return AddressList(addresses, lengths)
+
+
+def encode_free(addresses: Sequence[int]) -> bytes:
+    """The body of a free_data message: "one or more unsigned, little-endian 64-bit integers"."""
+    if not addresses:
+        raise LocalProtocolError("a free_data message names at least one address")
+    return _uint64s(len(addresses)).pack(*addresses)
+
+
+def parse_free(body: bytes) -> tuple[int, ...]:
+    """The addresses in a free_data message. Raises RemoteProtocolError for an empty or ragged one."""
+    if not body or len(body) % _UINT64:
+        raise RemoteProtocolError(f"the peer sent a free_data message of {len(body)} bytes, not one or more uint64")
+    return _uint64s(len(body) // _UINT64).unpack(body)

@@ -1,0 +1,44 @@
+"""What the two roles report to whoever drives them."""
+
+from __future__ import annotations
+
+from enum import Flag
+from typing import NamedTuple
+
+from dissociated.message import Buffer
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.header import Header
+
+
+class Streams(Flag):
+    """Which of the two streams travel on a connection."""
+
+    METADATA = 1
+    BODIES = 2
+    BOTH = 3
+
+
+class StreamRequested(NamedTuple):
+    """A client sent want_data: "an opaque binary identifier of the data stream being requested"."""
+
+    identifier: bytes
+    streams: Streams
+
+
+class AddressesFreed(NamedTuple):
+    """A client sent free_data: it no longer needs these addresses, one entry for each time one was sent."""
+
+    addresses: tuple[int, ...]
+
+
+class Delivery(NamedTuple):
+    """One Arrow IPC message, whole and in its turn.
+
+    `body` is None (no body), the packed bytes as the transport delivered them, or an AddressList that agrees
+    with the header.
+    """
+
+    sequence: int
+    header: bytes
+    parsed: Header
+    body: Buffer | AddressList | None

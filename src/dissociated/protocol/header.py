@@ -1,0 +1,162 @@
+"""What pairing needs from the flatbuffer of an Arrow IPC `Message` (Message.fbs), and nothing more.
+
+libarrow reads the rest. Read here are the type of the message, the length of its body, and the table of its
+buffers; the last two are plain scalars and structs, so that `relocate` can overwrite them in a copy.
+Every offset comes from a peer and is checked before it is followed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from dissociated.errors import RemoteProtocolError
+
+_u16 = struct.Struct("<H").unpack_from
+_u32 = struct.Struct("<I").unpack_from
+_i32 = struct.Struct("<i").unpack_from
+_i64 = struct.Struct("<q")
+_read_i64 = _i64.unpack_from
+
+#: Caps on what one message may claim; both far above anything that libarrow writes.
+MAX_BUFFERS = 1 << 24
+
+_BUFFER = 16  # struct Buffer { offset: long; length: long; }
+
+
+class HeaderType(IntEnum):
+    """The union `MessageHeader` of Message.fbs."""
+
+    SCHEMA = 1
+    DICTIONARY_BATCH = 2
+    RECORD_BATCH = 3
+    TENSOR = 4
+    SPARSE_TENSOR = 5
+
+
+_TYPES = {int(type_): type_ for type_ in HeaderType}
+
+
+class Header(NamedTuple):
+    """The parts of a message's flatbuffer, by their position in it."""
+
+    type: HeaderType
+    #: bytes, padding included
+    body_length: int
+    #: position of `Message.bodyLength`, -1 where the flatbuffer leaves it out (it is 0 then)
+    body_length_at: int
+    #: position of the first `Buffer` struct
+    buffers_at: int
+    buffer_count: int
+    #: whether the message carries custom metadata of its own
+    has_metadata: bool
+
+    @property
+    def has_body(self) -> bool:
+        """Told by the type, not by the length: an empty batch still has a body message, of length 0."""
+        return self.type is not HeaderType.SCHEMA
+
+
+def parse_header(header: bytes) -> Header:
+    """Read the flatbuffer of a `Message`. Raises RemoteProtocolError for anything that is not one."""
+    try:
+        return _parse(header)
+    except (struct.error, IndexError) as error:
+        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+
+
+def _parse(header: bytes) -> Header:
+    (root,) = _u32(header)
+    type_at = _field(header, root, 1)
+    table_at = _field(header, root, 2)
+    length_at = _field(header, root, 3)
+    type_ = _TYPES.get(header[type_at]) if type_at else None
+    if type_ is None or not table_at:
+        raise RemoteProtocolError(
+            f"the peer sent an Arrow IPC message of unknown type {header[type_at] if type_at else 0}"
+        )
+    body_length = _read_i64(header, length_at)[0] if length_at else 0
+    if body_length < 0:
+        raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
+    has_metadata = _field(header, root, 4) != 0
+    if type_ is HeaderType.SCHEMA:
+        if body_length:
+            raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
+        return Header(type_, 0, length_at or -1, 0, 0, has_metadata)
+    table = table_at + _u32(header, table_at)[0]
+    if type_ is HeaderType.DICTIONARY_BATCH:
+        batch_at = _field(header, table, 1)
+        if not batch_at:
+            raise RemoteProtocolError("the peer sent a dictionary batch without data")
+        table = batch_at + _u32(header, batch_at)[0]
+    at, count = _buffers(header, table, type_)
+    return Header(type_, body_length, length_at or -1, at, count, has_metadata)
+
+
+def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
+    """Position and number of the buffer structs of this record batch or tensor."""
+    if type_ is HeaderType.TENSOR:  # Tensor { type_type, type, shape, strides, data: Buffer }
+        at, count = _field(header, table, 4), 1
+    elif type_ is HeaderType.SPARSE_TENSOR:  # its index buffers are scattered: such bodies come packed
+        return 0, 0
+    else:  # RecordBatch { length, nodes, buffers: [Buffer], ... }
+        vector_at = _field(header, table, 2)
+        if not vector_at:
+            return 0, 0
+        vector = vector_at + _u32(header, vector_at)[0]
+        at, (count,) = vector + 4, _u32(header, vector)
+    if not at or count > MAX_BUFFERS or at + count * _BUFFER > len(header):
+        raise RemoteProtocolError(f"the peer sent metadata whose {count} buffers lie outside the message")
+    return at, count
+
+
+def _field(header: bytes, table: int, index: int) -> int:
+    """Position of the index-th field of the flatbuffer table at `table`; 0 where the table leaves it out."""
+    vtable = table - _i32(header, table)[0]
+    if vtable < 0:
+        raise IndexError("a table outside the message")
+    slot = 4 + 2 * index
+    if slot + 2 > _u16(header, vtable)[0]:
+        return 0
+    (offset,) = _u16(header, vtable + slot)
+    return table + offset if offset else 0
+
+
+def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offsets and the lengths, in bytes, of the message's buffers within its packed body."""
+    flat = struct.unpack_from(f"<{2 * parsed.buffer_count}q", header, parsed.buffers_at)
+    return flat[0::2], flat[1::2]
+
+
+def relocate(header: bytes, parsed: Header, offsets: Sequence[int], body_length: int) -> bytes:
+    """A copy of the flatbuffer whose buffers lie at `offsets` within a body of `body_length` bytes.
+
+    Lengths stay. This is how bodies by reference reach libarrow: the body is then the whole region. Where the
+    flatbuffer leaves the body length out, as libarrow does for an empty batch, there is nothing to relocate.
+    libarrow reads a tensor from the start of its body, whatever its offset: cut a tensor's buffer out instead.
+    """
+    if parsed.body_length_at < 0:
+        if any(buffer_extents(header, parsed)[1]):
+            raise RemoteProtocolError("the peer sent buffers in a message that announced no body")
+        return header
+    copy = bytearray(header)
+    _i64.pack_into(copy, parsed.body_length_at, body_length)
+    flat = list(struct.unpack_from(f"<{2 * parsed.buffer_count}q", copy, parsed.buffers_at))
+    flat[0::2] = offsets
+    struct.pack_into(f"<{len(flat)}q", copy, parsed.buffers_at, *flat)
+    return bytes(copy)
+
+
+def row_count(header: bytes) -> int:
+    """The rows of a record batch message, 0 for any other. Raises RemoteProtocolError for what is no message."""
+    try:
+        (root,) = _u32(header)
+        type_at, table_at = _field(header, root, 1), _field(header, root, 2)
+        if not type_at or header[type_at] != HeaderType.RECORD_BATCH:
+            return 0
+        length_at = _field(header, table_at + _u32(header, table_at)[0], 0)
+        return int(_read_i64(header, length_at)[0]) if length_at else 0
+    except (struct.error, IndexError) as error:
+        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None

@@ -1,0 +1,181 @@
+"""The client's role in one stream ("Client Sequence"): pairs metadata with bodies, in any order of arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from dissociated.errors import LocalProtocolError, RemoteProtocolError
+from dissociated.message import Buffer
+from dissociated.protocol.bodies import AddressList, parse_addresses
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
+from dissociated.protocol.metadata import MetadataKind, parse_metadata
+from dissociated.protocol.sequence import unwrap
+from dissociated.protocol.states import Machine, Role, State, Step
+from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
+
+#: How many messages may wait for one that was overtaken, and how many bytes of bodies.
+MAX_WAITING = 1 << 16
+MAX_WAITING_BYTES = 1 << 32
+
+
+class Receiver:
+    """Takes messages in whatever order they arrive and delivers them in the order they were numbered.
+
+    Bodies are opaque: only their length is looked at, and the content of address lists. What waits for its turn
+    is capped by `max_waiting` messages and `max_waiting_bytes` of bodies; a peer that exceeds either breaks the
+    protocol.
+    """
+
+    def __init__(self, max_waiting: int = MAX_WAITING, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._machine = Machine(Role.RECEIVER)
+        self._max_waiting = max_waiting
+        self._max_waiting_bytes = max_waiting_bytes
+        self._headers: dict[int, tuple[bytes, Header]] = {}
+        self._bodies: dict[int, tuple[BodyKind, Buffer]] = {}
+        self._waiting_bytes = 0
+        self._next = 0  # of the message to deliver next
+        self._count: int | None = None  # of messages in the stream, known from its end
+
+    @property
+    def state(self) -> State:
+        """Where this stream is."""
+        return self._machine.state
+
+    @property
+    def complete(self) -> bool:
+        """Whether every message up to the end of stream has been delivered."""
+        return self._machine.state in (State.COMPLETE, State.DONE)
+
+    def want(self) -> None:
+        """The stream was requested."""
+        self._machine.move(Step.WANT, LocalProtocolError)
+
+    def receive_metadata(self, message: bytes) -> None:
+        """Take an untagged message. Raises RemoteProtocolError where it breaks the protocol."""
+        kind, wire_sequence, header = parse_metadata(message)
+        if kind is MetadataKind.END_OF_STREAM:
+            self._machine.move(Step.END, RemoteProtocolError)
+            self._end(unwrap(wire_sequence, self._next))
+            return
+        self._machine.move(Step.METADATA, RemoteProtocolError)
+        sequence = self._place(wire_sequence, self._headers, "metadata")
+        parsed = parse_header(header)
+        if (sequence == 0) is not (parsed.type is HeaderType.SCHEMA):
+            raise RemoteProtocolError(
+                f"message {sequence} is a {parsed.type.name}; a stream has one schema, and it comes first"
+            )
+        if not parsed.has_body and sequence in self._bodies:
+            raise RemoteProtocolError(f"the peer sent a body for message {sequence}, which has none")
+        self._headers[sequence] = header, parsed
+
+    def receive_body(self, tag: int, body: Buffer) -> None:
+        """Take a tagged message. Raises RemoteProtocolError where it breaks the protocol."""
+        self._machine.move(Step.BODY, RemoteProtocolError)
+        kind, wire_sequence = parse_body_tag(tag)
+        sequence = self._place(wire_sequence, self._bodies, "body")
+        known = self._headers.get(sequence)
+        if known is not None and not known[1].has_body:
+            raise RemoteProtocolError(f"the peer sent a body for message {sequence}, which has none")
+        self._waiting_bytes += len(body)
+        if self._waiting_bytes > self._max_waiting_bytes and sequence != self._next:
+            raise RemoteProtocolError(
+                f"bodies of {self._waiting_bytes} bytes wait for message {self._next}; "
+                f"the cap is {self._max_waiting_bytes}"
+            )
+        self._bodies[sequence] = kind, body
+
+    def announced_length(self, tag: int) -> int | None:
+        """How long the body with this tag must be, in bytes, by its metadata; None while that is unknown."""
+        kind, wire_sequence = parse_body_tag(tag)
+        known = self._headers.get(unwrap(wire_sequence, self._next))
+        if known is None:
+            return None
+        parsed = known[1]
+        return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
+
+    @property
+    def needs_body(self) -> bool:
+        """Whether the next message waits for its body rather than for its metadata."""
+        return self._next in self._headers
+
+    def next(self) -> Delivery | None:
+        """The next message in order, or None while it, or its body, has not arrived."""
+        sequence = self._next
+        known = self._headers.get(sequence)
+        if known is None:
+            return None
+        header, parsed = known
+        body: Buffer | AddressList | None = None
+        if parsed.has_body:
+            arrived = self._bodies.pop(sequence, None)
+            if arrived is None:
+                return None
+            kind, body = arrived
+            self._waiting_bytes -= len(body)
+            if kind is BodyKind.ADDRESSES:
+                body = _agreeing(parse_addresses(body), header, parsed, sequence)
+            elif len(body) != parsed.body_length:
+                raise RemoteProtocolError(
+                    f"the body of message {sequence} has {len(body)} bytes; its metadata announced {parsed.body_length}"
+                )
+        del self._headers[sequence]
+        self._next = sequence + 1
+        if self._next == self._count:
+            self._machine.move(Step.DELIVERED, RemoteProtocolError)
+        return Delivery(sequence, header, parsed, body)
+
+    def disconnected(self) -> None:
+        """The peer is gone. Raises RemoteProtocolError, naming the gap, unless nothing is missing."""
+        if self.complete:
+            return
+        have = sorted(self._headers.keys() | self._bodies.keys())
+        beyond = f"; messages up to {have[-1]} had begun to arrive" if have else ""
+        expected = "" if self._count is None else f" of {self._count}"
+        raise RemoteProtocolError(
+            f"the peer closed the stream before its end: message {self._next}{expected} is missing{beyond}"
+        )
+
+    def fail(self) -> None:
+        """The stream is over before its end."""
+        self._machine.move(Step.FAIL, LocalProtocolError)
+
+    def _place(self, wire_sequence: int, arrived: Container[int], what: str) -> int:
+        """The full number of a message that arrives, which must be new, expected, and not too far ahead."""
+        following = self._next
+        if following & SEQUENCE_MASK == wire_sequence and following not in arrived:
+            sequence = following
+        else:
+            sequence = unwrap(wire_sequence, following)
+            if sequence < following or sequence in arrived:
+                raise RemoteProtocolError(f"the peer sent the {what} of message {wire_sequence} twice")
+            if sequence - following >= self._max_waiting:
+                raise RemoteProtocolError(
+                    f"the {what} of message {sequence} arrived while message {following} is still missing; "
+                    f"at most {self._max_waiting} may wait"
+                )
+        if self._count is not None and sequence >= self._count:
+            raise RemoteProtocolError(f"the peer sent the {what} of message {sequence} after ending at {self._count}")
+        return sequence
+
+    def _end(self, count: int) -> None:
+        last = max((*self._headers, *self._bodies), default=self._next - 1)
+        if count <= last:
+            raise RemoteProtocolError(f"the peer ended the stream at {count} messages, but has sent message {last}")
+        if count == 0:
+            raise RemoteProtocolError("the peer ended the stream before its schema")
+        self._count = count
+        if self._next == count:
+            self._machine.move(Step.DELIVERED, RemoteProtocolError)
+
+
+def _agreeing(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> AddressList:
+    if parsed.type is HeaderType.SPARSE_TENSOR:
+        raise RemoteProtocolError(f"the body of message {sequence}, a sparse tensor, did not come packed")
+    _, lengths = buffer_extents(header, parsed)
+    if listed.lengths != lengths:
+        raise RemoteProtocolError(
+            f"the address list of message {sequence} has {len(listed.lengths)} buffers of {sum(listed.lengths)} bytes; "
+            f"its metadata announced {len(lengths)} of {sum(lengths)}, or other lengths"
+        )
+    return listed

@@ -1,0 +1,104 @@
+"""The server's role in one stream ("Server Sequence")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dissociated.errors import LocalProtocolError, RemoteProtocolError
+from dissociated.message import Buffer, Message
+from dissociated.protocol.bodies import parse_free
+from dissociated.protocol.events import AddressesFreed, Streams, StreamRequested
+from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
+from dissociated.protocol.states import Machine, Role, State, Step
+from dissociated.protocol.tags import BodyKind, body_tag
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags a server chose for itself and told its clients by URI.
+
+    `want` maps each want_data value to the streams it asks for; `free_data` is None where no addresses are sent.
+    """
+
+    want: Mapping[int, Streams]
+    free_data: int | None = None
+
+
+class Body(NamedTuple):
+    """A body about to be sent: its bytes, packed or an address list, in parts."""
+
+    kind: BodyKind
+    parts: Sequence[Buffer]
+
+
+def encode_message(sequence: int, header: bytes, body: Body | None, streams: Streams) -> list[Message]:
+    """The messages that carry IPC message number `sequence` on a connection with these `streams`."""
+    messages = []
+    if streams & Streams.METADATA:
+        messages.append(Message(None, (encode_prefix(sequence), header)))
+    if streams & Streams.BODIES and body is not None:
+        messages.append(Message(body_tag(body.kind, sequence), body.parts))
+    return messages
+
+
+def encode_end(count: int, streams: Streams) -> list[Message]:
+    """The end of stream after `count` messages: it belongs to the metadata stream."""
+    return [Message(None, (encode_end_of_stream(count),))] if streams & Streams.METADATA else []
+
+
+class Sender:
+    """Numbers messages, and says what the peer's messages mean. Moves no bytes and holds none."""
+
+    def __init__(self, tags: Tags) -> None:
+        self._tags = tags
+        self._machine = Machine(Role.SENDER)
+        self.streams = Streams.BOTH
+        self.sequence = 0
+
+    @property
+    def state(self) -> State:
+        """Where this stream is."""
+        return self._machine.state
+
+    def receive(self, tag: int | None, body: bytes) -> StreamRequested | AddressesFreed:
+        """What a message of the client means. Raises RemoteProtocolError where it means nothing, or not now."""
+        if tag is None:
+            raise RemoteProtocolError("the client sent an untagged message; clients send want_data and free_data only")
+        streams = self._tags.want.get(tag)
+        if streams is not None:
+            self._machine.move(Step.WANT, RemoteProtocolError)
+            self.streams = streams
+            return StreamRequested(body, streams)
+        if tag == self._tags.free_data:
+            self._machine.move(Step.FREE, RemoteProtocolError)
+            return AddressesFreed(parse_free(body))
+        raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}")
+
+    def send(self, header: bytes, body: Body | None) -> list[Message]:
+        """The messages for the next IPC message of the stream."""
+        self._machine.move(Step.METADATA, LocalProtocolError)
+        messages = encode_message(self.sequence, header, body, self.streams)
+        self.sequence += 1
+        return messages
+
+    def sent(self, count: int) -> None:
+        """The next `count` messages went out, encoded beforehand with the numbers that were due."""
+        self._machine.move(Step.METADATA, LocalProtocolError)
+        self.sequence += count
+
+    def end(self) -> list[Message]:
+        """The end of stream. Nothing may be sent after it."""
+        if self.state is State.STREAMING and not self.sequence:
+            raise LocalProtocolError("a stream cannot end before its first message, the schema")
+        self._machine.move(Step.END, LocalProtocolError)
+        return encode_end(self.sequence, self.streams)
+
+    def drained(self) -> None:
+        """Every address that was sent has been freed: "the work for this stream is complete"."""
+        self._machine.move(Step.DRAINED, LocalProtocolError)
+
+    def fail(self) -> None:
+        """The stream is over before its end."""
+        self._machine.move(Step.FAIL, LocalProtocolError)

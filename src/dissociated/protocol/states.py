@@ -1,0 +1,94 @@
+"""What may follow what, for both roles of a stream, in one table.
+
+A stream begins with want_data, runs while metadata and bodies flow, and ends in two steps: the sender announces
+the end of stream, then waits until every address it sent has been given back. A receiver that has seen the end
+of stream still waits for what was overtaken; it is complete when nothing is missing. A stream that failed may
+still give memory back.
+
+Anything not in the table is an error of the side that does it: LocalProtocolError if this one,
+RemoteProtocolError if the peer.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from dissociated.errors import ProtocolError
+
+
+class State(Enum):
+    """Where a stream is, seen from one side."""
+
+    IDLE = "idle"
+    STREAMING = "streaming"
+    #: sender: waiting for free_data; receiver: end of stream seen, messages still missing
+    ENDING = "ending"
+    #: receiver only: everything arrived, addresses may still be held
+    COMPLETE = "complete"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Step(Enum):
+    """What moves a stream from one state to the next."""
+
+    WANT = "want_data"
+    METADATA = "a metadata message"
+    BODY = "a body"
+    END = "an end of stream"
+    FREE = "free_data"
+    #: the receiver delivered the last message
+    DELIVERED = "completion"
+    #: no address is held any more
+    DRAINED = "release of the last address"
+    FAIL = "failure"
+
+
+class Role(Enum):
+    """The two sides of a stream."""
+
+    SENDER = "sender"
+    RECEIVER = "receiver"
+
+
+_RUNNING = {Step.METADATA: State.STREAMING, Step.BODY: State.STREAMING, Step.FREE: State.STREAMING}
+
+TRANSITIONS: dict[Role, dict[State, dict[Step, State]]] = {
+    Role.SENDER: {
+        State.IDLE: {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED},
+        State.STREAMING: {**_RUNNING, Step.END: State.ENDING, Step.FAIL: State.FAILED},
+        State.ENDING: {Step.FREE: State.ENDING, Step.DRAINED: State.DONE, Step.FAIL: State.FAILED},
+        State.DONE: {},
+        State.FAILED: {Step.FREE: State.FAILED, Step.FAIL: State.FAILED},
+    },
+    Role.RECEIVER: {
+        State.IDLE: {Step.WANT: State.STREAMING, Step.FAIL: State.FAILED},
+        State.STREAMING: {**_RUNNING, Step.END: State.ENDING, Step.FAIL: State.FAILED},
+        State.ENDING: {
+            Step.METADATA: State.ENDING,  # overtaken by the end of stream
+            Step.BODY: State.ENDING,
+            Step.FREE: State.ENDING,
+            Step.DELIVERED: State.COMPLETE,
+            Step.FAIL: State.FAILED,
+        },
+        State.COMPLETE: {Step.FREE: State.COMPLETE, Step.DRAINED: State.DONE, Step.FAIL: State.FAILED},
+        State.DONE: {},
+        State.FAILED: {Step.FREE: State.FAILED, Step.FAIL: State.FAILED},
+    },
+}
+
+
+class Machine:
+    """The state of one side of one stream."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.state = State.IDLE
+        self._table = TRANSITIONS[role]
+
+    def move(self, step: Step, blame: type[ProtocolError]) -> None:
+        """Take `step`, or raise `blame` and stay."""
+        following = self._table[self.state].get(step)
+        if following is None:
+            raise blame(f"{step.value} is not allowed while the {self.role.value} of this stream is {self.state.value}")
+        self.state = following

@@ -1,0 +1,132 @@
+"""The `dissociated` data source. Only Spark imports this module: by name, through `pyspark_dissociated`.
+
+A write goes through these steps, and nothing is visible to anyone before the last has succeeded:
+
+    planning    asks the catalog for its stage, the directory where prepared segments wait
+    each task   writes its partition's batches into a segment of its own there
+    driver      commit: one call hands all the segments to the catalog; abort: they are removed
+
+Spark may run a task twice, or kill it half-way. A segment's name therefore carries the job and the attempt,
+only those whose message reaches commit are published, and whatever else bears the job's name is swept away.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from dissociated.catalog.client import CatalogClient, connect
+from dissociated.errors import CatalogError, DissociatedError, StoreError
+from dissociated.spark.types import arrow_schema, conform
+from dissociated.store.segment import SegmentWriter
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class DissociatedDataSource(DataSource):
+    """`df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")`."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "dissociated"
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        return DatasetWriter(
+            catalog=self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            name=self._option("path", 'the dataset goes: .save("NAME")'),
+            schema=arrow_schema(schema),
+            mode="overwrite" if overwrite else "append",
+        )
+
+    def schema(self) -> NoReturn:
+        raise DissociatedError(
+            "Spark cannot read from dissociated in this release, only write to it; "
+            "read with dissociated.connect(catalog).read(name)"
+        )
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        self.schema()
+
+    def _option(self, key: str, advice: str) -> str:
+        if value := self.options.get(key):
+            return str(value)
+        raise CatalogError(f"say where {advice}")
+
+
+@dataclass(frozen=True)
+class Written(WriterCommitMessage):
+    """What a task tells the driver about its partition."""
+
+    partition: int
+    segment: str | None  # its name within the stage; None where the partition has no rows
+    rows: int
+    nbytes: int
+
+
+class DatasetWriter(DataSourceArrowWriter):
+    """Writes one DataFrame as one dataset.
+
+    Made once, while Spark plans the write, then copied to every task and to the commit; all share `job`.
+    """
+
+    def __init__(self, catalog: str, name: str, schema: pa.Schema, mode: str) -> None:
+        self.catalog = catalog
+        self.name = name
+        self.schema = schema
+        self.mode = mode
+        self.job = uuid.uuid4().hex
+        with connect(catalog) as client:
+            self.stage = client.stage()
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+        """In a task: write the partition into a segment of its own. An exception leaves no file behind."""
+        context = TaskContext.get()
+        assert context is not None, "Spark calls this in a task"
+        partition = context.partitionId()
+        batches = (batch for batch in iterator if batch.num_rows)
+        first = next(batches, None)
+        if first is None:
+            return Written(partition, None, 0, 0)
+        self._require_stage()
+        segment = f"{self.job}-{partition:06}-{context.taskAttemptId()}.arrows"
+        with SegmentWriter(os.path.join(self.stage.directory, segment), self.schema) as writer:
+            writer.write(conform(first, self.schema))
+            for batch in batches:
+                writer.write(conform(batch, self.schema))
+        return Written(partition, segment, writer.rows, writer.nbytes)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver, once every task has succeeded: make the dataset visible, whole."""
+        written = [message for message in messages if isinstance(message, Written)]
+        written.sort(key=lambda message: message.partition)
+        segments = [message.segment for message in written if message.segment]
+        with connect(self.catalog) as client:
+            self._sweep(client, keep=segments)  # before: once the dataset is visible, nothing may fail
+            client.commit(self.name, segments, self.mode, self.schema)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver, after a task or the commit has failed: remove what the job has written."""
+        with connect(self.catalog) as client:
+            self._sweep(client)
+
+    def _sweep(self, client: CatalogClient, keep: Sequence[str] = ()) -> None:
+        left = {entry.name for entry in Path(self.stage.directory).glob(f"{self.job}-*")}.difference(keep)
+        if left:
+            client.discard(sorted(left))
+
+    def _require_stage(self) -> None:
+        here = BOOT_ID.read_text().strip()
+        if here != self.stage.boot_id or not os.path.isdir(self.stage.directory):
+            raise StoreError(
+                f"this task runs on {os.uname().nodename}, but the stage of the catalog {self.catalog} is on "
+                f"{self.stage.host}: in this release Spark and the catalog must share one host"
+            )

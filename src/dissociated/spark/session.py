@@ -1,0 +1,90 @@
+"""A Spark session set up for moving Arrow, and one line to publish a DataFrame."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dissociated.spark.java import java_home
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+GIB = 1 << 30
+
+
+def session(
+    app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool
+) -> SparkSession:
+    """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
+
+    Any other setting goes by its own name, and wins over those of this function:
+    `session(**{"spark.driver.memory": "16g"})`.
+
+    Finds a Java by itself; raises `dissociated.spark.JavaNotFound` where there is none.
+    """
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName(app_name).master(master)
+    for key, value in {**_settings(master), **conf}.items():
+        builder = builder.config(key, value)
+    if SparkSession.getActiveSession():
+        return builder.getOrCreate()
+    with _environment(_launch_variables(master)):
+        return builder.getOrCreate()
+
+
+def publish(df: DataFrame, name: str, catalog: str, mode: str = "overwrite") -> None:
+    """Publish `df` as the dataset `name` of the catalog at the URI `catalog`.
+
+    Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The
+    dataset changes at once and whole, or not at all. `mode` is "overwrite" or "append".
+    """
+    df.write.format("dissociated").option("catalog", catalog).mode(mode).save(name)
+
+
+def _settings(master: str) -> dict[str, str]:
+    settings = {
+        # By default Spark measures the batch again after every row; with this value it does not.
+        "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.memory": f"{_heap()}g",
+    }
+    if master.startswith("local"):
+        settings["spark.driver.host"] = settings["spark.driver.bindAddress"] = "127.0.0.1"
+    return settings
+
+
+def _heap() -> int:
+    """GiB for the JVM: a quarter of the machine (segments and Python need room too), from 1 to 8."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(8, memory // 4 // GIB))
+
+
+def _launch_variables(master: str) -> dict[str, str]:
+    variables = {
+        "JAVA_HOME": java_home(),
+        "PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable),
+    }
+    if master.startswith("local"):
+        variables["SPARK_LOCAL_IP"] = "127.0.0.1"
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for as long as it takes: the JVM is started from here and inherits them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

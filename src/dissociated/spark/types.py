@@ -1,0 +1,73 @@
+"""Spark's types as Arrow types: one schema for a whole dataset, whatever session wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dissociated.errors import SourceError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+TIMEZONE = "UTC"
+"""A Spark timestamp is an instant. Its batches carry the time zone of the session that made them, which is
+a matter of display, so all datasets have the same."""
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """The Arrow schema under which a DataFrame with this schema is published.
+
+    Raises `SourceError`, naming the column, for a type that Arrow cannot carry.
+    """
+    from pyspark.errors import PySparkException
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    fields = []
+    for field in schema.fields:
+        try:
+            fields.extend(to_arrow_schema(StructType([field]), timezone=TIMEZONE))
+        except PySparkException as error:
+            raise SourceError(
+                f"column {field.name!r} has the type {field.dataType.simpleString()}, "
+                "which Arrow cannot carry: cast it, or drop the column"
+            ) from error
+    return pa.schema(fields)
+
+
+def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """`batch` with exactly this schema: no copy unless a type really differs."""
+    if batch.schema.equals(schema, check_metadata=True):
+        return batch
+    if all(map(_same_layout, batch.schema.types, schema.types)):
+        return pa.record_batch(_Relabelled(batch, schema))
+    return batch.cast(schema)
+
+
+def _same_layout(here: pa.DataType, there: pa.DataType) -> bool:
+    """Whether two types differ in nothing but time zones, names, nullability and metadata."""
+    if pa.types.is_timestamp(here) and pa.types.is_timestamp(there):
+        return bool(here.unit == there.unit)
+    if not pa.types.is_nested(here):
+        return bool(here == there)
+    return here.id == there.id and all(
+        _same_layout(here.field(i).type, there.field(i).type) for i in range(here.num_fields)
+    )
+
+
+@dataclass(frozen=True)
+class _Relabelled:
+    """The memory of a batch under another schema, for whoever takes the Arrow C data interface.
+
+    A cast would do, but refuses where a null struct has fields that are not nullable: below it, Spark puts nulls.
+    """
+
+    batch: pa.RecordBatch
+    schema: pa.Schema
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
+        _, array = self.batch.__arrow_c_array__()
+        return self.schema.__arrow_c_schema__(), array

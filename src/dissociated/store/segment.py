@@ -1,0 +1,177 @@
+"""Segments: Arrow IPC streams or files that are mapped once and served from where they lie.
+
+An address is an offset into the segment plus its base, so its metadata goes out as it was written, and any
+Arrow tool can read the same file.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+
+from dissociated.errors import SourceError, StoreError
+from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate, walk
+from dissociated.ipc.split import SplitMessage, Splitter, split
+from dissociated.memory.region import Region, reserve_base
+from dissociated.memory.shared import (
+    Backing,
+    create_memfd,
+    explained,
+    map_read_only,
+    reopen_read_only,
+    seal,
+    write_parts,
+)
+from dissociated.message import Buffer
+from dissociated.protocol.header import HeaderType, buffer_extents, row_count
+
+
+class Segment:
+    """A finished segment, mapped, with an index of its messages.
+
+    Its read-only `descriptor` is closed when nobody uses the segment any more: a stream that is being sent keeps
+    it although the dataset has been dropped. What was mapped from it outlives even that.
+    Raises StoreError where it holds no IPC stream or file.
+    """
+
+    def __init__(self, descriptor: int, name: str, backing: Backing) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self.name = name
+        self.backing = backing
+        try:
+            with explained(f"mapping {name}"):
+                size = os.fstat(descriptor).st_size
+                self.region = Region(reserve_base(size), map_read_only(descriptor, size))
+            self._memory = memoryview(self.region.memory)
+            self.messages: list[Encapsulated] = list(walk(self._memory))
+            if not self.messages or self.messages[0].parsed.type is not HeaderType.SCHEMA:
+                raise StoreError("not an Arrow IPC stream: it does not begin with a schema")
+            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.messages[0].header)))
+        except (StoreError, pa.ArrowInvalid) as error:
+            raise StoreError(f"{name}: {error}") from None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Segment:
+        """The IPC stream or file at `path`, as it is."""
+        with explained(f"opening {os.fspath(path)}"):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return cls(descriptor, os.fspath(path), Backing.FILE)
+
+    @classmethod
+    def in_memory(
+        cls, name: str, reader: pa.RecordBatchReader, options: pa.ipc.IpcWriteOptions | None = None
+    ) -> Segment:
+        """A copy of everything that `reader` gives, in a sealed memfd."""
+        with explained(f"shared memory for {name}"):
+            writable = create_memfd(name)
+        try:
+            with explained(f"shared memory for {name}"):
+                _write(writable, split(reader, options), 0)
+                seal(writable, Backing.SEALED)
+                descriptor = reopen_read_only(writable)
+        finally:
+            os.close(writable)
+        return cls(descriptor, name, Backing.SEALED)
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows all record batches have together."""
+        return sum(row_count(message.header) for message in self.messages)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the bodies have together."""
+        return sum(message.parsed.body_length for message in self.messages)
+
+    def body(self, message: Encapsulated) -> Buffer:
+        """The packed body of `message`, which lies in the mapping."""
+        return self._memory[message.body_at : message.body_at + message.parsed.body_length]
+
+    def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
+        """Address and length of each buffer of `message`."""
+        start = self.region.base + message.body_at
+        offsets, lengths = buffer_extents(message.header, message.parsed)
+        if any(n < 0 or o < 0 or o + n > message.parsed.body_length for o, n in zip(offsets, lengths, strict=True)):
+            raise SourceError(f"{self.name} has a message whose buffers lie outside its body")
+        return [(start + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
+
+
+def _write(descriptor: int, messages: Iterable[SplitMessage], offset: int) -> int:
+    """Write these messages as a whole stream. Returns the offset after it."""
+    for message in messages:
+        offset += write_parts(descriptor, _parts(message), offset)
+    return offset + write_parts(descriptor, [END_OF_STREAM], offset)
+
+
+def _parts(message: SplitMessage) -> list[Buffer]:
+    return [encapsulate(message.header), *(message.body or ())]
+
+
+class SegmentWriter:
+    """Writes an IPC stream to a new file, one copy of each batch, in one system call.
+
+    The file is whole only after `close`. Leaving the `with` by an exception removes it.
+    Raises StoreError where the file exists already or there is no space left.
+    """
+
+    def __init__(self, path: str | Path, schema: pa.Schema, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+        self.path = Path(path)
+        self.rows = 0
+        self._splitter = Splitter(schema, options)
+        with explained(f"creating {self.path}"):
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._offset = 0
+        self._open = True
+        try:
+            self._append([self._splitter.schema_message])
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """How long the file is so far, in bytes."""
+        return self._offset
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append a batch, which must have the writer's schema."""
+        self._append(self._splitter.split(batch))
+        self.rows += batch.num_rows
+
+    def close(self) -> None:
+        """End the stream. The file may now be read by anyone."""
+        if self._open:
+            with explained(f"writing {self.path}"):
+                self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
+            os.close(self._descriptor)
+            self._open = False
+
+    def abort(self) -> None:
+        """Remove the file. Does nothing after `close`."""
+        if self._open:
+            os.close(self._descriptor)
+            self._open = False
+            self.path.unlink(missing_ok=True)
+
+    def _append(self, messages: Iterable[SplitMessage]) -> None:
+        parts = [part for message in messages for part in _parts(message)]
+        with explained(f"writing {self.path}"):
+            self._offset += write_parts(self._descriptor, parts, self._offset)
+
+    def __enter__(self) -> SegmentWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

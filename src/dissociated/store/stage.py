@@ -1,0 +1,84 @@
+"""Where writers on this host put segments until they are committed: a private directory, in memory if it can be."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from dissociated.errors import StoreError
+from dissociated.memory.shared import explained
+from dissociated.store.segment import Segment
+
+_MEMORY = Path("/dev/shm")
+
+
+def boot_id() -> str:
+    """Tells this boot of this host from every other: two processes with the same one can share memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def host_name() -> str:
+    """The name of this host, for people."""
+    return socket.gethostname()
+
+
+class Stage:
+    """A directory for segments that are being written, made on first use and removed with `close`.
+
+    What is committed is opened and unlinked, so its memory is held by whoever serves it and by nothing else: a
+    server that is killed leaves behind only what was never committed, and the next one removes that.
+    """
+
+    def __init__(self, base: Path | None = None) -> None:
+        self._base = base
+        self._directory: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where to write. Raises StoreError where there can be no such directory."""
+        if self._directory is None:
+            base = self._base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+            home = base / f"dissociated-{os.geteuid()}"
+            with explained(f"the staging directory below {home}"):
+                home.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if home.lstat().st_uid != os.geteuid():
+                    raise StoreError(f"{home} belongs to somebody else")
+                _remove_abandoned(home)
+                self._directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
+                self._directory.mkdir(mode=0o700)
+        return self._directory
+
+    def take(self, names: list[str]) -> list[Segment]:
+        """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be opened."""
+        paths = [self._path(name) for name in names]
+        segments = [Segment.open(path) for path in paths]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return segments
+
+    def discard(self, names: list[str]) -> None:
+        """Remove these files, as far as they exist."""
+        for name in names:
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        if Path(name).name != name or name in (".", ".."):
+            raise StoreError(f"{name!r} is not the name of a file in the staging directory")
+        return self.directory / name
+
+    def close(self) -> None:
+        """Remove the directory and what is in it."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+
+def _remove_abandoned(home: Path) -> None:
+    for entry in home.iterdir():
+        pid = entry.name.partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(entry, ignore_errors=True)

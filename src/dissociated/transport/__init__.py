@@ -1,0 +1,1 @@
+"""Transports move messages, tagged and untagged, and know no protocol."""

@@ -1,0 +1,133 @@
+"""What every transport offers ("Requirements"): delimited messages, with a 64-bit tag or without.
+
+Everything blocks. A `timeout` is how many seconds the peer may be silent, not how long a transfer may take.
+
+Every method may raise
+    ConnectionClosed      the peer is gone, or this side closed the connection
+    DeadlineExceeded      the peer was silent for `timeout` seconds
+    RemoteProtocolError   the peer broke the framing
+    TransportError        the medium failed in another way
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+from dissociated.errors import TransportError
+from dissociated.memory.region import AddressSpace
+from dissociated.message import Buffer, Message
+from dissociated.uri import Uri
+
+#: Supplies the memory for a tagged message, given its tag and length in bytes; raises to refuse it.
+Allocate: TypeAlias = Callable[[int, int], Buffer]
+
+
+class Incoming(NamedTuple):
+    """A message as it arrived. An untagged one is `bytes`; a tagged one is a buffer that the receiver owns."""
+
+    tag: int | None
+    data: Buffer
+
+
+class Connection(ABC):
+    """A connection to one peer. One thread may send while another receives; neither may be shared."""
+
+    #: Whether regions of memory can be shared over this connection.
+    shares_memory: bool = False
+
+    def __init__(self) -> None:
+        #: The regions that the peer has shared.
+        self.space = AddressSpace()
+
+    @abstractmethod
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        """Send messages, or what `prepare` made of them, in order.
+
+        Returns when the parts are no longer needed. On a connection that a listener accepted, what the peer sends
+        meanwhile is kept for `receive`, so that two sides which both send cannot block each other for ever.
+        """
+
+    def prepare(self, messages: Sequence[Message]) -> Any:
+        """Encode messages once, to send them on any connection of this class as often as one likes."""
+        return messages
+
+    @abstractmethod
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        """The next message, or None if the peer closed the connection between two messages.
+
+        Small tagged messages may come in memory of the transport's own; for all others `allocate` supplies it.
+        Raises RemoteError if the peer aborted, with its reason.
+        """
+
+    @abstractmethod
+    def arrived(self) -> bool:
+        """Whether `receive` has a message ready that arrived while sending."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Tell the peer why this side gives up, as far as it still listens. `close` is still due. Never raises."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Make whoever uses the connection in another thread return with ConnectionClosed. Never raises."""
+
+    @abstractmethod
+    def stop_receiving(self) -> None:
+        """Make `receive` return None from now on, also in another thread, while this side may go on sending.
+
+        Where the medium can tell, the peer's sends fail with ConnectionClosed. Never raises.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the connection back. Messages already sent still arrive. Never raises."""
+
+    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+        """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""
+        raise TransportError(f"{type(self).__name__} cannot share memory")
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Listener(ABC):
+    """Accepts connections at `uri`, which names the real port or path and has no protocol parameters."""
+
+    uri: Uri
+
+    @abstractmethod
+    def accept(self) -> Connection | None:
+        """The next connection; None once `close` was called. Blocks without a limit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop accepting, also from another thread; leave nothing behind. Never raises."""
+
+
+class Transport(ABC):
+    """A medium, chosen by the scheme of a URI."""
+
+    #: The nearest transport that reaches a peer is the best: 0 any host, 1 this host, 2 this process.
+    nearness: int = 0
+    #: Whether its connections can share regions of memory.
+    shares_memory: bool = False
+
+    @abstractmethod
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        """Connect to a listener. Raises UriError where the URI lacks what this transport needs."""
+
+    def reachable(self, uri: Uri) -> bool:
+        """Whether it makes sense to try to connect from here."""
+        return True
+
+    @abstractmethod
+    def listen(self, uri: Uri) -> Listener:
+        """Listen at `uri`, whose missing parts this transport chooses. Raises TransportError if it cannot."""

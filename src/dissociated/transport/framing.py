@@ -1,0 +1,201 @@
+"""Frames: messages on a byte stream. Described byte by byte in docs/framing.md.
+
+    8 bytes    preamble, once in each direction, before the first frame
+    then frames, each
+      8 bytes  kind in bits 56 to 63, length of the payload in bits 0 to 55
+      8 bytes  tag, 0 where the kind has none
+      payload, zero-padded to a multiple of 8 bytes
+
+Integers are little-endian. Padding keeps bodies aligned that are read in one piece with what surrounds them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
+from dissociated.message import Buffer, Message
+from dissociated.transport.base import Allocate
+
+PREAMBLE = b"DISSOC\x00\x01"  # the last byte is the version of the framing
+
+_head = struct.Struct("<QQ")
+HEAD_SIZE = _head.size
+_LENGTH_MASK = (1 << 56) - 1
+_PADDING = [bytes(-n % 8) for n in range(8)]
+
+#: Caps on payloads whose memory nobody else allocates.
+MAX_UNTAGGED = 1 << 26
+MAX_CONTROL = 1 << 16
+
+#: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
+_COALESCE = 512
+#: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
+_CHUNK = 1 << 18
+_SLICE = _CHUNK // 4
+#: How much is read at once after a payload that was too large for that: just what surrounds the next one.
+_GLANCE = 1 << 12
+
+
+class FrameKind(IntEnum):
+    """What a frame carries."""
+
+    UNTAGGED = 1
+    TAGGED = 2
+    #: a region of shared memory; its descriptor travels beside the frame's first byte
+    REGION = 3
+    #: the sender gives up; the payload is the reason, UTF-8
+    ABORT = 4
+
+
+class Frame(NamedTuple):
+    """A frame as it arrived."""
+
+    kind: int
+    tag: int
+    payload: Buffer
+
+
+def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
+    """A whole frame with a small payload."""
+    return _head.pack(kind << 56 | len(payload), tag) + payload + _PADDING[len(payload) % 8]
+
+
+def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
+    """The bytes of these messages, in parts to be sent one after the other. Large parts are borrowed."""
+    encoded: list[Buffer] = []
+    small = bytearray()
+    for tag, parts in messages:
+        length = sum(map(len, parts))
+        if length > _LENGTH_MASK:
+            raise LocalProtocolError(f"a message of {length} bytes is too long for a frame")
+        small += _head.pack((FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED) << 56 | length, tag or 0)
+        for part in parts:
+            if len(part) <= _COALESCE:
+                small += part
+            else:
+                if small:
+                    encoded.append(small)
+                    small = bytearray()
+                encoded.append(part)
+        small += _PADDING[length % 8]
+    if small:
+        encoded.append(small)
+    return encoded
+
+
+class FrameReader:
+    """Takes frames out of a byte stream.
+
+    `read_into(memory, timeout)` reads at least one byte and returns how many; 0 is the end. Everything is read
+    ahead in chunks but large payloads, which are read straight into the memory that `allocate` supplies.
+    """
+
+    def __init__(self, read_into: Callable[[memoryview, float], int], max_untagged: int = MAX_UNTAGGED) -> None:
+        self._read_into = read_into
+        self._max_untagged = max_untagged
+        self._new_chunk()
+        self._begin = 0  # of what is not used yet
+        self._end = 0
+        self._read_size = _CHUNK
+        self._greeted = False
+
+    @property
+    def buffered(self) -> bool:
+        """Whether some of the next frame has been read already."""
+        return self._end > self._begin
+
+    def read(self, timeout: float, allocate: Allocate) -> Frame | None:
+        """The next frame, or None at the end of the stream. Raises RemoteProtocolError for what is no frame."""
+        if not self._greeted:
+            self._greet(timeout)
+        if not self._fill(HEAD_SIZE, timeout):
+            return None
+        word, tag = _head.unpack_from(self._chunk, self._begin)
+        kind, length = word >> 56, word & _LENGTH_MASK
+        if kind != FrameKind.TAGGED:
+            if kind not in (FrameKind.UNTAGGED, FrameKind.REGION, FrameKind.ABORT):
+                raise RemoteProtocolError(f"the peer sent a frame of unknown kind {kind}")
+            limit = self._max_untagged if kind == FrameKind.UNTAGGED else MAX_CONTROL
+            if length > limit or tag:
+                raise RemoteProtocolError(
+                    f"the peer sent a {FrameKind(kind).name} frame of {length} bytes with tag {tag}; "
+                    f"it has no tag and at most {limit} bytes"
+                )
+        padded = length + 7 & ~7
+        if padded <= _SLICE:
+            # Nothing is used up before the frame is whole, so after a DeadlineExceeded one may go on reading.
+            self._fill(HEAD_SIZE + padded, timeout)
+            at = self._begin + HEAD_SIZE
+            self._begin = at + padded
+            payload: Buffer = memoryview(self._chunk)[at : at + length]
+            if kind == FrameKind.TAGGED:
+                self._lent = True
+                return Frame(kind, tag, payload)
+        else:
+            payload = allocate(tag, length) if kind == FrameKind.TAGGED else bytearray(length)
+            self._begin += HEAD_SIZE
+            self._read_large(memoryview(payload).cast("B"), timeout)
+            self._fill(padded - length, timeout, inside=True)
+            self._begin += padded - length
+            if kind == FrameKind.TAGGED:
+                return Frame(kind, tag, payload)
+        return Frame(kind, tag, bytes(payload))
+
+    def _greet(self, timeout: float) -> None:
+        whole = self._fill(len(PREAMBLE), timeout)
+        start = bytes(memoryview(self._chunk)[self._begin : min(self._end, len(PREAMBLE))])
+        if not whole and not start:
+            raise ConnectionClosed("the peer closed the connection without a word")
+        if start != PREAMBLE:
+            if start[:-1] == PREAMBLE[:-1]:
+                raise RemoteProtocolError(
+                    f"the peer speaks version {start[-1]} of the framing, this library version {PREAMBLE[-1]}"
+                )
+            raise RemoteProtocolError(f"the peer does not speak dissociated's framing: its first bytes are {start!r}")
+        self._begin += len(PREAMBLE)
+        self._greeted = True
+
+    def _fill(self, size: int, timeout: float, inside: bool = False) -> bool:
+        """Have `size` bytes (at most a quarter chunk) in the chunk. False if the stream ended before the first."""
+        missing = size - (self._end - self._begin)
+        if missing <= 0:
+            return True
+        if self._begin + size > len(self._chunk):
+            rest = bytes(memoryview(self._chunk)[self._begin : self._end])
+            if self._lent:
+                self._new_chunk()
+            self._chunk[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        view = memoryview(self._chunk)
+        while missing > 0:
+            limit = max(self._end + missing, min(len(view), self._end + self._read_size))
+            count = self._read_into(view[self._end : limit], timeout)
+            if not count:
+                if not self._greeted:
+                    return False
+                if inside or self._end > self._begin:
+                    raise ConnectionClosed("the peer closed the connection in the middle of a message")
+                return False
+            self._end += count
+            missing -= count
+        self._read_size = _CHUNK
+        return True
+
+    def _read_large(self, memory: memoryview, timeout: float) -> None:
+        at = min(self._end - self._begin, len(memory))
+        memory[:at] = memoryview(self._chunk)[self._begin : self._begin + at]
+        self._begin += at
+        while at < len(memory):
+            count = self._read_into(memory[at:], timeout)
+            if not count:
+                raise ConnectionClosed("the peer closed the connection in the middle of a message")
+            at += count
+        self._read_size = _GLANCE
+
+    def _new_chunk(self) -> None:
+        self._chunk = bytearray(_CHUNK)
+        self._lent = False

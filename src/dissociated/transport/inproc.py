@@ -1,0 +1,111 @@
+"""inproc://NAME: messages handed over within one process, their buffers by reference. For tests and embedding."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
+from dissociated.message import Buffer, Message
+from dissociated.transport.base import Allocate, Connection, Incoming, Listener, Transport
+from dissociated.transport.mailbox import Mailbox
+from dissociated.uri import Uri
+
+_MAX_BYTES = 1 << 26  # in flight in one direction
+
+_listeners: dict[str, _InprocListener] = {}
+_lock = threading.Lock()
+
+
+class InprocConnection(Connection):
+    """One end of a pair of mailboxes."""
+
+    def __init__(self, inbox: Mailbox[Incoming], outbox: Mailbox[Incoming]) -> None:
+        super().__init__()
+        self._inbox = inbox
+        self._outbox = outbox
+
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        for tag, parts in messages:
+            data = _one(parts)
+            self._outbox.put(Incoming(tag, bytes(data) if tag is None else data), len(data), timeout)
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        return self._inbox.get(timeout)
+
+    def arrived(self) -> bool:
+        return len(self._inbox) > 0
+
+    def abort(self, reason: str) -> None:
+        self._outbox.close(RemoteError(reason))
+
+    def interrupt(self) -> None:
+        error = ConnectionClosed("this side closed the connection")
+        self._inbox.close(error)
+        self._outbox.close(error)
+
+    def stop_receiving(self) -> None:
+        self._inbox.close()
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._inbox.close()
+
+
+def _one(parts: Sequence[Buffer]) -> Buffer:
+    """The parts as one buffer: by reference where there is one, and joined where the receiver expects one body."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = pa.BufferOutputStream()
+    for part in parts:
+        joined.write(part)
+    return joined.getvalue()
+
+
+class _InprocListener(Listener):
+    def __init__(self, uri: Uri) -> None:
+        self.uri = uri
+        self.waiting: SimpleQueue[InprocConnection | None] = SimpleQueue()
+
+    def accept(self) -> Connection | None:
+        return self.waiting.get()
+
+    def close(self) -> None:
+        with _lock:
+            if _listeners.get(self.uri.host) is self:
+                del _listeners[self.uri.host]
+        self.waiting.put(None)
+
+
+class InprocTransport(Transport):
+    """See the module."""
+
+    nearness = 2
+
+    def reachable(self, uri: Uri) -> bool:
+        return uri.host in _listeners
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        there: Mailbox[Incoming] = Mailbox(_MAX_BYTES)
+        back: Mailbox[Incoming] = Mailbox(_MAX_BYTES)
+        with _lock:
+            listener = _listeners.get(uri.host)
+            if listener is None:
+                raise TransportError(f"nobody listens at inproc://{uri.host} in this process")
+            listener.waiting.put(InprocConnection(inbox=there, outbox=back))
+        return InprocConnection(inbox=back, outbox=there)
+
+    def listen(self, uri: Uri) -> Listener:
+        if uri.path:
+            raise UriError(f"{uri} has a path; inproc needs a name alone: inproc://NAME")
+        listener = _InprocListener(Uri("inproc", host=uri.host or secrets.token_hex(8)))
+        with _lock:
+            if listener.uri.host in _listeners:
+                raise TransportError(f"somebody listens at {listener.uri} already")
+            _listeners[listener.uri.host] = listener
+        return listener

@@ -1,0 +1,63 @@
+"""A bounded queue of messages between two threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Holds items of up to `max_bytes` together; always at least one, however large."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: DissociatedError | None = None
+
+    def put(self, item: T, size: int, timeout: float | None) -> None:
+        """Add an item, waiting for room. Raises ConnectionClosed once closed, DeadlineExceeded after `timeout`.
+
+        Without a timeout it waits until somebody takes or closes.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._closed or not self._items or self._bytes + size <= self._max_bytes, timeout
+            ):
+                raise DeadlineExceeded(f"the peer took nothing for {timeout:g} s")
+            if self._closed:
+                raise ConnectionClosed("the peer closed the connection")
+            self._items.append((item, size))
+            self._bytes += size
+            self._changed.notify_all()
+
+    def get(self, timeout: float) -> T | None:
+        """The oldest item; None, or the error given to `close`, once closed and empty."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or bool(self._items), timeout):
+                raise DeadlineExceeded(f"the peer was silent for {timeout:g} s")
+            if not self._items:
+                if self._error is not None:
+                    raise self._error
+                return None
+            item, size = self._items.popleft()
+            self._bytes -= size
+            self._changed.notify_all()
+            return item
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def close(self, error: DissociatedError | None = None) -> None:
+        """Accept no more items. What is there can still be taken; then comes `error`, if one is given."""
+        with self._changed:
+            if not self._closed:
+                self._closed, self._error = True, error
+            self._changed.notify_all()

@@ -1,0 +1,34 @@
+"""URI scheme to transport. Third parties add theirs as entry points in the group `dissociated.transports`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from dissociated.errors import UriError
+from dissociated.transport.base import Transport
+
+_OURS = {
+    "inproc": "dissociated.transport.inproc:InprocTransport",
+    "shm": "dissociated.transport.shm:ShmTransport",
+    "tcp": "dissociated.transport.tcp:TcpTransport",
+}
+
+
+@cache
+def transport(scheme: str) -> Transport:
+    """The transport for `scheme`, loaded on first use. Raises UriError for a scheme that nobody provides."""
+    if scheme in _OURS:
+        module, name = _OURS[scheme].split(":")
+        made: Transport = getattr(import_module(module), name)()
+        return made
+    for entry in entry_points(group="dissociated.transports", name=scheme):
+        made = entry.load()()
+        return made
+    raise UriError(f"no transport for {scheme}: here; there are {', '.join(sorted(schemes()))}")
+
+
+def schemes() -> set[str]:
+    """Every scheme that has a transport here."""
+    return _OURS.keys() | {entry.name for entry in entry_points(group="dissociated.transports")}

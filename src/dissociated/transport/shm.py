@@ -1,0 +1,205 @@
+"""shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS). One host, one user.
+
+A region is announced by a REGION frame, whose descriptor travels beside its first byte:
+
+    8 bytes  base, the first address of the region
+    8 bytes  size in bytes
+    8 bytes  backing: 0 file, 1 sealed memfd, 2 live memfd
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import secrets
+import socket
+import struct
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from dissociated.errors import RemoteProtocolError, TransportError, UriError
+from dissociated.memory.region import Region
+from dissociated.memory.shared import map_received
+from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.framing import PREAMBLE, FrameKind, encode_frame
+from dissociated.transport.sockets import SocketConnection, SocketListener, explain
+from dissociated.uri import Uri
+
+_region = struct.Struct("<QQQ")
+_credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
+_DESCRIPTOR = array.array("i").itemsize
+_MAX_DESCRIPTORS = 16  # in one read; the kernel would take 253
+_PATH_MAX = 107  # struct sockaddr_un
+
+
+class ShmConnection(SocketConnection):
+    """Framed messages over a Unix socket, which can also carry regions of memory."""
+
+    shares_memory = True
+
+    def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
+        super().__init__(sock, peer, accepted)
+        self._descriptors: deque[int] = deque()  # received, not yet claimed by a REGION frame
+
+    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+        frame = encode_frame(FrameKind.REGION, 0, _region.pack(base, size, backing))
+        if not self._greeted:
+            self._greeted = True
+            frame = PREAMBLE + frame
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        try:
+            # A frame this small goes whole or not at all, and the peer reads: so waiting for room is enough.
+            while True:
+                try:
+                    self._socket.sendmsg([frame], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    return
+                except BlockingIOError:
+                    self._wait_writable(_SHARE_TIMEOUT)
+        except OSError as error:
+            raise explain(error, f"sharing memory with {self._peer}") from None
+
+    def close(self) -> None:
+        super().close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _read_into(self, memory: memoryview, timeout: float) -> int:
+        if self._accepted:  # clients share nothing; a descriptor from one would be dropped by the kernel
+            return super()._read_into(memory, timeout)
+        while True:
+            try:
+                count, ancillary, _, _ = self._socket.recvmsg_into(
+                    [memory],
+                    socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR),
+                    socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
+                )
+            except BlockingIOError:
+                self._wait_readable(timeout)
+                continue
+            for level, kind, data in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    whole = len(data) - len(data) % _DESCRIPTOR
+                    self._descriptors.extend(array.array("i", data[:whole]))
+            return count
+
+    def _region_shared(self, payload: bytes) -> None:
+        if self._accepted:
+            raise RemoteProtocolError("the client shared memory, which only servers do")
+        if len(payload) != _region.size or not self._descriptors:
+            raise RemoteProtocolError("the peer announced a region of memory without its descriptor or its extent")
+        base, size, backing = _region.unpack(payload)
+        descriptor = self._descriptors.popleft()
+        try:
+            memory = map_received(descriptor, size, backing)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
+        finally:
+            os.close(descriptor)
+        self.space.add(Region(base, memory))
+
+
+_SHARE_TIMEOUT = 60.0
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
+    uid: int = _credentials.unpack(raw)[1]
+    return uid
+
+
+class _ShmListener(SocketListener):
+    def __init__(self, sock: socket.socket, uri: Uri) -> None:
+        super().__init__(sock, uri)
+        self._inode = os.stat(uri.path).st_ino
+
+    def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
+        if _peer_uid(accepted) not in (os.geteuid(), 0):
+            accepted.close()  # the socket's mode keeps others out already; this holds also where modes do not
+            return None
+        return ShmConnection(accepted, f"shm client of {self.uri.path}", accepted=True)
+
+    def close(self) -> None:
+        super().close()
+        try:
+            if os.stat(self.uri.path).st_ino == self._inode:
+                os.unlink(self.uri.path)
+        except OSError:
+            pass  # somebody else removed it
+
+
+class ShmTransport(Transport):
+    """See the module."""
+
+    nearness = 1
+    shares_memory = True
+
+    def reachable(self, uri: Uri) -> bool:
+        return os.path.exists(uri.path)
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        if not uri.path or uri.host:
+            raise UriError(f"{uri} needs the path of a socket: shm:///PATH")
+        where = f"shm server {uri.path}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(uri.path)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.ENOENT:
+                raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
+            raise explain(error, f"connecting to the {where}") from error
+        if _peer_uid(sock) not in (os.geteuid(), 0):
+            sock.close()
+            raise TransportError(f"the {where} runs as another user, whose memory is not to be trusted")
+        return ShmConnection(sock, where, accepted=False)
+
+    def listen(self, uri: Uri) -> Listener:
+        if uri.host:
+            raise UriError(f"{uri} names a host; shm listens on a path of this one: shm:///PATH, or shm: to have one made")
+        path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+        if len(os.fsencode(path)) > _PATH_MAX:
+            raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _remove_stale(path)
+            previous = os.umask(0o177)
+            try:
+                sock.bind(path)
+            finally:
+                os.umask(previous)
+            sock.listen(128)
+        except OSError as error:
+            sock.close()
+            raise explain(error, f"listening on {path}") from error
+        return _ShmListener(sock, Uri("shm", path=path))
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets lie: below XDG_RUNTIME_DIR, or else a private directory for temporary files."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base) / "dissociated" if base else Path(tempfile.gettempdir()) / f"dissociated-{os.geteuid()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise TransportError(f"cannot make the directory {directory} for sockets: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise TransportError(f"{directory} must belong to this user and be closed to others (chmod 700)")
+    return directory
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that died. One that lives is left, and bind then fails."""
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except OSError:
+        pass  # nothing there, or not for us
+    finally:
+        probe.close()

@@ -1,0 +1,219 @@
+"""A connection over a stream socket: what tcp and shm have in common."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    DissociatedError,
+    RemoteError,
+    RemoteProtocolError,
+    TransportError,
+)
+from dissociated.message import Buffer, Message
+from dissociated.transport.base import Allocate, Connection, Incoming, Listener
+from dissociated.transport.framing import (
+    MAX_CONTROL,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    FrameReader,
+    encode_frame,
+    encode_frames,
+)
+from dissociated.uri import Uri
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
+_MAX_ARRIVED = 1 << 12  # messages kept that arrived while sending
+_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
+
+
+def explain(error: OSError, what: str) -> DissociatedError:
+    """The operating system's `error`, which happened while doing `what`, as one of ours."""
+    if isinstance(error, DissociatedError):  # DeadlineExceeded is both
+        return error
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(f"{what}: no answer in time")
+    if error.errno in _GONE:
+        return ConnectionClosed(f"{what}: the peer closed the connection")
+    return TransportError(f"{what}: {error.strerror or error}")
+
+
+class Prepared(list[Buffer]):
+    """Messages that are encoded already."""
+
+
+class SocketConnection(Connection):
+    """Framed messages over a connected stream socket, which this object owns.
+
+    On an `accepted` connection one thread both sends and receives. A client receives in one thread and gives
+    leases back in another.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
+        super().__init__()
+        sock.setblocking(True)
+        self._socket = sock
+        self._peer = peer
+        self._reader = FrameReader(self._read_into)
+        self._greeted = False
+        self._arrived: deque[Frame | None] = deque()
+        self._accepted = accepted
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self._peer}>"
+
+    def prepare(self, messages: Sequence[Message]) -> Prepared:
+        return Prepared(encode_frames(messages))
+
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        parts = messages if isinstance(messages, Prepared) else encode_frames(messages)
+        try:
+            self._write(parts, timeout)
+        except OSError as error:
+            raise explain(error, f"sending to {self._peer}") from None
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        while True:
+            if self._arrived:
+                frame = self._arrived.popleft()
+            else:
+                try:
+                    frame = self._reader.read(timeout, allocate)
+                except OSError as error:
+                    raise explain(error, f"receiving from {self._peer}") from None
+            if frame is None:
+                return None
+            if frame.kind == FrameKind.TAGGED:
+                return Incoming(frame.tag, frame.payload)
+            if frame.kind == FrameKind.UNTAGGED:
+                return Incoming(None, frame.payload)
+            if frame.kind == FrameKind.ABORT:
+                raise RemoteError(bytes(frame.payload).decode(errors="replace"))
+            self._region_shared(frame.payload)
+
+    def arrived(self) -> bool:
+        return bool(self._arrived) or self._reader.buffered
+
+    def abort(self, reason: str) -> None:
+        payload = reason.encode()[:MAX_CONTROL]
+        try:
+            self._write([encode_frame(FrameKind.ABORT, 0, payload)], _ABORT_TIMEOUT)
+        except (OSError, TransportError, DeadlineExceeded, RemoteProtocolError):
+            pass  # the peer is past hearing it
+
+    def interrupt(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more
+
+    def stop_receiving(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass  # not connected any more
+
+    def close(self) -> None:
+        self.interrupt()
+        self._socket.close()
+
+    def _region_shared(self, payload: bytes) -> None:
+        raise RemoteProtocolError("the peer shared memory on a connection that cannot")
+
+    def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
+        if not self._greeted:
+            self._greeted = True
+            parts = [PREAMBLE, *parts]
+        at = offset = 0  # of what is not sent yet: which part, and where in it
+        while at < len(parts):
+            window = list(parts[at : at + _IOV_MAX])
+            if offset:
+                window[0] = memoryview(window[0]).cast("B")[offset:]
+            try:
+                sent = self._socket.sendmsg(window, (), _SEND_FLAGS)
+            except BlockingIOError:
+                self._wait_writable(timeout)
+                continue
+            for part in window:
+                if sent < len(part):
+                    offset += sent
+                    break
+                sent -= len(part)
+                at += 1
+                offset = 0
+
+    def _wait_writable(self, timeout: float) -> None:
+        """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT | (select.POLLIN if self._accepted else 0))
+        events = poll.poll(timeout * 1000)
+        if not events:
+            raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+        event = events[0][1]
+        if event & select.POLLIN and not event & select.POLLOUT:
+            if len(self._arrived) == _MAX_ARRIVED:
+                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+            frame = self._reader.read(timeout, _refuse)
+            if frame is None:
+                raise ConnectionClosed(f"{self._peer} closed the connection")
+            self._arrived.append(frame)
+
+    def _read_into(self, memory: memoryview, timeout: float) -> int:
+        while True:
+            try:
+                return self._socket.recv_into(memory, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_readable(timeout)
+
+    def _wait_readable(self, timeout: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
+
+
+def _refuse(tag: int, length: int) -> Buffer:
+    raise RemoteProtocolError(f"the peer sent {length} bytes with tag {tag:#x} while it should be receiving")
+
+
+class SocketListener(Listener):
+    """Accepts connections on a listening stream socket, which this object owns."""
+
+    def __init__(self, sock: socket.socket, uri: Uri) -> None:
+        self.uri = uri
+        self._socket = sock
+
+    def accept(self) -> Connection | None:
+        while True:
+            try:
+                accepted, address = self._socket.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise TransportError(f"cannot accept more connections: {error.strerror}") from error
+                return None  # closed
+            connection = self._welcome(accepted, address)
+            if connection is not None:
+                return connection
+
+    def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        except OSError:
+            pass
+        self._socket.close()

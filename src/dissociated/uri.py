@@ -1,0 +1,120 @@
+"""Location URIs: which transport, where, and the parameters of the protocol ("URI Specification").
+
+    tcp://HOST:PORT?want_data=N
+    shm:///run/user/1000/dissociated/x.sock?want_data=N&free_data=N
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from dissociated.errors import UriError
+
+_UINT64_MAX = 2**64 - 1
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*\Z")
+_BASE64URL_TO_BASE64 = str.maketrans("-_", "+/")
+_NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Uri:
+    """A parsed location.
+
+    `want_data` tags the request for a stream and is required to connect; `free_data` tags the addresses a client
+    gives back; `remote_handle` is whatever the medium needs to reach the server's memory. `parameters` holds
+    every other query parameter by name: those are ours or a transport's own.
+    """
+
+    scheme: str
+    host: str = ""
+    port: int | None = None
+    path: str = ""
+    want_data: int | None = None
+    free_data: int | None = None
+    remote_handle: bytes | None = None
+    parameters: Mapping[str, str] = field(default_factory=lambda: _NO_PARAMETERS, hash=False)
+
+    def __post_init__(self) -> None:
+        if not _SCHEME.match(self.scheme):
+            raise UriError(f"a URI starts with a scheme such as tcp: or shm:, not with {self.scheme!r}")
+        for name in ("want_data", "free_data"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= _UINT64_MAX:
+                raise UriError(f"{name}={value} is not an unsigned 64-bit integer")
+        if (self.host or self.port is not None) and self.path and not self.path.startswith("/"):
+            raise UriError(f"the path {self.path!r} after a host must start with a slash")
+
+    @classmethod
+    def parse(cls, text: str) -> Uri:
+        """Parse `text`. Raises UriError, saying what is wrong, for anything that cannot be used."""
+        try:
+            text.encode()  # a lone surrogate could not be percent-encoded again
+            pieces = urlsplit(text)
+            port = pieces.port
+            query = parse_qsl(pieces.query, keep_blank_values=True, strict_parsing=bool(pieces.query))
+        except (ValueError, UnicodeError) as error:
+            raise UriError(f"{text!r} is not a URI: {error}") from None
+        parameters: dict[str, str] = {}
+        for name, value in query:
+            if name in parameters:
+                raise UriError(f"{text!r} has the parameter {name} more than once")
+            parameters[name] = value
+        remote_handle = parameters.pop("remote_handle", None)
+        return cls(
+            scheme=pieces.scheme,
+            host=pieces.hostname or "",
+            port=port,
+            path=unquote(pieces.path),
+            want_data=_uint64(parameters.pop("want_data", None), "want_data", text),
+            free_data=_uint64(parameters.pop("free_data", None), "free_data", text),
+            remote_handle=None if remote_handle is None else _base64(remote_handle, text),
+            parameters=MappingProxyType(parameters),
+        )
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port is None else f":{self.port}"
+        # An absolute path follows "//", even where there is no host: shm:///path.
+        authority = f"//{host}{port}" if host or port or self.path.startswith("/") else ""
+        query: dict[str, str] = {}
+        if self.want_data is not None:
+            query["want_data"] = str(self.want_data)
+        if self.free_data is not None:
+            query["free_data"] = str(self.free_data)
+        if self.remote_handle is not None:
+            query["remote_handle"] = base64.b64encode(self.remote_handle).decode()
+        query.update(self.parameters)
+        tail = "?" + urlencode(query, quote_via=quote, safe="") if query else ""
+        return f"{self.scheme}:{authority}{quote(self.path)}{tail}"
+
+    def with_parameters(self, **changes: str) -> Uri:
+        """The same location with these of our own parameters added or replaced."""
+        return replace(self, parameters=MappingProxyType({**self.parameters, **changes}))
+
+    def require_want_data(self) -> int:
+        """The tag that requests a stream. Raises UriError where the URI has none."""
+        if self.want_data is None:
+            raise UriError(f"{self} has no want_data parameter, which is required to request a stream")
+        return self.want_data
+
+
+def _uint64(text: str | None, name: str, uri: str) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= _UINT64_MAX):
+        raise UriError(f"{name}={text} in {uri!r} is not an unsigned 64-bit integer")
+    return int(text)
+
+
+def _base64(text: str, uri: str) -> bytes:
+    # A "+" that nobody percent-encoded arrives as a space; both base64 alphabets and absent padding are accepted.
+    text = text.replace(" ", "+").translate(_BASE64URL_TO_BASE64).rstrip("=")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except ValueError as error:  # binascii.Error, or a character outside ASCII
+        raise UriError(f"remote_handle in {uri!r} is not base64: {error}") from None

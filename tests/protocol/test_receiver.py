@@ -1,0 +1,592 @@
+"""Whatever the order of arrival, each message is delivered once, in its turn, with its own body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import permutations
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dissociated.errors import LocalProtocolError, RemoteProtocolError
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery, StreamRequested, Streams
+from dissociated.protocol.header import HeaderType
+from dissociated.protocol.receiver import Receiver
+from dissociated.protocol.sender import Body, Sender, Tags
+from dissociated.protocol.states import State
+from dissociated.protocol.tags import BodyKind
+
+from .wire import Encoded, address_list, encode, encode_tensor, end_of_stream, joined, metadata, tag, uint64s
+
+DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode(), "n": [1, 2, 3]})
+EMPTY = pa.record_batch({"n": pa.array([], pa.int64())})
+NUMBERS = pa.record_batch({"n": [1, 2, 3, 4]})  # buffers: no validity, 32 bytes of values
+ROLLS_OVER_AFTER_3 = 2**32 - 3
+
+SCHEMA, BATCH = encode(NUMBERS)
+_, EMPTY_BATCH = encode(EMPTY)
+_, DICTIONARY_BATCH, INDICES = encode(DICTIONARY)
+TENSOR = encode_tensor(pa.Tensor.from_numpy(NUMBERS.column(0).to_numpy()))
+
+
+class Form(NamedTuple):
+    """An IPC message and its body in one of its two forms, with what the receiver makes of it."""
+
+    message: Encoded
+    kind: int
+    sent: bytes
+    delivered: bytes | AddressList
+
+
+# Buffer lengths are literal: they are what makes an address list agree with its metadata.
+FORMS = [
+    Form(BATCH, 0, BATCH.body, BATCH.body),
+    Form(BATCH, 1, address_list((0, 0), (4096, 32)), AddressList((0, 4096), (0, 32))),
+    Form(EMPTY_BATCH, 0, b"", b""),
+    Form(EMPTY_BATCH, 1, address_list((0, 0), (0, 0)), AddressList((0, 0), (0, 0))),
+    Form(DICTIONARY_BATCH, 0, DICTIONARY_BATCH.body, DICTIONARY_BATCH.body),
+    Form(
+        DICTIONARY_BATCH,
+        1,
+        address_list((0, 0), (64, 12), (128, 3)),
+        AddressList((0, 64, 128), (0, 12, 3)),
+    ),
+    Form(INDICES, 0, INDICES.body, INDICES.body),
+    Form(TENSOR, 0, TENSOR.body, TENSOR.body),
+    Form(TENSOR, 1, address_list((2**40, 32)), AddressList((2**40,), (32,))),
+]
+PACKED, LISTED, EMPTY_PACKED = FORMS[:3]
+
+
+def receiver(next_: int = 0, *, schema: bool = False, **caps: int) -> Receiver:
+    """A receiver that has asked for a stream and waits for message `next_`, or has just had the schema."""
+    made = Receiver(**caps)
+    made.want()
+    made._next = next_
+    if schema:
+        made.receive_metadata(metadata(0, SCHEMA.header))
+        assert made.next() is not None
+    return made
+
+
+def receive(receiving: Receiver, sequence: int, form: Form) -> None:
+    receiving.receive_metadata(metadata(sequence, form.message.header))
+    receiving.receive_body(tag(sequence, form.kind), form.sent)
+
+
+def take(receiving: Receiver) -> list[Delivery]:
+    """Everything that can be delivered now."""
+    return list(iter(receiving.next, None))
+
+
+def seen(deliveries: list[Delivery]) -> list[tuple]:
+    return [(delivery.sequence, delivery.header, delivery.body) for delivery in deliveries]
+
+
+class TestOrder:
+    def test_in_order(self):
+        receiving = receiver()
+        receiving.receive_metadata(bytes.fromhex("01 00000000") + SCHEMA.header)
+        receiving.receive_metadata(bytes.fromhex("01 01000000") + BATCH.header)
+        receiving.receive_body(0x0000000000000001, BATCH.body)
+        receiving.receive_metadata(bytes.fromhex("01 02000000") + BATCH.header)
+        receiving.receive_body(0x0100000000000002, LISTED.sent)
+        receiving.receive_metadata(bytes.fromhex("00 03000000"))
+        schema, packed, listed = take(receiving)
+        assert (schema.sequence, schema.header, schema.body) == (0, SCHEMA.header, None)
+        assert schema.parsed.type is HeaderType.SCHEMA
+        assert (packed.sequence, packed.header, packed.body) == (1, BATCH.header, BATCH.body)
+        assert (listed.sequence, listed.header, listed.body) == (2, BATCH.header, LISTED.delivered)
+        assert receiving.complete
+
+    def test_every_order_of_arrival_of_a_small_stream(self):
+        arrivals: list[Callable[[Receiver], None]] = [
+            lambda r: r.receive_metadata(metadata(0, SCHEMA.header)),
+            lambda r: r.receive_metadata(metadata(1, EMPTY_BATCH.header)),
+            lambda r: r.receive_metadata(metadata(2, BATCH.header)),
+            lambda r: r.receive_body(tag(1), b""),
+            lambda r: r.receive_body(tag(2, kind=1), LISTED.sent),
+            lambda r: r.receive_metadata(end_of_stream(3)),
+        ]
+        expected = [
+            (0, SCHEMA.header, None),
+            (1, EMPTY_BATCH.header, b""),
+            (2, BATCH.header, LISTED.delivered),
+        ]
+        for order in permutations(arrivals):
+            receiving, delivered = receiver(), []
+            for arrival in order:
+                assert not receiving.complete
+                arrival(receiving)
+                delivered += take(receiving)
+            assert seen(delivered) == expected
+            assert receiving.complete
+
+    def test_a_body_is_handed_on_as_the_transport_delivered_it(self):
+        receiving, body = receiver(schema=True), memoryview(bytearray(BATCH.body))
+        receiving.receive_metadata(metadata(1, BATCH.header))
+        receiving.receive_body(tag(1), body)
+        assert receiving.next().body is body
+
+    def test_an_empty_batch_is_not_delivered_without_its_body_message(self):
+        receiving = receiver(schema=True)
+        receiving.receive_metadata(metadata(1, EMPTY_BATCH.header))
+        receiving.receive_metadata(end_of_stream(2))
+        assert receiving.next() is None
+        assert not receiving.complete
+        receiving.receive_body(tag(1), b"")
+        assert receiving.next().body == b""
+        assert receiving.complete
+
+    def test_what_the_next_message_waits_for_is_known(self):
+        receiving = receiver(schema=True)
+        assert not receiving.needs_body  # nothing arrived
+        receiving.receive_body(tag(1), BATCH.body)
+        assert not receiving.needs_body  # its metadata is what is missing
+        receiving.receive_metadata(metadata(1, BATCH.header))
+        take(receiving)
+        receiving.receive_metadata(metadata(3, BATCH.header))
+        assert not receiving.needs_body  # message 2 is what is missing
+        receiving.receive_metadata(metadata(2, BATCH.header))
+        assert receiving.next() is None
+        assert receiving.needs_body
+
+    def test_a_stream_of_a_schema_alone(self):
+        receiving = receiver(schema=True)
+        receiving.receive_metadata(end_of_stream(1))
+        assert receiving.complete
+        assert receiving.next() is None
+
+
+class TestRollOver:
+    def test_numbers_roll_over(self):
+        receiving = receiver(ROLLS_OVER_AFTER_3)
+        for wire_number in ("fdffffff", "feffffff", "ffffffff", "00000000", "01000000"):
+            receiving.receive_metadata(bytes.fromhex("01" + wire_number) + BATCH.header)
+            receiving.receive_body(int.from_bytes(bytes.fromhex(wire_number), "little"), BATCH.body)
+        receiving.receive_metadata(bytes.fromhex("00 02000000"))
+        assert [delivery.sequence for delivery in take(receiving)] == [2**32 + n for n in range(-3, 2)]
+        assert receiving.complete
+
+    def test_a_stream_may_end_at_the_roll_over(self):
+        receiving = receiver(2**32 - 1)
+        receiving.receive_metadata(bytes.fromhex("00 00000000"))
+        receive(receiving, 0xFFFFFFFF, PACKED)
+        assert len(take(receiving)) == 1
+        assert receiving.complete
+
+    def test_what_comes_after_the_roll_over_may_come_first(self):
+        receiving = receiver(2**32 - 1)
+        receive(receiving, 0, LISTED)
+        assert receiving.next() is None
+        receive(receiving, 0xFFFFFFFF, PACKED)
+        assert [delivery.body for delivery in take(receiving)] == [BATCH.body, LISTED.delivered]
+
+    def test_number_0_is_no_schema_the_second_time(self):
+        with pytest.raises(RemoteProtocolError, match="one schema"):
+            receiver(2**32).receive_metadata(metadata(0, SCHEMA.header))
+
+    def test_what_was_delivered_before_the_roll_over_is_a_duplicate_after_it(self):
+        with pytest.raises(RemoteProtocolError, match="twice"):
+            receiver(2**32 + 1).receive_body(tag(0xFFFFFFFF), b"")
+
+
+class TestSchema:
+    @pytest.mark.parametrize("form", [PACKED, Form(DICTIONARY_BATCH, 0, b"", b"")])
+    def test_the_first_message_is_a_schema(self, form):
+        with pytest.raises(RemoteProtocolError, match="message 0 is a"):
+            receiver().receive_metadata(metadata(0, form.message.header))
+
+    def test_there_is_one_schema(self):
+        with pytest.raises(RemoteProtocolError, match="one schema"):
+            receiver().receive_metadata(metadata(1, SCHEMA.header))
+
+    @pytest.mark.parametrize("kind", [0, 1])
+    @pytest.mark.parametrize("first", ["metadata", "body"])
+    def test_a_schema_has_no_body(self, kind, first):
+        receiving = receiver()
+        steps = [
+            lambda: receiving.receive_metadata(metadata(0, SCHEMA.header)),
+            lambda: receiving.receive_body(tag(0, kind), b""),
+        ]
+        arrive, break_the_rule = steps if first == "metadata" else steps[::-1]
+        arrive()
+        with pytest.raises(RemoteProtocolError, match="message 0, which has none"):
+            break_the_rule()
+
+    @pytest.mark.parametrize("header", [b"", b"\x00", b"no flatbuffer", BATCH.header[:40]])
+    def test_metadata_without_a_message_is_refused(self, header):
+        with pytest.raises(RemoteProtocolError):
+            receiver().receive_metadata(metadata(0, header))
+
+
+class TestDuplicates:
+    def test_metadata_waiting(self):
+        receiving = receiver(schema=True)
+        receiving.receive_metadata(metadata(2, BATCH.header))
+        with pytest.raises(RemoteProtocolError, match="metadata of message 2 twice"):
+            receiving.receive_metadata(metadata(2, BATCH.header))
+
+    @pytest.mark.parametrize("kind", [0, 1])
+    def test_body_waiting_of_either_kind(self, kind):
+        receiving = receiver(schema=True)
+        receiving.receive_body(tag(1), BATCH.body)
+        with pytest.raises(RemoteProtocolError, match="body of message 1 twice"):
+            receiving.receive_body(tag(1, kind), BATCH.body)
+
+    def test_metadata_and_body_delivered(self):
+        receiving = receiver(schema=True)
+        receive(receiving, 1, PACKED)
+        take(receiving)
+        with pytest.raises(RemoteProtocolError, match="metadata of message 1 twice"):
+            receiving.receive_metadata(metadata(1, BATCH.header))
+        with pytest.raises(RemoteProtocolError, match="body of message 1 twice"):
+            receiving.receive_body(tag(1), BATCH.body)
+        with pytest.raises(RemoteProtocolError, match="metadata of message 0 twice"):
+            receiving.receive_metadata(metadata(0, SCHEMA.header))
+
+
+class TestEnd:
+    @pytest.mark.parametrize("count", [0, 1, 2, 0xFFFFFFFF])
+    def test_an_end_before_what_was_sent_is_refused(self, count):
+        receiving = receiver(schema=True)
+        receiving.receive_metadata(metadata(2, BATCH.header))
+        with pytest.raises(RemoteProtocolError, match="has sent message 2"):
+            receiving.receive_metadata(end_of_stream(count))
+
+    def test_a_body_is_something_that_was_sent(self):
+        receiving = receiver(schema=True)
+        receiving.receive_body(tag(1), BATCH.body)
+        with pytest.raises(RemoteProtocolError, match="has sent message 1"):
+            receiving.receive_metadata(end_of_stream(1))
+
+    def test_an_end_before_what_was_delivered_is_refused(self):
+        with pytest.raises(RemoteProtocolError, match="has sent message 0"):
+            receiver(schema=True).receive_metadata(end_of_stream(0))
+
+    def test_an_end_before_the_schema_is_refused(self):
+        with pytest.raises(RemoteProtocolError, match="before its schema"):
+            receiver().receive_metadata(end_of_stream(0))
+
+    @pytest.mark.parametrize("sequence", [2, 3])
+    def test_messages_numbered_after_the_end_are_refused(self, sequence):
+        receiving = receiver(schema=True)
+        receiving.receive_metadata(end_of_stream(2))
+        with pytest.raises(RemoteProtocolError, match="after ending at 2"):
+            receiving.receive_metadata(metadata(sequence, BATCH.header))
+        with pytest.raises(RemoteProtocolError, match="after ending at 2"):
+            receiving.receive_body(tag(sequence), b"")
+
+    def test_a_stream_ends_once(self):
+        receiving = receiver()
+        receiving.receive_metadata(end_of_stream(2))
+        with pytest.raises(RemoteProtocolError, match="an end of stream is not allowed"):
+            receiving.receive_metadata(end_of_stream(2))
+
+
+class TestGaps:
+    """A peer that leaves is told apart from one that is done."""
+
+    def test_nothing_is_missing_once_complete(self):
+        receiving = receiver(schema=True)
+        receiving.receive_metadata(end_of_stream(1))
+        receiving.disconnected()
+
+    def test_delivered_in_full_but_without_the_end(self):
+        with pytest.raises(RemoteProtocolError, match=r"message 1 is missing\Z"):
+            receiver(schema=True).disconnected()
+
+    def test_a_gap_is_named_with_what_lies_beyond(self):
+        receiving = receiver(schema=True)
+        receive(receiving, 2, PACKED)
+        receiving.receive_body(tag(5), BATCH.body)
+        receiving.receive_metadata(end_of_stream(9))
+        assert receiving.next() is None
+        with pytest.raises(
+            RemoteProtocolError, match="message 1 of 9 is missing; messages up to 5 had begun"
+        ):
+            receiving.disconnected()
+
+    @pytest.mark.parametrize("half", ["metadata", "body"])
+    def test_half_a_message_is_a_gap(self, half):
+        receiving = receiver(schema=True)
+        if half == "metadata":
+            receiving.receive_metadata(metadata(1, BATCH.header))
+        else:
+            receiving.receive_body(tag(1), BATCH.body)
+        receiving.receive_metadata(end_of_stream(2))
+        with pytest.raises(RemoteProtocolError, match="message 1 of 2 is missing"):
+            receiving.disconnected()
+
+
+class TestCaps:
+    @pytest.mark.parametrize("what", ["metadata", "body"])
+    def test_how_far_ahead_of_a_missing_message_the_stream_may_run(self, what):
+        receiving = receiver(schema=True, max_waiting=2)
+
+        def arrive(sequence: int) -> None:
+            if what == "metadata":
+                receiving.receive_metadata(metadata(sequence, BATCH.header))
+            else:
+                receiving.receive_body(tag(sequence), b"")
+
+        arrive(2)
+        with pytest.raises(RemoteProtocolError, match=f"{what} of message 3 .* message 1 .* at most 2"):
+            arrive(3)
+
+    def test_the_window_moves_with_delivery(self):
+        receiving = receiver(schema=True, max_waiting=1)
+        for sequence in range(1, 20):
+            receive(receiving, sequence, PACKED)
+            assert receiving.next().sequence == sequence
+
+    def test_how_many_bytes_of_bodies_may_wait(self):
+        receiving = receiver(schema=True, max_waiting_bytes=100)
+        receiving.receive_body(tag(2), bytes(60))
+        receiving.receive_body(tag(3), bytes(40))
+        with pytest.raises(
+            RemoteProtocolError, match="bodies of 101 bytes wait for message 1; the cap is 100"
+        ):
+            receiving.receive_body(tag(4), bytes(1))
+
+    def test_the_body_that_is_waited_for_always_fits_and_delivery_makes_room(self):
+        receiving = receiver(schema=True, max_waiting_bytes=32)
+        for sequence in range(1, 20, 2):
+            receive(receiving, sequence + 1, PACKED)
+            receive(receiving, sequence, PACKED)
+            assert len(take(receiving)) == 2
+
+
+class TestBodies:
+    @pytest.mark.parametrize("tag_", [2 << 56 | 1, 0xFF << 56 | 1])
+    def test_an_unknown_kind_is_refused(self, tag_):
+        with pytest.raises(RemoteProtocolError, match="unknown kind"):
+            receiver(schema=True).receive_body(tag_, b"")
+
+    @pytest.mark.parametrize("bit", [32, 44, 55])
+    def test_reserved_bits_are_refused(self, bit):
+        with pytest.raises(RemoteProtocolError, match="reserved"):
+            receiver(schema=True).receive_body(1 << bit | 1, b"")
+
+    @pytest.mark.parametrize(
+        ("form", "body"),
+        [
+            (PACKED, b""),
+            (PACKED, BATCH.body[:-1]),
+            (PACKED, BATCH.body + b"\0"),
+            (EMPTY_PACKED, b"\0"),
+            (LISTED, b""),
+            (LISTED, address_list()),
+            (LISTED, address_list((4096, 32))),  # one buffer too few
+            (LISTED, address_list((0, 0), (4096, 32), (0, 0))),  # one too many
+            (LISTED, address_list((0, 0), (4096, 24))),  # a buffer too short
+            (LISTED, address_list((0, 0), (4096, 40))),  # too long, as if padded
+            (LISTED, address_list((4096, 32), (0, 0))),  # in the wrong order
+            (LISTED, address_list((64, 16), (128, 16))),  # the right sum in other parts
+            (LISTED, uint64s(31, 2, 0, 0, 4096, 32)),  # total wrong
+            (LISTED, uint64s(32, 1, 0, 0, 4096, 32)),  # count wrong
+        ],
+    )
+    def test_a_body_that_disagrees_with_its_metadata_is_refused(self, form, body):
+        receiving = receiver(schema=True)
+        receive(receiving, 1, form._replace(sent=body))
+        with pytest.raises(RemoteProtocolError):
+            receiving.next()
+
+    def test_the_announced_length_is_known_once_the_metadata_is(self):
+        receiving = receiver(schema=True)
+        assert receiving.announced_length(0x0000000000000001) is None
+        receiving.receive_metadata(metadata(1, BATCH.header))
+        assert receiving.announced_length(0x0000000000000001) == 32
+        assert receiving.announced_length(0x0100000000000001) == 16 + 2 * 16
+        receiving.receive_metadata(metadata(2, EMPTY_BATCH.header))
+        assert receiving.announced_length(0x0000000000000002) == 0
+        with pytest.raises(RemoteProtocolError, match="reserved"):
+            receiving.announced_length(1 << 55)
+
+
+def in_state(state: State) -> Receiver:
+    """A receiver in this state; past IDLE it has had the schema, and in ENDING misses message 1."""
+    if state is State.IDLE:
+        return Receiver()
+    made = receiver(schema=True)
+    if state is State.FAILED:
+        made.fail()
+    elif state is State.ENDING:
+        made.receive_metadata(end_of_stream(2))
+    elif state is State.COMPLETE:
+        made.receive_metadata(end_of_stream(1))
+    assert made.state is state
+    return made
+
+
+THEIRS = {
+    "metadata": lambda receiving: receiving.receive_metadata(metadata(1, BATCH.header)),
+    "body": lambda receiving: receiving.receive_body(tag(1), BATCH.body),
+    "end": lambda receiving: receiving.receive_metadata(end_of_stream(2)),
+}
+OURS = {"want": lambda receiving: receiving.want(), "fail": lambda receiving: receiving.fail()}
+ALLOWED = {
+    State.IDLE: {"want": State.STREAMING, "fail": State.FAILED},
+    State.STREAMING: {
+        "metadata": State.STREAMING,
+        "body": State.STREAMING,
+        "end": State.ENDING,
+        "fail": State.FAILED,
+    },
+    State.ENDING: {"metadata": State.ENDING, "body": State.ENDING, "fail": State.FAILED},
+    State.COMPLETE: {"fail": State.FAILED},
+    State.FAILED: {"fail": State.FAILED},
+}
+
+
+@pytest.mark.parametrize("step", THEIRS | OURS)
+@pytest.mark.parametrize("state", ALLOWED)
+def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it(state, step):
+    receiving = in_state(state)
+    if step in ALLOWED[state]:
+        (THEIRS | OURS)[step](receiving)
+        assert receiving.state is ALLOWED[state][step]
+        return
+    with pytest.raises(RemoteProtocolError if step in THEIRS else LocalProtocolError):
+        (THEIRS | OURS)[step](receiving)
+    assert receiving.state is state
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A peer sends, the network reorders, the consumer takes when it likes; all three at once."""
+
+    @initialize(start=st.sampled_from([0, ROLLS_OVER_AFTER_3]))
+    def begin(self, start: int) -> None:
+        self.receiving = receiver(start)
+        self.start = self.number = start
+        self.in_flight: list[tuple] = []
+        self.arrived: list[tuple] = []
+        self.expected: list[tuple] = []
+        self.delivered: list[tuple] = []
+        self.ended = False
+
+    @precondition(lambda self: not self.ended)
+    @rule(form=st.sampled_from(FORMS))
+    def send(self, form: Form) -> None:
+        if self.number == 0:
+            self.in_flight.append((None, metadata(0, SCHEMA.header)))
+            self.expected.append((0, SCHEMA.header, None))
+        else:
+            self.in_flight.append((None, metadata(self.number, form.message.header)))
+            self.in_flight.append((tag(self.number, form.kind), form.sent))
+            self.expected.append((self.number, form.message.header, form.delivered))
+        self.number += 1
+
+    @precondition(lambda self: not self.ended and self.number > self.start)
+    @rule()
+    def end(self) -> None:
+        self.in_flight.append((None, end_of_stream(self.number)))
+        self.ended = True
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        message = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1)))
+        self.pass_on(message)
+        self.arrived.append(message)
+
+    @precondition(lambda self: self.arrived)
+    @rule(data=st.data())
+    def arrive_again(self, data: st.DataObject) -> None:
+        with pytest.raises(RemoteProtocolError):
+            self.pass_on(data.draw(st.sampled_from(self.arrived)))
+
+    @rule(most=st.integers(1, 5))
+    def take(self, most: int) -> None:
+        for _ in range(most):
+            delivery = self.receiving.next()
+            if delivery is None:
+                return
+            self.delivered += seen([delivery])
+
+    @rule()
+    def disconnect(self) -> None:
+        if self.receiving.complete:
+            self.receiving.disconnected()
+            return
+        missing = self.start + len(self.delivered)
+        with pytest.raises(RemoteProtocolError, match=f"message {missing} .*is missing"):
+            self.receiving.disconnected()
+
+    @invariant()
+    def delivers_once_in_order(self) -> None:
+        assert self.delivered == self.expected[: len(self.delivered)]
+
+    @invariant()
+    def complete_when_everything_up_to_the_end_was_delivered(self) -> None:
+        end_arrived = any(tag is None and message[0] == 0 for tag, message in self.arrived)
+        assert self.receiving.complete is (end_arrived and len(self.delivered) == len(self.expected))
+
+    def teardown(self) -> None:
+        """In the end nothing is lost: whatever is still under way arrives, and all of it is delivered."""
+        if not hasattr(self, "receiving"):
+            return
+        for message in self.in_flight:
+            self.pass_on(message)
+        self.delivered += seen(take(self.receiving))
+        assert self.delivered == self.expected
+        assert self.receiving.complete is self.ended
+
+    def pass_on(self, message: tuple) -> None:
+        tag, content = message
+        if tag is None:
+            self.receiving.receive_metadata(content)
+        else:
+            self.receiving.receive_body(tag, content)
+
+
+TestAnyOrder = AnyOrder.TestCase
+
+headers = st.sampled_from([SCHEMA.header, *(form.message.header for form in FORMS)]) | st.binary(max_size=64)
+numbers = st.integers(0, 4) | st.integers(0, 2**32 - 1)
+metadata_messages = st.builds(metadata, numbers, headers) | st.builds(end_of_stream, numbers) | st.binary()
+tags = st.builds(tag, numbers, st.integers(0, 2)) | st.integers(0, 2**64 - 1)
+bodies = st.sampled_from([form.sent for form in FORMS]) | st.binary()
+
+
+@given(
+    st.lists(st.tuples(st.none(), metadata_messages) | st.tuples(tags, bodies)),
+    st.sampled_from([0, 2**32 - 2]),
+)
+def test_whatever_a_peer_sends_is_delivered_in_order_or_refused_as_its_fault(messages, start):
+    receiving, delivered = receiver(start), []
+    for tag_, content in messages:
+        with suppress(RemoteProtocolError):  # and nothing else
+            if tag_ is None:
+                receiving.receive_metadata(content)
+            else:
+                receiving.receive_body(tag_, content)
+            delivered += take(receiving)
+    assert [delivery.sequence for delivery in delivered] == list(range(start, start + len(delivered)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_two_roles_understand_each_other(form):
+    sending, receiving = Sender(Tags({7: Streams.BOTH}, free_data=8)), Receiver()
+    receiving.want()
+    assert sending.receive(7, b"ticket") == StreamRequested(b"ticket", Streams.BOTH)
+    messages = [
+        *sending.send(SCHEMA.header, None),
+        *sending.send(form.message.header, Body(BodyKind(form.kind), [form.sent[:7], form.sent[7:]])),
+        *sending.end(),
+    ]
+    for tag_, parts in messages:
+        if tag_ is None:
+            receiving.receive_metadata(joined(parts))
+        else:
+            receiving.receive_body(tag_, joined(parts))
+    assert seen(take(receiving)) == [(0, SCHEMA.header, None), (1, form.message.header, form.delivered)]
+    assert receiving.complete
+    receiving.disconnected()

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import pytest
+
+from dissociated.errors import LocalProtocolError, RemoteProtocolError
+from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.sender import Body, Sender, Tags, encode_end, encode_message
+from dissociated.protocol.states import State
+from dissociated.protocol.tags import BodyKind
+
+from .wire import joined, uint64s
+
+WANT, WANT_METADATA, WANT_BODIES, FREE = 0xADBA0BAB0, 0xFFFFFDEADBA0BAB0, 0x00000DEADBA0BAB0, 99
+TAGS = Tags(
+    want={WANT: Streams.BOTH, WANT_METADATA: Streams.METADATA, WANT_BODIES: Streams.BODIES}, free_data=FREE
+)
+SCHEMA, BATCH = b"<schema>", b"<batch>"
+
+
+def on_the_wire(messages) -> list[tuple[int | None, bytes]]:
+    return [(message.tag, joined(message.parts)) for message in messages]
+
+
+def sender(state: State = State.STREAMING) -> Sender:
+    """A sender in this state; past IDLE it has sent its schema."""
+    made = Sender(TAGS)
+    if state is State.IDLE:
+        return made
+    made.receive(WANT, b"ticket")
+    made.send(SCHEMA, None)
+    if state is State.FAILED:
+        made.fail()
+    if state in (State.ENDING, State.DONE):
+        made.end()
+    if state is State.DONE:
+        made.drained()
+    assert made.state is state
+    return made
+
+
+class TestWhatTheClientSends:
+    @pytest.mark.parametrize(
+        ("tag", "streams"),
+        [(WANT, Streams.BOTH), (WANT_METADATA, Streams.METADATA), (WANT_BODIES, Streams.BODIES)],
+    )
+    def test_want_data_names_a_stream_and_by_its_value_the_streams_wanted(self, tag, streams):
+        asked = Sender(TAGS)
+        assert asked.receive(tag, b"\x00opaque\xff") == StreamRequested(b"\x00opaque\xff", streams)
+        assert asked.state is State.STREAMING
+        assert asked.streams is streams
+
+    def test_free_data_gives_addresses_back(self):
+        assert sender().receive(FREE, uint64s(64, 128, 64)) == AddressesFreed((64, 128, 64))
+
+    def test_free_data_is_understood_after_the_end_of_stream(self):
+        assert sender(State.ENDING).receive(FREE, uint64s(64)) == AddressesFreed((64,))
+
+    @pytest.mark.parametrize("body", [b"", bytes(7), bytes(9)])
+    def test_free_data_that_is_no_list_of_uint64_is_refused(self, body):
+        with pytest.raises(RemoteProtocolError, match="free_data"):
+            sender().receive(FREE, body)
+
+    def test_free_data_before_want_data_is_refused(self):
+        with pytest.raises(RemoteProtocolError, match="free_data is not allowed"):
+            Sender(TAGS).receive(FREE, uint64s(64))
+
+    def test_a_second_want_data_is_refused(self):
+        with pytest.raises(RemoteProtocolError, match="want_data is not allowed"):
+            sender().receive(WANT, b"another")
+
+    @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
+    def test_an_untagged_message_is_refused(self, state):
+        with pytest.raises(RemoteProtocolError, match="untagged"):
+            sender(state).receive(None, b"\x01\x00\x00\x00\x00")
+
+    @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
+    def test_an_unknown_tag_is_refused_and_shown(self, state):
+        with pytest.raises(RemoteProtocolError, match="unknown tag 0x00000000000000ff"):
+            sender(state).receive(0xFF, b"")
+
+    def test_free_data_is_an_unknown_tag_where_no_addresses_are_sent(self):
+        asked = Sender(Tags(want={WANT: Streams.BOTH}))
+        asked.receive(WANT, b"ticket")
+        with pytest.raises(RemoteProtocolError, match="unknown tag"):
+            asked.receive(FREE, uint64s(64))
+
+
+class TestWhatTheServerSends:
+    def test_a_whole_stream_on_one_connection(self):
+        sending = Sender(TAGS)
+        sending.receive(WANT, b"ticket")
+        messages = [
+            *sending.send(SCHEMA, None),
+            *sending.send(BATCH, Body(BodyKind.PACKED, [b"12345678", b"", b"abcdefgh"])),
+            *sending.send(BATCH, Body(BodyKind.ADDRESSES, [uint64s(5, 1, 64, 5)])),
+            *sending.send(BATCH, Body(BodyKind.PACKED, [])),
+            *sending.end(),
+        ]
+        assert on_the_wire(messages) == [
+            (None, b"\x01\x00\x00\x00\x00<schema>"),
+            (None, b"\x01\x01\x00\x00\x00<batch>"),
+            (0x0000000000000001, b"12345678abcdefgh"),
+            (None, b"\x01\x02\x00\x00\x00<batch>"),
+            (
+                0x0100000000000002,
+                bytes.fromhex("0500000000000000 01" + "00" * 7 + "40" + "00" * 7 + "05") + bytes(7),
+            ),
+            (None, b"\x01\x03\x00\x00\x00<batch>"),
+            (0x0000000000000003, b""),  # an empty batch has a body all the same
+            (None, b"\x00\x04\x00\x00\x00"),
+        ]
+        sending.drained()
+        assert sending.state is State.DONE
+
+    def test_on_two_connections_both_number_alike_and_only_the_metadata_ends(self):
+        def stream(tag):
+            sending = Sender(TAGS)
+            sending.receive(tag, b"ticket")
+            body = Body(BodyKind.PACKED, [b"body"])
+            return on_the_wire(
+                [
+                    *sending.send(SCHEMA, None),
+                    *sending.send(BATCH, None),
+                    *sending.send(BATCH, body),
+                    *sending.end(),
+                ]
+            )
+
+        assert stream(WANT_METADATA) == [
+            (None, b"\x01\x00\x00\x00\x00<schema>"),
+            (None, b"\x01\x01\x00\x00\x00<batch>"),
+            (None, b"\x01\x02\x00\x00\x00<batch>"),
+            (None, b"\x00\x03\x00\x00\x00"),
+        ]
+        assert stream(WANT_BODIES) == [(2, b"body")]
+
+    def test_numbers_roll_over_on_the_wire(self):
+        sending = sender()
+        sending.sequence = 0xFFFFFFFF
+        body = Body(BodyKind.ADDRESSES, [uint64s(0, 0)])
+        assert on_the_wire([*sending.send(BATCH, body), *sending.send(BATCH, body), *sending.end()]) == [
+            (None, b"\x01\xff\xff\xff\xff<batch>"),
+            (0x01000000FFFFFFFF, bytes(16)),
+            (None, b"\x01\x00\x00\x00\x00<batch>"),
+            (0x0100000000000000, bytes(16)),
+            (None, b"\x00\x01\x00\x00\x00"),
+        ]
+
+    def test_headers_and_bodies_are_handed_on_as_they_are_never_joined(self):
+        parts = [bytearray(b"1234"), memoryview(b"5678")]
+        metadata, body = sender().send(BATCH, Body(BodyKind.PACKED, parts))
+        assert metadata.parts[1] is BATCH
+        assert body.parts is parts
+
+    def test_messages_encoded_beforehand_count(self):
+        sending = sender()
+        sending.sent(3)
+        assert on_the_wire(sending.send(BATCH, None)) == [(None, b"\x01\x04\x00\x00\x00<batch>")]
+        sending.sent(2)
+        assert on_the_wire(sending.end()) == [(None, b"\x00\x07\x00\x00\x00")]
+
+    def test_a_stream_has_at_least_its_schema(self):
+        sending = Sender(TAGS)
+        sending.receive(WANT, b"ticket")
+        with pytest.raises(LocalProtocolError, match="schema"):
+            sending.end()
+        assert sending.state is State.STREAMING
+
+    def test_encoding_beforehand_is_what_send_does(self):
+        body = Body(BodyKind.PACKED, [b"body"])
+        assert on_the_wire(encode_message(7, BATCH, body, Streams.BOTH)) == [
+            (None, b"\x01\x07\x00\x00\x00<batch>"),
+            (7, b"body"),
+        ]
+        assert on_the_wire(encode_end(8, Streams.BOTH)) == [(None, b"\x00\x08\x00\x00\x00")]
+        assert encode_end(8, Streams.BODIES) == []
+
+
+THEIRS = {
+    "want_data": lambda sending: sending.receive(WANT, b"ticket"),
+    "free_data": lambda sending: sending.receive(FREE, uint64s(64)),
+}
+OURS = {
+    "send": lambda sending: sending.send(BATCH, None),
+    "sent": lambda sending: sending.sent(2),
+    "end": lambda sending: sending.end(),
+    "drained": lambda sending: sending.drained(),
+    "fail": lambda sending: sending.fail(),
+}
+ALLOWED = {
+    State.IDLE: {"want_data": State.STREAMING, "fail": State.FAILED},
+    State.STREAMING: {
+        "free_data": State.STREAMING,
+        "send": State.STREAMING,
+        "sent": State.STREAMING,
+        "end": State.ENDING,
+        "fail": State.FAILED,
+    },
+    State.ENDING: {"free_data": State.ENDING, "drained": State.DONE, "fail": State.FAILED},
+    State.DONE: {},
+    State.FAILED: {"free_data": State.FAILED, "fail": State.FAILED},  # addresses come back all the same
+}
+
+
+@pytest.mark.parametrize("step", THEIRS | OURS)
+@pytest.mark.parametrize("state", ALLOWED)
+def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it(state, step):
+    sending = sender(state)
+    if step in ALLOWED[state]:
+        (THEIRS | OURS)[step](sending)
+        assert sending.state is ALLOWED[state][step]
+        return
+    numbered = sending.sequence
+    with pytest.raises(RemoteProtocolError if step in THEIRS else LocalProtocolError):
+        (THEIRS | OURS)[step](sending)
+    assert sending.state is state
+    assert sending.sequence == numbered

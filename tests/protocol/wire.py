@@ -1,0 +1,88 @@
+"""A peer made by hand: the bytes of the specification, and Arrow IPC messages as libarrow writes them.
+
+Nothing here calls the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+UINT32 = 2**32
+
+
+class Encoded(NamedTuple):
+    """One Arrow IPC message of libarrow: its flatbuffer and its packed body (None where it has none)."""
+
+    header: bytes
+    body: bytes | None
+
+
+def metadata(sequence: int, header: bytes) -> bytes:
+    """`bytes([1]) + le_bytes(sequence_number) + batch_metadata`"""
+    return b"\x01" + (sequence % UINT32).to_bytes(4, "little") + header
+
+
+def end_of_stream(count: int) -> bytes:
+    """`bytes([0]) + le_bytes(sequence_number)`"""
+    return b"\x00" + (count % UINT32).to_bytes(4, "little")
+
+
+def tag(sequence: int, kind: int = 0) -> int:
+    """Bits 0 to 31: the sequence number. Bits 56 to 63: the kind of body."""
+    return sequence % UINT32 + kind * 2**56
+
+
+def uint64s(*values: int) -> bytes:
+    """Unsigned, little-endian 64-bit integers."""
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
+
+def address_list(*extents: tuple[int, int]) -> bytes:
+    """Total size, number of buffers, then one (address, length) pair for each."""
+    pairs = [number for extent in extents for number in extent]
+    return uint64s(sum(length for _, length in extents), len(extents), *pairs)
+
+
+def read_messages(stream: pa.Buffer) -> Iterable[pa.ipc.Message]:
+    reader = pa.BufferReader(stream)
+    while True:
+        try:
+            yield pa.ipc.read_message(reader)
+        except EOFError:
+            return
+
+
+def encode(*batches: pa.RecordBatch, custom_metadata: dict[str, str] | None = None) -> list[Encoded]:
+    """The IPC messages of a stream of these batches, its schema first."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch, custom_metadata=custom_metadata)
+    return [
+        Encoded(
+            message.metadata.to_pybytes(), None if message.type == "schema" else message.body.to_pybytes()
+        )
+        for message in read_messages(sink.getvalue())
+    ]
+
+
+def encode_tensor(tensor: pa.Tensor) -> Encoded:
+    """The IPC message of one tensor."""
+    sink = pa.BufferOutputStream()
+    pa.ipc.write_tensor(tensor, sink)
+    message = pa.ipc.read_message(sink.getvalue())
+    return Encoded(message.metadata.to_pybytes(), message.body.to_pybytes())
+
+
+def decode(header: bytes, body: bytes) -> pa.ipc.Message:
+    """Have libarrow read this flatbuffer and this body as one encapsulated message."""
+    padded = header + bytes(-len(header) % 8)
+    return pa.ipc.read_message(b"\xff\xff\xff\xff" + len(padded).to_bytes(4, "little") + padded + body)
+
+
+def joined(parts: Sequence[bytes]) -> bytes:
+    """What arrives when `parts` are sent as one message."""
+    return b"".join(parts)

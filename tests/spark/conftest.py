@@ -1,0 +1,76 @@
+"""One Spark for the whole run, and a fresh server for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import dissociated as dis
+from dissociated.spark import JavaNotFound, java_home, session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytest.importorskip("pyspark", reason="pyspark is not installed")
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """Two cores; a task that fails gets a second attempt."""
+    try:
+        java_home()
+    except JavaNotFound as error:
+        pytest.skip(str(error))
+    running = session(
+        "tests",
+        "local[2,2]",
+        **{
+            "spark.log.level": "OFF",
+            "spark.sql.session.timeZone": "America/New_York",
+            "spark.sql.shuffle.partitions": 2,
+            "spark.sql.timeType.enabled": True,
+        },
+    )
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:"]) as server:
+        yield server
+
+
+@pytest.fixture
+def catalog(server: dis.Server) -> str:
+    """The URI of a catalog with nothing in it."""
+    return server.catalog_uri
+
+
+@pytest.fixture
+def client(catalog: str) -> Iterator[dis.Client]:
+    with dis.connect(catalog) as client:
+        yield client
+
+
+@pytest.fixture
+def stage(catalog: str) -> Path:
+    """Where segments wait to be published."""
+    with dis.connect(catalog) as client:
+        return Path(client.stage().directory)
+
+
+@pytest.fixture
+def path_without_java(tmp_path: Path) -> Path:
+    """A PATH with all the tools of this machine but Java."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for directory in os.environ["PATH"].split(os.pathsep):
+        for tool in Path(directory).glob("*"):
+            if tool.name != "java" and not (tools / tool.name).is_symlink():
+                (tools / tool.name).symlink_to(tool)
+    return tools

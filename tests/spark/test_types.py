@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import StructType
+
+from dissociated.errors import SourceError
+from dissociated.spark.types import arrow_schema, conform
+
+
+def test_instants_are_in_utc_at_every_depth() -> None:
+    schema = arrow_schema(StructType.fromDDL("a timestamp not null, b array<timestamp>, c timestamp_ntz"))
+    instant = pa.timestamp("us", "UTC")
+    assert schema == pa.schema(
+        [
+            pa.field("a", instant, nullable=False),
+            pa.field("b", pa.list_(pa.field("element", instant))),
+            pa.field("c", pa.timestamp("us")),
+        ]
+    )
+
+
+def test_a_type_that_arrow_lacks_names_its_column() -> None:
+    schema = StructType.fromDDL("fine int, age struct<months: interval year to month>")
+    with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
+        arrow_schema(schema)
+
+
+def test_conforming_copies_nothing_where_only_labels_differ() -> None:
+    here = pa.schema([pa.field("at", pa.timestamp("us", "America/New_York"), metadata={"k": "v"})])
+    there = pa.schema([pa.field("at", pa.timestamp("us", "UTC"))])
+    batch = pa.record_batch([pa.array([1, None, 3], here.field("at").type)], schema=here)
+    conformed = conform(batch, there)
+    assert conformed.schema.equals(there, check_metadata=True)
+    assert [buffer.address for buffer in conformed["at"].buffers()] == [
+        buffer.address for buffer in batch["at"].buffers()
+    ]
+
+
+def test_conforming_takes_null_structs_whose_fields_are_not_nullable() -> None:
+    inner = pa.field("at", pa.timestamp("us", "UTC"), nullable=False)
+    there = pa.schema({"s": pa.struct([inner])})
+    here = pa.schema({"s": pa.struct([inner.with_type(pa.timestamp("us", "Asia/Tokyo"))])})
+    at = pa.array([7, None], pa.timestamp("us", "Asia/Tokyo"))
+    structs = pa.StructArray.from_arrays(
+        [at], fields=list(here.field("s").type), mask=pa.array([False, True])
+    )
+    conformed = conform(pa.record_batch([structs], schema=here), there)
+    conformed.validate(full=True)
+    assert conformed.schema == there
+    assert [row and row["at"].timestamp() for row in conformed["s"].to_pylist()] == [7e-6, None]
+
+
+def test_conforming_brings_large_types_back() -> None:
+    batch = pa.record_batch({"text": pa.array(["a", None], pa.large_string())})
+    assert conform(batch, pa.schema({"text": pa.string()}))["text"].to_pylist() == ["a", None]
