@@ -105,7 +105,7 @@ def run(catalog: str, name: str, expected: dict[str, Any], times: int) -> dict[s
             start = time.perf_counter()
             verify(client.read(name, transport=transport).read_all(), expected, transport)
             columns = len(expected["checksums"])
-            done("check", f"{transport}: rows, schema, nulls, {columns} checksums: as Spark has them", start)
+            done("check", f"{transport}: count, schema, nulls, {columns} checksums equal Spark's", start)
         start = time.perf_counter()
         done("duckdb", ask_duckdb(client.read(name, transport="shm")), start)
         start = time.perf_counter()

@@ -80,7 +80,7 @@ def main() -> None:
 def serve() -> dis.Server:
     """The server: shared memory and TCP, and the catalog that names what there is."""
     server = dis.Server(["shm:", "tcp://127.0.0.1:0"])
-    done("server", f"{server.catalog_uri} (Arrow Flight, control only), data over shm and tcp")
+    done("server", f"{server.catalog_uri} is the catalog; data goes by shm and tcp")
     return server
 
 

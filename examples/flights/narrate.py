@@ -9,8 +9,8 @@ from typing import NoReturn
 
 def done(step: str, what: str, start: float | None = None) -> None:
     """Print a step, and how long ago it was started."""
-    took = "" if start is None else f"{time.perf_counter() - start:6.1f} s"
-    print(f"  {step:<10} {what:<66}{took}".rstrip(), flush=True)
+    took = "" if start is None else f"{time.perf_counter() - start:8.2f} s"
+    print(f"  {step:<10}{what:<60}{took}".rstrip(), flush=True)
 
 
 def fail(why: str) -> NoReturn:

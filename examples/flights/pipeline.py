@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import json
 import statistics
-import sys
 import tempfile
 import time
 import zipfile
@@ -133,7 +132,7 @@ def run(catalog: str, name: str, scratch: Path) -> dict[str, Any]:
         **{
             "spark.log.level": "ERROR",
             "spark.sql.session.timeZone": "UTC",
-            "spark.sql.shuffle.partitions": 8,
+            "spark.sql.shuffle.partitions": "8",
         },
     )
     java = spark.sparkContext._jvm.System.getProperty("java.version")  # type: ignore[union-attr]
@@ -146,17 +145,18 @@ def run(catalog: str, name: str, scratch: Path) -> dict[str, Any]:
         fail(f"the pipeline made {rows:,} rows out of {FLIGHTS:,} flights")
     done("pipeline", f"{rows:,} flights, {len(table.columns)} columns", start)
 
+    partitions = table.rdd.getNumPartitions()
     start = time.perf_counter()
     publish(table, name, catalog)
-    done("publish", f"{table.rdd.getNumPartitions()} partitions, each into shared memory by itself", start)
+    done("publish", f"{partitions} partitions, each into shared memory by itself", start)
 
     start = time.perf_counter()
     publish(table, name, catalog)
-    done("again", "the same, in place of the first: Spark's Python workers are running now", start)
+    done("again", "once more, now that Spark's Python workers run", start)
 
     start = time.perf_counter()
     report = expectations(table)
-    done("expect", "what Spark says it is: rows, nulls and a checksum of every column", start)
+    done("expect", "Spark's own count, nulls and checksum of every column", start)
 
     start = time.perf_counter()
     report["to_arrow_seconds"], report["schema"] = time_to_arrow(table, times=3)
@@ -180,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,13 +1,13 @@
 """Move Apache Arrow data between processes, hosts and devices: the Arrow Dissociated IPC Protocol, whole.
 
-    import dissociated as dis
+import dissociated as dis
 
-    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
-        server.publish("flights", table)
-        ...
+with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+    server.publish("flights", table)
+    ...
 
-    with dis.connect(uri) as client:
-        table = client.read("flights").read_all()
+with dis.connect(uri) as client:
+    table = client.read("flights").read_all()
 """
 
 from __future__ import annotations

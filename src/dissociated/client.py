@@ -50,8 +50,8 @@ def open_stream(
     is given back when the last of them is collected; the connection stays open until then. Dropping the reader
     ends the stream.
 
-    `columns` keeps only these top-level columns, in the order of the schema. `timeout` is how many seconds the server may be silent,
-    `max_body` the largest body that is taken, in bytes.
+    `columns` keeps only these top-level columns, in the order of the schema. `timeout` is how many seconds the
+    server may be silent, `max_body` the largest body that is taken, in bytes.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, ColumnNotFound. Reading may raise these too, and RemoteProtocolError.
@@ -126,7 +126,7 @@ class _Stream:
             self._leases.finish(stopped)
 
     def _attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
-        sequence, header, parsed, body = delivery
+        _, header, parsed, body = delivery
         if not isinstance(body, AddressList):
             return header, body
         leased = body.leased

@@ -104,7 +104,7 @@ class Group(NamedTuple):
     """Messages ready to be sent on one kind of connection, and the addresses that they lease."""
 
     prepared: Any
-    count: int
+    messages: int
     leased: Sequence[int]
 
 
@@ -197,7 +197,9 @@ class SegmentsDataset(StaticDataset):
         first = segments[0]
         for other in segments[1:]:
             if not other.schema.equals(first.schema, check_metadata=True):
-                raise SourceError(f"the segments of {name!r} do not have one schema: {other.name} differs from {first.name}")
+                raise SourceError(
+                    f"the segments of {name!r} do not have one schema: {other.name} differs from {first.name}"
+                )
         super().__init__(name, first.schema)
         self.rows = sum(segment.rows for segment in segments)
         self.nbytes = sum(segment.nbytes for segment in segments)

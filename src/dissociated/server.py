@@ -25,7 +25,7 @@ from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveRegion
 from dissociated.message import Buffer
 from dissociated.protocol.bodies import encode_addresses
-from dissociated.protocol.events import AddressesFreed, Streams, StreamRequested
+from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.header import buffer_extents
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
@@ -45,7 +45,7 @@ _WANT = 0x4449_5353_0000_0000
 _PACKED = 4
 _FREE = _WANT | 0x100
 _TAGS = Tags(
-    want={_WANT | streams.value | packed: streams for streams in Streams.__members__.values() for packed in (0, _PACKED)},
+    want={_WANT | one.value | packed: one for one in Streams.__members__.values() for packed in (0, _PACKED)},
     free_data=_FREE,
 )
 
@@ -109,13 +109,25 @@ class Server:
 
     # What is published
 
-    def publish(self, name: str, source: Source, *, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def publish(
+        self,
+        name: str,
+        source: Source,
+        *,
+        options: pa.ipc.IpcWriteOptions | None = None,
+        ticket: bytes | None = None,
+    ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` are libarrow's for writing: compression,
-        dictionary deltas. Raises SourceError or StoreError where the source cannot be read.
+        dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that publish the
+        same source with one ticket can share the work: metadata from one, bodies from the other.
+        Raises SourceError or StoreError where the source cannot be read.
         """
-        self._adopt(dataset(name, source, options))
+        made = dataset(name, source, options)
+        if ticket is not None:
+            made.ticket = ticket
+        self._adopt(made)
 
     def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
         """Make segments available under `name`, whole and at once.
@@ -135,10 +147,12 @@ class Server:
             if self._closed:
                 raise DissociatedError("the server is closed")
             old = self._datasets.get(new.name)
-            self._datasets[new.name] = new
-            self._by_ticket[new.ticket] = new
+            if self._by_ticket.get(new.ticket, old) is not old:
+                raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
             if old is not None:
                 del self._by_ticket[old.ticket]
+            self._datasets[new.name] = new
+            self._by_ticket[new.ticket] = new
 
     def drop(self, name: str) -> None:
         """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
@@ -161,7 +175,7 @@ class Server:
         with self._lock:
             found = self._by_ticket.get(ticket)
         if found is None:
-            raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; ask again for its name")
+            raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
         return found
 
     def names(self) -> list[str]:
@@ -334,7 +348,7 @@ class _Session:
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)
         for group in wanted.groups(self._connection, streams, mapped, self._server.inline_limit):
             self._connection.send(group.prepared, self._server.stall_timeout)
-            self._sender.sent(group.count)
+            self._sender.sent(group.messages)
             self._ledger.hold(group.leased)
             self._take_frees()
 
@@ -358,9 +372,7 @@ class _Session:
         """
         if self._region is None:
             self._region = LiveRegion(name, self._server.live_limit)
-            self._connection.share(
-                self._region.descriptor, self._region.base, self._region.size, self._region.backing
-            )
+            self._connection.share(self._region.descriptor, self._region.base, self._region.size, self._region.backing)
         while not self._region.has_room(length):
             if self._inline:
                 return False

@@ -1,7 +1,7 @@
 """Location URIs: which transport, where, and the parameters of the protocol ("URI Specification").
 
-    tcp://HOST:PORT?want_data=N
-    shm:///run/user/1000/dissociated/x.sock?want_data=N&free_data=N
+tcp://HOST:PORT?want_data=N
+shm:///run/user/1000/dissociated/x.sock?want_data=N&free_data=N
 """
 
 from __future__ import annotations

@@ -53,9 +53,7 @@ class TestAddressList:
             ((7, 2, 64, 3, 64, 4), (64, 64)),
         ],
     )
-    def test_leased_are_the_addresses_of_buffers_that_have_bytes_once_for_each_time_sent(
-        self, numbers, leased
-    ):
+    def test_leased_are_the_addresses_of_buffers_that_have_bytes_once_for_each_time_sent(self, numbers, leased):
         assert parse_addresses(uint64s(*numbers)).leased == leased
 
     @pytest.mark.parametrize("size", [0, 1, 8, 15])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header, relocate
 
-from .wire import Encoded, decode, encode, encode_tensor
+from .wire import BY_HAND, Encoded, decode, encode, encode_tensor, patched
 
 BATCH = pa.record_batch(
     {
@@ -43,24 +43,6 @@ CORPUS = {
     "custom metadata": ANNOTATED_MESSAGE,
     "tensor": TENSOR_MESSAGE,
 }
-
-#: A record batch of two buffers, laid out as libarrow never would: nothing aligned, no nodes, no padding.
-BY_HAND = bytes.fromhex(
-    "10000000"  # 0: the root table is at 16
-    "0c00 1400 0000 0400 0800 0c00"  # 4: its vtable: no version, type at 4, header at 8, bodyLength at 12
-    "0c000000 03000000 16000000 6400000000000000"  # 16: vtable 12 back, RECORD_BATCH, table 22 ahead, 100
-    "0a00 0800 0000 0000 0400"  # 36: vtable of the record batch: only buffers, at 4
-    "0a000000 04000000"  # 46: vtable 10 back, vector 4 ahead
-    "02000000"  # 54: two buffers
-    "0000000000000000 1e00000000000000"  # 58: offset 0, 30 bytes
-    "2000000000000000 4400000000000000"  # 74: offset 32, 68 bytes
-)
-
-
-def patched(at: int, hexadecimal: str) -> bytes:
-    """BY_HAND with other bytes at one place."""
-    new = bytes.fromhex(hexadecimal)
-    return BY_HAND[:at] + new + BY_HAND[at + len(new) :]
 
 
 def slices(message: Encoded) -> list[bytes]:
@@ -119,10 +101,11 @@ class TestParse:
             assert content == (array.to_pybytes()[: len(content)] if array else b"")
         assert slices(TENSOR_MESSAGE) == [np.arange(12.0).tobytes()]
 
+    def test_the_scattered_buffers_of_a_sparse_tensor_are_not_looked_for(self):
+        assert parse_header(patched(20, "05")) == Header(HeaderType.SPARSE_TENSOR, 100, 28, 0, 0, False)
+
     def test_custom_metadata_of_a_message_is_noticed(self):
-        assert [name for name in CORPUS if parse_header(CORPUS[name].header).has_metadata] == [
-            "custom metadata"
-        ]
+        assert [name for name in CORPUS if parse_header(CORPUS[name].header).has_metadata] == ["custom metadata"]
 
     def test_compressed_batches_keep_their_buffer_table(self):
         sink = pa.BufferOutputStream()
@@ -158,6 +141,8 @@ class TestRefusal:
             pytest.param(bytes(4), "unknown type 0", id="zeros"),
             pytest.param(patched(0, "ffffffff"), "no Arrow IPC message", id="root outside"),
             pytest.param(patched(16, "11000000"), "no Arrow IPC message", id="vtable before the message"),
+            # -86 is where the vtable is, seen from the end of the message
+            pytest.param(patched(16, "66000000"), "no Arrow IPC message", id="vtable from the end"),
             pytest.param(patched(16, "00000080"), "no Arrow IPC message", id="vtable after the message"),
             pytest.param(patched(20, "00"), "unknown type 0", id="type none"),
             pytest.param(patched(20, "06"), "unknown type 6", id="type 6"),

@@ -22,7 +22,7 @@ from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
 
-from .wire import Encoded, address_list, encode, encode_tensor, end_of_stream, joined, metadata, tag, uint64s
+from .wire import Encoded, address_list, encode, encode_tensor, end_of_stream, joined, metadata, patched, tag, uint64s
 
 DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode(), "n": [1, 2, 3]})
 EMPTY = pa.record_batch({"n": pa.array([], pa.int64())})
@@ -308,9 +308,7 @@ class TestGaps:
         receiving.receive_body(tag(5), BATCH.body)
         receiving.receive_metadata(end_of_stream(9))
         assert receiving.next() is None
-        with pytest.raises(
-            RemoteProtocolError, match="message 1 of 9 is missing; messages up to 5 had begun"
-        ):
+        with pytest.raises(RemoteProtocolError, match="message 1 of 9 is missing; messages up to 5 had begun"):
             receiving.disconnected()
 
     @pytest.mark.parametrize("half", ["metadata", "body"])
@@ -350,9 +348,7 @@ class TestCaps:
         receiving = receiver(schema=True, max_waiting_bytes=100)
         receiving.receive_body(tag(2), bytes(60))
         receiving.receive_body(tag(3), bytes(40))
-        with pytest.raises(
-            RemoteProtocolError, match="bodies of 101 bytes wait for message 1; the cap is 100"
-        ):
+        with pytest.raises(RemoteProtocolError, match="bodies of 101 bytes wait for message 1; the cap is 100"):
             receiving.receive_body(tag(4), bytes(1))
 
     def test_the_body_that_is_waited_for_always_fits_and_delivery_makes_room(self):
@@ -397,6 +393,14 @@ class TestBodies:
         receiving = receiver(schema=True)
         receive(receiving, 1, form._replace(sent=body))
         with pytest.raises(RemoteProtocolError):
+            receiving.next()
+
+    def test_a_sparse_tensor_comes_packed(self):
+        receiving, sparse = receiver(schema=True), Encoded(patched(20, "05"), bytes(100))
+        receive(receiving, 1, Form(sparse, 0, sparse.body, sparse.body))
+        receive(receiving, 2, Form(sparse, 1, address_list(), AddressList((), ())))
+        assert receiving.next().body == sparse.body
+        with pytest.raises(RemoteProtocolError, match="sparse tensor"):
             receiving.next()
 
     def test_the_announced_length_is_known_once_the_metadata_is(self):

@@ -11,9 +11,7 @@ from dissociated.protocol.tags import BodyKind
 from .wire import joined, uint64s
 
 WANT, WANT_METADATA, WANT_BODIES, FREE = 0xADBA0BAB0, 0xFFFFFDEADBA0BAB0, 0x00000DEADBA0BAB0, 99
-TAGS = Tags(
-    want={WANT: Streams.BOTH, WANT_METADATA: Streams.METADATA, WANT_BODIES: Streams.BODIES}, free_data=FREE
-)
+TAGS = Tags(want={WANT: Streams.BOTH, WANT_METADATA: Streams.METADATA, WANT_BODIES: Streams.BODIES}, free_data=FREE)
 SCHEMA, BATCH = b"<schema>", b"<batch>"
 
 

@@ -7,11 +7,7 @@ from dissociated.protocol.states import TRANSITIONS, Machine, Role, State, Step
 
 STATES = [(role, state) for role in Role for state in TRANSITIONS[role]]
 LEGAL = [(*where, step, to) for where in STATES for step, to in TRANSITIONS[where[0]][where[1]].items()]
-ILLEGAL = [
-    (role, state, step)
-    for (role, state), step in product(STATES, Step)
-    if step not in TRANSITIONS[role][state]
-]
+ILLEGAL = [(role, state, step) for (role, state), step in product(STATES, Step) if step not in TRANSITIONS[role][state]]
 
 
 def machine(role: Role, state: State) -> Machine:

@@ -20,6 +20,25 @@ class Encoded(NamedTuple):
     body: bytes | None
 
 
+#: A record batch of two buffers, laid out as libarrow never would: nothing aligned, no nodes, no padding.
+BY_HAND = bytes.fromhex(
+    "10000000"  # 0: the root table is at 16
+    "0c00 1400 0000 0400 0800 0c00"  # 4: its vtable: no version, type at 4, header at 8, bodyLength at 12
+    "0c000000 03000000 16000000 6400000000000000"  # 16: vtable 12 back, RECORD_BATCH, table 22 ahead, 100
+    "0a00 0800 0000 0000 0400"  # 36: vtable of the record batch: only buffers, at 4
+    "0a000000 04000000"  # 46: vtable 10 back, vector 4 ahead
+    "02000000"  # 54: two buffers
+    "0000000000000000 1e00000000000000"  # 58: offset 0, 30 bytes
+    "2000000000000000 4400000000000000"  # 74: offset 32, 68 bytes
+)
+
+
+def patched(at: int, hexadecimal: str) -> bytes:
+    """BY_HAND with other bytes at one place."""
+    new = bytes.fromhex(hexadecimal)
+    return BY_HAND[:at] + new + BY_HAND[at + len(new) :]
+
+
 def metadata(sequence: int, header: bytes) -> bytes:
     """`bytes([1]) + le_bytes(sequence_number) + batch_metadata`"""
     return b"\x01" + (sequence % UINT32).to_bytes(4, "little") + header
@@ -62,9 +81,7 @@ def encode(*batches: pa.RecordBatch, custom_metadata: dict[str, str] | None = No
         for batch in batches:
             writer.write_batch(batch, custom_metadata=custom_metadata)
     return [
-        Encoded(
-            message.metadata.to_pybytes(), None if message.type == "schema" else message.body.to_pybytes()
-        )
+        Encoded(message.metadata.to_pybytes(), None if message.type == "schema" else message.body.to_pybytes())
         for message in read_messages(sink.getvalue())
     ]
 

@@ -127,9 +127,7 @@ def test_append_adds(spark: SparkSession, catalog: str, client: dis.Client) -> N
 @pytest.mark.parametrize(
     "query", ["SELECT id FROM range(0)", "SELECT id FROM range(0, 10, 1, 3) WHERE id > 10"], ids=str
 )
-def test_no_rows_still_make_a_dataset(
-    spark: SparkSession, catalog: str, client: dis.Client, query: str
-) -> None:
+def test_no_rows_still_make_a_dataset(spark: SparkSession, catalog: str, client: dis.Client, query: str) -> None:
     publish(spark.sql(query), "nothing", catalog)
     table = client.read("nothing").read_all()
     assert table.schema == pa.schema([pa.field("id", pa.int64(), nullable=False)])
@@ -218,9 +216,7 @@ def test_a_dataset_that_never_was_is_not_there(spark: SparkSession, catalog: str
 def test_a_stage_on_another_host_is_refused(catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = datasource.DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
     here = writer.stage
-    monkeypatch.setattr(
-        writer, "stage", SimpleNamespace(directory=here.directory, host="elsewhere", boot_id="another")
-    )
+    monkeypatch.setattr(writer, "stage", SimpleNamespace(directory=here.directory, host="elsewhere", boot_id="another"))
     context = SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda: 0)
     monkeypatch.setattr(datasource.TaskContext, "get", lambda: context)
     with pytest.raises(StoreError, match=r"is on elsewhere.*must share one host"):
@@ -235,9 +231,7 @@ def test_a_stage_on_another_host_is_refused(catalog: str, monkeypatch: pytest.Mo
         ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
     ],
 )
-def test_wrong_options_are_told_before_any_task(
-    spark: SparkSession, options: dict[str, str], message: str
-) -> None:
+def test_wrong_options_are_told_before_any_task(spark: SparkSession, options: dict[str, str], message: str) -> None:
     with pytest.raises(PySparkException, match=message):
         spark.range(1).write.format("dissociated").options(**options).mode("append").save()
 

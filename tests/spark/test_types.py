@@ -42,9 +42,8 @@ def test_conforming_takes_null_structs_whose_fields_are_not_nullable() -> None:
     there = pa.schema({"s": pa.struct([inner])})
     here = pa.schema({"s": pa.struct([inner.with_type(pa.timestamp("us", "Asia/Tokyo"))])})
     at = pa.array([7, None], pa.timestamp("us", "Asia/Tokyo"))
-    structs = pa.StructArray.from_arrays(
-        [at], fields=list(here.field("s").type), mask=pa.array([False, True])
-    )
+    fields = list(here.field("s").type)
+    structs = pa.StructArray.from_arrays([at], fields=fields, mask=pa.array([False, True]))
     conformed = conform(pa.record_batch([structs], schema=here), there)
     conformed.validate(full=True)
     assert conformed.schema == there

@@ -17,7 +17,6 @@ from dissociated.message import Buffer
 from dissociated.protocol.header import Header, parse_header
 
 
-
 class SplitMessage(NamedTuple):
     """One IPC message: the flatbuffer, what pairing needs from it, and the packed body in parts, None without one."""
 

@@ -111,13 +111,16 @@ class Receiver:
             arrived = self._bodies.pop(sequence, None)
             if arrived is None:
                 return None
-            kind, body = arrived
-            self._waiting_bytes -= len(body)
+            kind, content = arrived
+            self._waiting_bytes -= len(content)
             if kind is BodyKind.ADDRESSES:
-                body = _agreeing(parse_addresses(body), header, parsed, sequence)
-            elif len(body) != parsed.body_length:
+                body = _agreeing(parse_addresses(content), header, parsed, sequence)
+            elif len(content) == parsed.body_length:
+                body = content
+            else:
                 raise RemoteProtocolError(
-                    f"the body of message {sequence} has {len(body)} bytes; its metadata announced {parsed.body_length}"
+                    f"the body of message {sequence} has {len(content)} bytes; "
+                    f"its metadata announced {parsed.body_length}"
                 )
         del self._headers[sequence]
         self._next = sequence + 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.message import Buffer, Message
 from dissociated.protocol.bodies import parse_free
-from dissociated.protocol.events import AddressesFreed, Streams, StreamRequested
+from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
 from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import BodyKind, body_tag

@@ -28,8 +28,7 @@ from dissociated.catalog.client import CatalogClient, connect
 from dissociated.errors import CatalogError, DissociatedError, StoreError
 from dissociated.spark.types import arrow_schema, conform
 from dissociated.store.segment import SegmentWriter
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from dissociated.store.stage import boot_id, host_name
 
 
 class DissociatedDataSource(DataSource):
@@ -124,9 +123,8 @@ class DatasetWriter(DataSourceArrowWriter):
             client.discard(sorted(left))
 
     def _require_stage(self) -> None:
-        here = BOOT_ID.read_text().strip()
-        if here != self.stage.boot_id or not os.path.isdir(self.stage.directory):
+        if boot_id() != self.stage.boot_id or not os.path.isdir(self.stage.directory):
             raise StoreError(
-                f"this task runs on {os.uname().nodename}, but the stage of the catalog {self.catalog} is on "
+                f"this task runs on {host_name()}, but the stage of the catalog {self.catalog} is on "
                 f"{self.stage.host}: in this release Spark and the catalog must share one host"
             )

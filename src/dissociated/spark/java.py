@@ -83,7 +83,7 @@ def _candidates() -> Iterator[Path]:
 def _probe(java: Path) -> _Java | None:
     """Start `java` the way Spark would, then without the optional module; None if neither works."""
     for options in ([f"--add-modules={OPTIONAL_MODULE}"], []):
-        command = [java, *options, "-XshowSettings:properties", "-version"]
+        command = [str(java), *options, "-XshowSettings:properties", "-version"]
         try:
             run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
         except (OSError, subprocess.TimeoutExpired):

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def session(
-    app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool
-) -> SparkSession:
+def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool) -> SparkSession:
     """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
 
     Any other setting goes by its own name, and wins over those of this function:

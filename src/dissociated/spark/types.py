@@ -62,7 +62,7 @@ def _same_layout(here: pa.DataType, there: pa.DataType) -> bool:
 class _Relabelled:
     """The memory of a batch under another schema, for whoever takes the Arrow C data interface.
 
-    A cast would do, but refuses where a null struct has fields that are not nullable: below it, Spark puts nulls.
+    A cast would do, but refuses a null struct whose fields are not nullable: Spark has nulls below it.
     """
 
     batch: pa.RecordBatch

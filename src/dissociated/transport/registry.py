@@ -24,8 +24,8 @@ def transport(scheme: str) -> Transport:
         made: Transport = getattr(import_module(module), name)()
         return made
     for entry in entry_points(group="dissociated.transports", name=scheme):
-        made = entry.load()()
-        return made
+        loaded: Transport = entry.load()()
+        return loaded
     raise UriError(f"no transport for {scheme}: here; there are {', '.join(sorted(schemes()))}")
 
 

@@ -159,7 +159,7 @@ class ShmTransport(Transport):
 
     def listen(self, uri: Uri) -> Listener:
         if uri.host:
-            raise UriError(f"{uri} names a host; shm listens on a path of this one: shm:///PATH, or shm: to have one made")
+            raise UriError(f"{uri} names a host; shm listens on a path: shm:///PATH, or shm: for one of its own")
         path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
         if len(os.fsencode(path)) > _PATH_MAX:
             raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
