@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 from hypothesis import settings
 
 import dissociated as dis
-from dissociated.catalog import client as _catalog_client  # noqa: F401  # loaded here, so that no test pays for it
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
 settings.register_profile("dissociated", deadline=None)
@@ -23,9 +23,12 @@ settings.load_profile("dissociated")
 #: Seconds that anything awaited may take. Nothing waits this long but a test that fails.
 PATIENCE = 30.0
 
+#: Makes a server, of shm and tcp unless it is told otherwise, and without a catalog.
+Serve = Callable[..., dis.Server]
 
-def drained(server: dis.Server) -> int:
-    """Wait until every connection of `server` has ended; how many have not."""
+
+def connections_left(server: dis.Server) -> int:
+    """How many connections of `server` are still open, after each had time to end."""
     end = monotonic() + PATIENCE
     for thread in list(server._connections.values()):
         thread.join(max(0.0, end - monotonic()))
@@ -43,9 +46,9 @@ def descriptors() -> dict[int, str]:
     return found
 
 
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Fails a test that leaves a thread or a descriptor behind."""
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Fails if a thread or a descriptor is left that was not there before."""
     gc.collect()
     threads, before = set(threading.enumerate()), descriptors()
     yield
@@ -55,19 +58,16 @@ def nothing_left() -> Iterator[None]:
         thread.join(max(0.0, end - monotonic()))
         assert not thread.is_alive(), f"{thread} is left behind"
     left = {number: target for number, target in descriptors().items() if number not in before}
-    assert not left
+    assert not left, "descriptors are left behind"
 
 
 @pytest.fixture
-def serve(nothing_left: None) -> Iterator[Callable[..., dis.Server]]:
-    """Makes servers, without a catalog unless it is asked for, and closes them."""
-    servers = []
+def serve() -> Iterator[Serve]:
+    """Servers that are closed after the test and must have left nothing."""
+    with leaving_nothing(), ExitStack() as servers:
 
-    def make(*listen: str, **options: Any) -> dis.Server:
-        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{"catalog": None, **options})
-        servers.append(server)
-        return server
+        def make(*listen: str, **options: Any) -> dis.Server:
+            options.setdefault("catalog", None)
+            return servers.enter_context(dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **options))
 
-    yield make
-    for server in servers:
-        server.close()
+        yield make

@@ -10,7 +10,6 @@ through Arrow Flight, opens it over `shm` and `tcp`, compares it with what Spark
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -102,4 +101,4 @@ if __name__ == "__main__":
     except (dis.DissociatedError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        os._exit(130)
+        sys.exit(130)

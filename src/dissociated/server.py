@@ -23,7 +23,7 @@ from dissociated.errors import (
 from dissociated.ipc.split import SplitMessage
 from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveRegion
-from dissociated.message import Buffer
+from dissociated.message import Buffer, Incoming, Run
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.header import buffer_extents
@@ -31,7 +31,7 @@ from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
 from dissociated.store.segment import Segment
-from dissociated.transport.base import Connection, Incoming, Listener
+from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -326,7 +326,7 @@ class _Session:
                 self._region.close()
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
-        incoming = self._connection.receive(self._server.handshake_timeout, _allocate)
+        incoming = self._receive(self._server.handshake_timeout)
         if incoming is None:
             return None
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
@@ -377,7 +377,7 @@ class _Session:
             if self._inline:
                 return False
             try:
-                incoming = self._connection.receive(_PATIENCE, _allocate)
+                incoming = self._receive(_PATIENCE)
             except DeadlineExceeded:
                 self._inline = True
                 return False
@@ -395,7 +395,7 @@ class _Session:
 
     def _take_frees(self) -> None:
         while self._connection.arrived():
-            incoming = self._connection.receive(self._server.stall_timeout, _allocate)
+            incoming = self._receive(self._server.stall_timeout)
             if incoming is None:
                 raise ConnectionClosed("the client closed the connection")
             self._freed(incoming)
@@ -408,10 +408,16 @@ class _Session:
             self._region.free(gone)
             self._inline = False
 
+    def _receive(self, timeout: float) -> Incoming | None:
+        incoming = self._connection.receive(timeout, _allocate)
+        if isinstance(incoming, Run):
+            raise RemoteProtocolError("the client sent a run of messages, which only servers do")
+        return incoming
+
     def _drain(self) -> None:
         """ "wait for tagged <free_data> messages", until nothing is outstanding or the client is gone."""
         while len(self._ledger):
-            incoming = self._connection.receive(self._server.lease_timeout, _allocate)
+            incoming = self._receive(self._server.lease_timeout)
             if incoming is None:
                 return
             self._freed(incoming)

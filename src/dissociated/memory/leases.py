@@ -63,7 +63,7 @@ class Returns:
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[int, ...] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Sequence[int] | None] = SimpleQueue()
         self.put = self._queue.put
 
     def wake(self) -> None:
@@ -87,7 +87,7 @@ class Lease:
 
     __slots__ = ("_addresses", "_memory", "_put")
 
-    def __init__(self, region: Region, addresses: tuple[int, ...], returns: Returns) -> None:
+    def __init__(self, region: Region, addresses: Sequence[int], returns: Returns) -> None:
         self._memory = region.memory
         self._addresses = addresses
         self._put = returns.put
@@ -96,6 +96,6 @@ class Lease:
         self._put(self._addresses)
 
 
-def leased_buffer(region: Region, addresses: tuple[int, ...], returns: Returns) -> pa.Buffer:
+def leased_buffer(region: Region, addresses: Sequence[int], returns: Returns) -> pa.Buffer:
     """The whole region as a buffer. When the last array in it is collected, `addresses` are returned."""
     return pa.foreign_buffer(region.memory.address, region.size, Lease(region, addresses, returns))

@@ -36,8 +36,10 @@ class Region:
     lies in it is collected.
     """
 
-    def __init__(self, base: int, memory: pa.Buffer) -> None:
+    def __init__(self, base: int, memory: pa.Buffer, static: bool = True) -> None:
         self.base = base
+        #: whether what lies in it stays as it is
+        self.static = static
         self.size: int = memory.size
         self.memory = memory
 
@@ -84,6 +86,11 @@ class AddressSpace:
         self._bases: list[int] = []
         self._regions: list[Region] = []
         self._max_regions = max_regions
+
+    @property
+    def static(self) -> bool:
+        """Whether there are regions, and what lies in them stays as it is."""
+        return bool(self._regions) and all(region.static for region in self._regions)
 
     def add(self, region: Region) -> None:
         """Make `region` known. Raises RemoteProtocolError if it overlaps another, or there are too many."""

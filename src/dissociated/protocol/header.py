@@ -24,6 +24,7 @@ _read_i64 = _i64.unpack_from
 MAX_BUFFERS = 1 << 24
 
 _BUFFER = 16  # struct Buffer { offset: long; length: long; }
+_NODE = 16  # struct FieldNode { length: long; null_count: long; }
 
 
 class HeaderType(IntEnum):
@@ -147,6 +148,32 @@ def relocate(header: bytes, parsed: Header, offsets: Sequence[int], body_length:
     flat[0::2] = offsets
     struct.pack_into(f"<{len(flat)}q", copy, parsed.buffers_at, *flat)
     return bytes(copy)
+
+
+def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
+    """Which bytes (from, to) of a record batch's flatbuffer differ between batches of one layout.
+
+    These are its row count, null counts, buffers and the length of its body. Empty for any other message, and
+    where a scalar is left out.
+    """
+    if parsed.type is not HeaderType.RECORD_BATCH or parsed.body_length_at < 0:
+        return []
+    try:
+        (root,) = _u32(header)
+        table_at = _field(header, root, 2)
+        table = table_at + _u32(header, table_at)[0]
+        length_at, nodes_at = _field(header, table, 0), _field(header, table, 1)
+        if not length_at or not nodes_at:
+            return []
+        nodes = nodes_at + _u32(header, nodes_at)[0]
+        return [
+            (parsed.body_length_at, parsed.body_length_at + 8),
+            (length_at, length_at + 8),
+            (nodes + 4, nodes + 4 + _NODE * _u32(header, nodes)[0]),
+            (parsed.buffers_at, parsed.buffers_at + _BUFFER * parsed.buffer_count),
+        ]
+    except (struct.error, IndexError):
+        return []
 
 
 def row_count(header: bytes) -> int:

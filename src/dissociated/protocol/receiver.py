@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import TYPE_CHECKING
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.message import Buffer
+from dissociated.message import Buffer, Run
 from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
@@ -13,6 +14,9 @@ from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sequence import unwrap
 from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
+
+if TYPE_CHECKING:
+    from dissociated.protocol.run import LikeBatches
 
 #: How many messages may wait for one that was overtaken, and how many bytes of bodies.
 MAX_WAITING = 1 << 16
@@ -93,6 +97,20 @@ class Receiver:
             return None
         parsed = known[1]
         return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
+
+    def receive_run(self, run: Run) -> LikeBatches | None:
+        """Take a run of messages at once, and deliver it at once.
+
+        Returns None where that cannot be, for whatever reason: then its messages are to be received one by one.
+        """
+        from dissociated.protocol.run import recognise  # NumPy is loaded for those who meet a run
+
+        if self._machine.state is not State.STREAMING or self._headers or self._bodies:
+            return None
+        batches = recognise(run, self._next)
+        if batches is not None:
+            self._next += run.length
+        return batches
 
     @property
     def needs_body(self) -> bool:

@@ -14,22 +14,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from dissociated.errors import TransportError
 from dissociated.memory.region import AddressSpace
-from dissociated.message import Buffer, Message
+from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.uri import Uri
 
 #: Supplies the memory for a tagged message, given its tag and length in bytes; raises to refuse it.
 Allocate: TypeAlias = Callable[[int, int], Buffer]
-
-
-class Incoming(NamedTuple):
-    """A message as it arrived. An untagged one is `bytes`; a tagged one is a buffer that the receiver owns."""
-
-    tag: int | None
-    data: Buffer
 
 
 class Connection(ABC):
@@ -55,8 +48,8 @@ class Connection(ABC):
         return messages
 
     @abstractmethod
-    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
-        """The next message, or None if the peer closed the connection between two messages.
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
+        """The next message or run of messages, or None if the peer closed the connection between two messages.
 
         Small tagged messages may come in memory of the transport's own; for all others `allocate` supplies it.
         Raises RemoteError if the peer aborted, with its reason.

@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
-from dissociated.message import Buffer, Message
+from dissociated.message import Buffer, Message, Run
 from dissociated.transport.base import Allocate
 
 PREAMBLE = b"DISSOC\x00\x01"  # the last byte is the version of the framing
@@ -26,6 +26,7 @@ _head = struct.Struct("<QQ")
 HEAD_SIZE = _head.size
 _LENGTH_MASK = (1 << 56) - 1
 _PADDING = [bytes(-n % 8) for n in range(8)]
+_run_head = struct.Struct("<QQQ")
 
 #: Caps on payloads whose memory nobody else allocates.
 MAX_UNTAGGED = 1 << 26
@@ -33,6 +34,9 @@ MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
 _COALESCE = 512
+#: From how many messages on a run is worth its while, and how large those of a run may be.
+_MIN_RUN = 16
+_MAX_IN_RUN = 1 << 12
 #: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
@@ -49,6 +53,12 @@ class FrameKind(IntEnum):
     REGION = 3
     #: the sender gives up; the payload is the reason, UTF-8
     ABORT = 4
+    #: many small messages, see `Run`: three uint64 (how many, size of an untagged one, size of a tagged one), then
+    #: the tags, the untagged messages, the tagged ones, each zero-padded together to a multiple of 8 bytes
+    RUN = 5
+
+
+_LENT = (FrameKind.TAGGED, FrameKind.RUN)  # their payloads are handed out in the memory they were read into
 
 
 class Frame(NamedTuple):
@@ -87,6 +97,70 @@ def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
     return encoded
 
 
+def encode_runs(messages: Sequence[Message]) -> list[Buffer]:
+    """Like `encode_frames`, with a frame for each run of alike small messages: untagged, tagged, untagged ..."""
+    encoded: list[Buffer] = []
+    at = done = 0
+    while at < len(messages):
+        end = _run_end(messages, at)
+        if (end - at) // 2 < _MIN_RUN:
+            at = end
+            continue
+        encoded += encode_frames(messages[done:at])
+        encoded.append(_encode_run(messages[at:end]))
+        at = done = end
+    return encoded + encode_frames(messages[done:])
+
+
+def _run_end(messages: Sequence[Message], at: int) -> int:
+    """The end of the run that begins at `at`; at least the next message, which then is none."""
+    end, sizes = at, (-1, -1)
+    while end + 1 < len(messages) and messages[end].tag is None and messages[end + 1].tag is not None:
+        these = _size(messages[end]), _size(messages[end + 1])
+        if max(these) > _MAX_IN_RUN or (end > at and these != sizes):
+            break
+        sizes = these
+        end += 2
+    return max(end, at + 1)
+
+
+def _size(message: Message) -> int:
+    return sum(map(len, message.parts))
+
+
+def _encode_run(messages: Sequence[Message]) -> bytes:
+    pieces = [_run_head.pack(len(messages) // 2, _size(messages[0]), _size(messages[1]))]
+    pieces += (message.tag.to_bytes(8, "little") for message in messages[1::2] if message.tag is not None)
+    for kind in (messages[0::2], messages[1::2]):
+        pieces += (part for message in kind for part in message.parts)
+        pieces.append(_PADDING[sum(map(_size, kind)) % 8])
+    return encode_frame(FrameKind.RUN, 0, b"".join(pieces))
+
+
+def parse_run(payload: Buffer) -> Run:
+    """Take the payload of a RUN frame apart. Raises RemoteProtocolError where its sizes disagree with its length."""
+    memory = memoryview(payload)
+    if len(memory) < _run_head.size:
+        raise RemoteProtocolError("the peer sent a run of messages that is cut off")
+    count, untagged_size, tagged_size = _run_head.unpack_from(memory)
+    tags_at = _run_head.size
+    untagged_at = tags_at + 8 * count
+    tagged_at = untagged_at + (count * untagged_size + 7 & ~7)
+    end = tagged_at + (count * tagged_size + 7 & ~7)
+    if not count or end != len(memory):
+        raise RemoteProtocolError(
+            f"the peer sent a run of {count} messages of {untagged_size} and {tagged_size} bytes in {len(memory)} bytes"
+        )
+    return Run(
+        count,
+        memory[untagged_at : untagged_at + count * untagged_size],
+        untagged_size,
+        memory[tags_at:untagged_at],
+        memory[tagged_at : tagged_at + count * tagged_size],
+        tagged_size,
+    )
+
+
 class FrameReader:
     """Takes frames out of a byte stream.
 
@@ -96,7 +170,12 @@ class FrameReader:
 
     def __init__(self, read_into: Callable[[memoryview, float], int], max_untagged: int = MAX_UNTAGGED) -> None:
         self._read_into = read_into
-        self._max_untagged = max_untagged
+        self._limits = {
+            FrameKind.UNTAGGED: max_untagged,
+            FrameKind.REGION: MAX_CONTROL,
+            FrameKind.ABORT: MAX_CONTROL,
+            FrameKind.RUN: max_untagged,
+        }
         self._new_chunk()
         self._begin = 0  # of what is not used yet
         self._end = 0
@@ -117,9 +196,9 @@ class FrameReader:
         word, tag = _head.unpack_from(self._chunk, self._begin)
         kind, length = word >> 56, word & _LENGTH_MASK
         if kind != FrameKind.TAGGED:
-            if kind not in (FrameKind.UNTAGGED, FrameKind.REGION, FrameKind.ABORT):
+            limit = self._limits.get(kind)
+            if limit is None:
                 raise RemoteProtocolError(f"the peer sent a frame of unknown kind {kind}")
-            limit = self._max_untagged if kind == FrameKind.UNTAGGED else MAX_CONTROL
             if length > limit or tag:
                 raise RemoteProtocolError(
                     f"the peer sent a {FrameKind(kind).name} frame of {length} bytes with tag {tag}; "
@@ -132,7 +211,7 @@ class FrameReader:
             at = self._begin + HEAD_SIZE
             self._begin = at + padded
             payload: Buffer = memoryview(self._chunk)[at : at + length]
-            if kind == FrameKind.TAGGED:
+            if kind in _LENT:
                 self._lent = True
                 return Frame(kind, tag, payload)
         else:
@@ -141,7 +220,7 @@ class FrameReader:
             self._read_large(memoryview(payload).cast("B"), timeout)
             self._fill(padded - length, timeout, inside=True)
             self._begin += padded - length
-            if kind == FrameKind.TAGGED:
+            if kind in _LENT:
                 return Frame(kind, tag, payload)
         return Frame(kind, tag, bytes(payload))
 

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
-from dissociated.message import Buffer, Message
-from dissociated.transport.base import Allocate, Connection, Incoming, Listener, Transport
+from dissociated.message import Buffer, Incoming, Message
+from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.mailbox import Mailbox
 from dissociated.uri import Uri
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from dissociated.errors import RemoteProtocolError, TransportError, UriError
 from dissociated.memory.region import Region
-from dissociated.memory.shared import map_received
+from dissociated.memory.shared import Backing, map_received
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framing import PREAMBLE, FrameKind, encode_frame
 from dissociated.transport.sockets import SocketConnection, SocketListener, explain
@@ -98,7 +98,7 @@ class ShmConnection(SocketConnection):
             raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
         finally:
             os.close(descriptor)
-        self.space.add(Region(base, memory))
+        self.space.add(Region(base, memory, static=backing != Backing.LIVE))
 
 
 _SHARE_TIMEOUT = 60.0

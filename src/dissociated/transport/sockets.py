@@ -18,8 +18,8 @@ from dissociated.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from dissociated.message import Buffer, Message
-from dissociated.transport.base import Allocate, Connection, Incoming, Listener
+from dissociated.message import Buffer, Incoming, Message, Run
+from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framing import (
     MAX_CONTROL,
     PREAMBLE,
@@ -28,6 +28,8 @@ from dissociated.transport.framing import (
     FrameReader,
     encode_frame,
     encode_frames,
+    encode_runs,
+    parse_run,
 )
 from dissociated.uri import Uri
 
@@ -74,7 +76,7 @@ class SocketConnection(Connection):
         return f"<{type(self).__name__} with {self._peer}>"
 
     def prepare(self, messages: Sequence[Message]) -> Prepared:
-        return Prepared(encode_frames(messages))
+        return Prepared(encode_runs(messages))
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         parts = messages if isinstance(messages, Prepared) else encode_frames(messages)
@@ -83,7 +85,7 @@ class SocketConnection(Connection):
         except OSError as error:
             raise explain(error, f"sending to {self._peer}") from None
 
-    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         while True:
             if self._arrived:
                 frame = self._arrived.popleft()
@@ -98,6 +100,8 @@ class SocketConnection(Connection):
                 return Incoming(frame.tag, frame.payload)
             if frame.kind == FrameKind.UNTAGGED:
                 return Incoming(None, frame.payload)
+            if frame.kind == FrameKind.RUN:
+                return parse_run(frame.payload)
             if frame.kind == FrameKind.ABORT:
                 raise RemoteError(bytes(frame.payload).decode(errors="replace"))
             self._region_shared(frame.payload)

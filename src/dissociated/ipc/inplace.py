@@ -1,0 +1,122 @@
+"""Streams whose messages lie in shared memory just as an IPC stream has them: read there by libarrow itself.
+
+A segment is an IPC stream. Where every message that arrived agrees with what the segment holds at the place that
+its addresses name, one after the other, there is nothing left to pair or to patch: libarrow can read the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from dissociated.ipc.encapsulated import MAGIC, encapsulate
+from dissociated.memory.region import AddressSpace, Region
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.header import buffer_extents
+from dissociated.protocol.run import LikeBatches
+
+#: Gives a region as a buffer, at whose end these addresses go back.
+Hold = Callable[[Region, Sequence[int]], pa.Buffer]
+
+
+class _Part:
+    """What has been found in place in one region: an IPC stream from `start` to `end`, its messages so far."""
+
+    def __init__(self, region: Region, start: int, end: int) -> None:
+        self.region = region
+        self.memory = np.frombuffer(region.memory, np.uint8)
+        self.start = start
+        self.end = end
+        self.leased: list[np.ndarray] = []
+
+    def holds(self, at: int, content: bytes) -> bool:
+        return self.memory[at : at + len(content)].tobytes() == content
+
+
+class InPlace:
+    """Follows a stream from its schema on, for as long as all of it lies in place."""
+
+    def __init__(self, schema: Delivery, space: AddressSpace) -> None:
+        self._schema = encapsulate(schema.header)
+        self._space = space
+        self._parts: list[_Part] = []
+        self._metadata = False  # whether a message has custom metadata
+
+    def add(self, item: Delivery | LikeBatches) -> bool:
+        """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
+        return self._add_batches(item) if isinstance(item, LikeBatches) else self._add_message(item)
+
+    def reader(self, hold: Hold, options: pa.ipc.IpcReadOptions | None) -> pa.RecordBatchReader | None:
+        """A reader over all of it, by libarrow; None where it cannot be read so."""
+        if not self._parts or (self._metadata and len(self._parts) > 1):
+            return None  # a chain of readers would lose the metadata of single batches
+        readers = []
+        for part in self._parts:
+            whole = hold(part.region, np.concatenate(part.leased).tolist() if part.leased else [])
+            readers.append(pa.ipc.open_stream(whole.slice(part.start, part.end - part.start), options=options))
+        if len(readers) == 1:
+            return readers[0]
+        return pa.RecordBatchReader.from_batches(readers[0].schema, (batch for one in readers for batch in one))
+
+    def _add_message(self, item: Delivery) -> bool:
+        if not isinstance(item.body, AddressList):
+            if item.body is None or len(item.body):
+                return False
+            part = self._parts[-1] if self._parts else None  # an empty body has no address: it must lie here
+        else:
+            leased = item.body.leased
+            part = self._part(leased[0]) if leased else None
+        if part is None:
+            return False
+        head = encapsulate(item.header)
+        body_at = part.end + len(head)
+        if not part.holds(part.end, head):
+            return False
+        if isinstance(item.body, AddressList):
+            start = part.region.base + body_at
+            offsets, _ = buffer_extents(item.header, item.parsed)
+            for offset, address, length in zip(offsets, item.body.addresses, item.body.lengths, strict=True):
+                if length and address != start + offset:
+                    return False
+            part.leased.append(np.array(item.body.leased, np.uint64))
+        part.end = body_at + item.parsed.body_length
+        self._metadata |= item.parsed.has_metadata
+        return part.end <= part.region.size
+
+    def _add_batches(self, batches: LikeBatches) -> bool:
+        part = self._part(int(batches.body_at[0]))
+        if part is None:
+            return False
+        width = batches.headers.shape[1]
+        head = encapsulate(bytes(width))[:-width]
+        if width % 8:
+            return False
+        body_at = batches.body_at.astype(np.int64) - part.region.base
+        ends = body_at + batches.body_length.astype(np.int64)
+        starts = body_at - (len(head) + width)
+        if starts[0] != part.end or (starts[1:] != ends[:-1]).any() or ends[-1] > part.region.size:
+            return False
+        found = part.memory[starts[:, None] + np.arange(len(head) + width)]
+        prefixes, headers = found[:, : len(head)], found[:, len(head) :]
+        if (prefixes != np.frombuffer(head, np.uint8)).any() or (headers != batches.headers).any():
+            return False
+        part.leased.append(batches.leased)
+        part.end = int(ends[-1])
+        self._metadata |= batches.has_metadata
+        return True
+
+    def _part(self, address: int) -> _Part | None:
+        """The part that `address` belongs to: the last one, or a new one in another region, just after its schema."""
+        region = self._space.find(address)
+        if self._parts and self._parts[-1].region is region:
+            return self._parts[-1]
+        memory = memoryview(region.memory)
+        start = 8 if bytes(memory[: len(MAGIC)]) == MAGIC else 0
+        part = _Part(region, start, start + len(self._schema))
+        if any(other.region is region for other in self._parts) or not part.holds(start, self._schema):
+            return None
+        self._parts.append(part)
+        return part

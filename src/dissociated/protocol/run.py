@@ -1,0 +1,114 @@
+"""Runs of like record batches, recognised all at once.
+
+Thousands of small messages that differ in a few numbers are checked here with NumPy, column by column, instead of
+one by one. Only a run that is beyond any doubt is recognised. About any other nothing is said: its messages go
+to the Receiver one by one, which finds what is wrong and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from dissociated.errors import RemoteProtocolError
+from dissociated.message import Run
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.header import HeaderType, buffer_extents, parse_header, varying
+from dissociated.protocol.metadata import PREFIX_SIZE, MetadataKind
+from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes: TypeAlias = NDArray[np.uint8]
+    Uint64s: TypeAlias = NDArray[np.uint64]
+else:
+    Bytes = Uint64s = Any
+
+_MAX_ADDRESS = np.uint64(1 << 62)  # so that no sum below can overflow
+
+
+class LikeBatches(NamedTuple):
+    """Record batches of one layout, number `sequence` and on, each body in one piece of shared memory.
+
+    `headers` has a row for each, its flatbuffer. `body_at` and `body_length` say where the packed bodies lie;
+    `leased` are all addresses that must be given back.
+    """
+
+    sequence: int
+    headers: Bytes
+    body_at: Uint64s
+    body_length: Uint64s
+    leased: Uint64s
+    has_metadata: bool
+
+    def expand(self) -> Iterator[Delivery]:
+        """The same messages one by one."""
+        for index, row in enumerate(self.headers):
+            header = row.tobytes()
+            parsed = parse_header(header)
+            offsets, lengths = buffer_extents(header, parsed)
+            start = int(self.body_at[index])
+            addresses = tuple(start + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
+            yield Delivery(self.sequence + index, header, parsed, AddressList(addresses, lengths))
+
+
+def recognise(run: Run, sequence: int) -> LikeBatches | None:
+    """What `run` holds, if that is like record batches with their address lists, the first one number `sequence`."""
+    count = run.length
+    untagged = np.frombuffer(run.untagged, np.uint8).reshape(count, run.untagged_size)
+    if run.untagged_size <= PREFIX_SIZE or not _in_order(run, untagged, sequence):
+        return None
+    headers = untagged[:, PREFIX_SIZE:]
+    try:
+        first = headers[0].tobytes()
+        parsed = parse_header(first)
+    except RemoteProtocolError:
+        return None
+    spans = varying(first, parsed)
+    if not spans or parsed.type is not HeaderType.RECORD_BATCH or run.tagged_size != 16 + 16 * parsed.buffer_count:
+        return None
+    fixed = np.ones(headers.shape[1], np.bool_)
+    for begin, end in spans:
+        fixed[begin:end] = False
+    if not (headers[:, fixed] == headers[0, fixed]).all():
+        return None
+
+    body_length = _uint64s(headers[:, parsed.body_length_at : parsed.body_length_at + 8])[:, 0]
+    buffers = _uint64s(headers[:, spans[-1][0] : spans[-1][1]])
+    offsets, lengths = buffers[:, 0::2], buffers[:, 1::2]
+    lists = np.frombuffer(run.tagged, "<u8").reshape(count, -1)
+    addresses = lists[:, 2::2]
+    if max(int(part.max(initial=0)) for part in (body_length, buffers, lists)) >= _MAX_ADDRESS:
+        return None
+    present = lengths > 0
+    body_at = np.where(present, addresses - offsets, 0).max(axis=1, initial=0)
+    agrees = (
+        (lists[:, 0] == lengths.sum(axis=1, dtype=np.uint64)).all()
+        and (lists[:, 1] == parsed.buffer_count).all()
+        and (lists[:, 3::2] == lengths).all()
+        and present.any(axis=1).all()
+        and (np.where(present, body_at[:, None] + offsets, 0) == addresses).all()
+        and (offsets + lengths <= body_length[:, None]).all()
+    )
+    if not agrees:
+        return None
+    return LikeBatches(sequence, headers, body_at, body_length, addresses[present], parsed.has_metadata)
+
+
+def _in_order(run: Run, untagged: Bytes, sequence: int) -> bool:
+    numbers = (sequence + np.arange(run.length, dtype=np.uint64)) & np.uint64(SEQUENCE_MASK)
+    on_wire = np.ascontiguousarray(untagged[:, 1:PREFIX_SIZE]).view("<u4")[:, 0]
+    tags = np.frombuffer(run.tags, "<u8")
+    return bool(
+        (untagged[:, 0] == MetadataKind.MESSAGE).all()
+        and (on_wire == numbers).all()
+        and (tags == (numbers | np.uint64(body_tag(BodyKind.ADDRESSES, 0)))).all()
+    )
+
+
+def _uint64s(columns: Bytes) -> Uint64s:
+    return np.ascontiguousarray(columns).view("<u8")

@@ -1,0 +1,236 @@
+"""A stream that a client has requested: the messages that arrive, and the memory that goes back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import pyarrow as pa
+
+from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.ipc.join import Messages
+from dissociated.memory.leases import Returns, leased_buffer
+from dissociated.memory.region import Region
+from dissociated.message import Buffer, Incoming, Message, Run
+from dissociated.protocol.bodies import AddressList, encode_free
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.header import buffer_extents, relocate
+from dissociated.protocol.receiver import Receiver
+from dissociated.protocol.run import LikeBatches
+from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.mailbox import Mailbox
+
+_log = logging.getLogger(__name__)
+
+_MAX_AHEAD = 1 << 26  # bytes that one of two connections may be ahead of the other
+_FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
+
+Deliveries: TypeAlias = Generator[Delivery | LikeBatches, None, None]
+
+
+class Stream:
+    """Owns the connections of a stream that was requested over them, and the leases that come with it.
+
+    Whatever `deliveries` gives and holds addresses must go through `attached` or `hold`, once.
+    """
+
+    def __init__(self, connections: Sequence[Connection], free_data: int | None, timeout: float, max_body: int) -> None:
+        self._connections = connections
+        self.space = connections[-1].space
+        self._timeout = timeout
+        self._max_body = max_body
+        self._receiver = Receiver()
+        self._receiver.want()
+        self._leases = _Leases(connections[-1], free_data, timeout)
+
+    def deliveries(self) -> Deliveries:
+        """Every message in order. Ends the stream when it is exhausted or closed."""
+        receiver, leases = self._receiver, self._leases
+        stopped = True
+        try:
+            with _arrivals(self._connections, self._allocate, self._timeout) as receive:
+                while not receiver.complete:
+                    delivery = receiver.next()
+                    if delivery is not None:
+                        if isinstance(delivery.body, AddressList):
+                            leases.expect(len(delivery.body.leased))
+                        yield delivery
+                        continue
+                    incoming = receive(receiver.needs_body)
+                    if incoming is None:
+                        receiver.disconnected()
+                    elif isinstance(incoming, Run):
+                        batches = receiver.receive_run(incoming)
+                        if batches is not None:
+                            leases.expect(len(batches.leased))
+                            yield batches
+                            continue
+                        for message in incoming.expand():
+                            _receive(receiver, message)
+                    else:
+                        _receive(receiver, incoming)
+            stopped = False
+        except DissociatedError:
+            leases.abandon()
+            raise
+        finally:
+            for connection in self._connections[:-1]:
+                connection.close()
+            leases.finish(stopped)
+
+    def attached(self, deliveries: Iterable[Delivery | LikeBatches]) -> Messages:
+        """The same messages, with their bodies where libarrow shall find them."""
+        try:
+            for item in deliveries:
+                for delivery in item.expand() if isinstance(item, LikeBatches) else (item,):
+                    yield self._attach(delivery)
+        except DissociatedError:
+            self._leases.abandon()
+            raise
+        finally:
+            if isinstance(deliveries, Generator):
+                deliveries.close()
+
+    def hold(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
+        """The whole region as a buffer, at whose end `addresses`, which were delivered, go back."""
+        return self._leases.lease(region, addresses)
+
+    def _attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
+        _, header, parsed, body = delivery
+        if not isinstance(body, AddressList):
+            return header, body
+        leased = body.leased
+        if not leased:
+            return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
+        region = self.space.find(leased[0])
+        offsets = region.offsets(body.addresses, body.lengths)
+        if any(offset % 8 for offset in offsets):  # which libarrow refuses: gather them where they should be
+            wanted, _ = buffer_extents(header, parsed)
+            packed = region.gather(offsets, body.lengths, wanted, self._allocate_packed(parsed.body_length))
+            self._leases.give_back(leased)
+            return header, packed
+        return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
+
+    def _allocate(self, tag: int, length: int) -> Buffer:
+        announced = self._receiver.announced_length(tag)
+        if announced is not None and announced != length:
+            raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
+        return self._allocate_packed(length)
+
+    def _allocate_packed(self, length: int) -> pa.Buffer:
+        if length > self._max_body:
+            raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
+        return pa.allocate_buffer(length)
+
+
+def _receive(receiver: Receiver, incoming: Incoming) -> None:
+    if incoming.tag is None:
+        receiver.receive_metadata(incoming.data)
+    else:
+        receiver.receive_body(incoming.tag, incoming.data)
+
+
+#: Receives from the stream of bodies, or of metadata; None at the end of its connection.
+_ReceiveFrom: TypeAlias = Callable[[bool], Incoming | Run | None]
+
+
+@contextmanager
+def _arrivals(connections: Sequence[Connection], allocate: Allocate, timeout: float) -> Iterator[_ReceiveFrom]:
+    """A function that receives from one connection, or from two, each of which then has a thread of its own."""
+    if len(connections) == 1:
+        (connection,) = connections
+        yield lambda bodies: connection.receive(timeout, allocate)
+        return
+    pumps = [_Pump(connection, allocate, timeout) for connection in connections]
+    try:
+        yield lambda bodies: pumps[bodies].arrived.get(timeout)
+    finally:
+        for pump in pumps:
+            pump.stop()
+
+
+class _Pump:
+    """A thread that receives from one of two connections, so that neither can hold up the other."""
+
+    def __init__(self, connection: Connection, allocate: Allocate, timeout: float) -> None:
+        self.arrived: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
+        self._connection = connection
+        self._thread = threading.Thread(target=self._run, args=(allocate, timeout), name="receive", daemon=True)
+        self._thread.start()
+
+    def _run(self, allocate: Allocate, timeout: float) -> None:
+        try:
+            while (incoming := self._connection.receive(timeout, allocate)) is not None:
+                for one in incoming.expand() if isinstance(incoming, Run) else (incoming,):
+                    self.arrived.put(one, len(one.data), None)
+            self.arrived.close()
+        except DissociatedError as error:
+            self.arrived.close(error)
+
+    def stop(self) -> None:
+        self.arrived.close()
+        self._connection.stop_receiving()
+        self._thread.join()
+
+
+class _Leases:
+    """What this client holds of one server, and the thread that gives it back. Closes the connection at the end."""
+
+    def __init__(self, connection: Connection, free_data: int | None, timeout: float) -> None:
+        self._connection = connection
+        self._free_data = free_data
+        self._timeout = timeout
+        self._returns = Returns()
+        self._leased = 0
+        self._finished = False
+        self._abandoned = False
+        self._thread: threading.Thread | None = None
+
+    def expect(self, count: int) -> None:
+        """So many addresses have been delivered. Each will come through `lease` or `give_back`, once."""
+        self._leased += count
+        if count and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="give back", daemon=True)
+            self._thread.start()
+
+    def lease(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
+        """The region as a buffer that gives `addresses` back when it is no longer used."""
+        return leased_buffer(region, addresses, self._returns)
+
+    def give_back(self, addresses: Sequence[int]) -> None:
+        """These addresses are not needed."""
+        self._returns.put(addresses)
+
+    def finish(self, stopped: bool) -> None:
+        """No more addresses will come; `stopped` if the server does not know that yet."""
+        if stopped:
+            self._connection.stop_receiving()
+        self._finished = True
+        if self._thread is None:
+            self._connection.close()
+        else:
+            self._returns.wake()
+
+    def abandon(self) -> None:
+        """The stream has failed: disconnect, which gives back everything. What is mapped stays readable."""
+        self._abandoned = True
+        self._connection.interrupt()
+
+    def _run(self) -> None:
+        returned = 0
+        listening = self._free_data is not None
+        while not (self._finished and (self._abandoned or returned == self._leased)):
+            addresses = self._returns.take(_FREE_AT_ONCE)
+            returned += len(addresses)
+            try:
+                for first in range(0, len(addresses) if listening else 0, _FREE_AT_ONCE):
+                    body = encode_free(addresses[first : first + _FREE_AT_ONCE])
+                    self._connection.send([Message(self._free_data, (body,))], self._timeout)
+            except DissociatedError as error:
+                # A server that is gone has nothing to take back; what is mapped stays readable without it.
+                _log.debug("%r: %s", self._connection, error)
+                listening = False
+        self._connection.close()

@@ -1,0 +1,144 @@
+"""Every way from a source to a reader: each transport, arrangement of connections, and kind of bodies.
+
+A new transport joins the whole suite by one line in MEDIA.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pytest
+from arrow_cases import Celsius
+from conftest import connections_left, leaving_nothing
+
+import dissociated as dis
+
+MEDIA = {
+    "inproc": "inproc:",
+    "tcp": "tcp://127.0.0.1:0",
+    "tcp6": "tcp://[::1]:0",
+    "shm": "shm:",
+}
+#: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
+BY_ADDRESS = ("shm",)
+
+#: One connection; two to one server; metadata from one server and bodies from another.
+ARRANGEMENTS = ("one", "two", "apart")
+#: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
+BODIES = ("any", "packed", "mixed")
+MIXED_LIMIT = 256
+
+
+class Way(NamedTuple):
+    """What a route is made of."""
+
+    medium: str
+    arrangement: str = "one"
+    bodies: str = "any"
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+WAYS = [
+    Way(medium, arrangement, bodies)
+    for medium in MEDIA
+    for arrangement in ARRANGEMENTS
+    for bodies in (BODIES if medium in BY_ADDRESS else ("any",))
+]
+
+
+class Route:
+    """Publishes to one end, reads at the other."""
+
+    def __init__(self, way: Way, servers: Sequence[dis.Server]) -> None:
+        self.way = way
+        self.servers = servers
+
+    def publish(self, source: Any, name: str = "data", options: pa.ipc.IpcWriteOptions | None = None) -> None:
+        ticket = secrets.token_bytes(16)
+        for server in self.servers:
+            server.publish(name, source, options=options, ticket=ticket)
+
+    def uris(self, name: str = "data") -> str | list[str]:
+        bodies = "packed" if self.way.bodies == "packed" else "any"
+        if self.way.arrangement == "one":
+            return self.servers[0].locations(name, bodies=bodies)[0]
+        return [
+            self.servers[0].locations(name, streams="metadata")[0],
+            self.servers[-1].locations(name, streams="bodies", bodies=bodies)[0],
+        ]
+
+    def ticket(self, name: str = "data") -> bytes:
+        return self.servers[0].ticket(name)
+
+    def open(self, name: str = "data", **options: Any) -> pa.RecordBatchReader:
+        return dis.open_stream(self.uris(name), self.ticket(name), **options)
+
+    def read(self, source: Any, options: pa.ipc.IpcWriteOptions | None = None) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+        """Publish, then read everything: the schema and the batches that arrive, fully validated."""
+        self.publish(source, options=options)
+        reader = self.open()
+        schema, arrived = reader.schema, list(reader)
+        for batch in arrived:
+            batch.validate(full=True)
+        return schema, arrived
+
+    @property
+    def connections(self) -> int:
+        """How many are still open, after each had time to end."""
+        return sum(connections_left(server) for server in self.servers)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+def _route(way: Way) -> Iterator[Route]:
+    if way.medium == "tcp6" and not _has_ipv6():
+        pytest.skip("this host has no IPv6 loopback address")
+    limit = MIXED_LIMIT if way.bodies == "mixed" else 0
+    with leaving_nothing(), ExitStack() as stack:
+        yield Route(
+            way,
+            [
+                stack.enter_context(dis.Server([MEDIA[way.medium]], catalog=None, inline_limit=limit))
+                for _ in range(2 if way.arrangement == "apart" else 1)
+            ],
+        )
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=str)
+def _shared_route(request: pytest.FixtureRequest) -> Iterator[Route]:
+    yield from _route(request.param)
+
+
+@pytest.fixture
+def route(_shared_route: Route) -> Iterator[Route]:
+    """Every way there is. No test leaves a connection to the next one."""
+    yield _shared_route
+    assert _shared_route.connections == 0
+
+
+@pytest.fixture(params=[Way(medium) for medium in MEDIA], ids=lambda way: way.medium)
+def direct(request: pytest.FixtureRequest) -> Iterator[Route]:
+    """One connection over each transport, with a server of its own."""
+    for route in _route(request.param):
+        yield route
+        assert route.connections == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _extension_type() -> Iterator[None]:
+    pa.register_extension_type(Celsius())
+    yield
+    pa.unregister_extension_type(Celsius().extension_name)

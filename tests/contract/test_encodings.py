@@ -1,0 +1,131 @@
+"""What libarrow's writer can be told: dictionaries that change and grow, compression, metadata of single batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow.ipc import IpcWriteOptions
+
+from .conftest import Route
+
+Custom = dict[bytes, bytes] | None
+
+
+def stream(batches: Sequence[pa.RecordBatch]) -> Callable[[], pa.RecordBatchReader]:
+    return lambda: pa.RecordBatchReader.from_batches(batches[0].schema, batches)
+
+
+def encoded(*dictionaries: list[Any], type_: pa.DataType | None = None) -> list[pa.RecordBatch]:
+    """One batch for each dictionary, which uses all of it, last value first."""
+    return [
+        pa.record_batch(
+            {
+                "d": pa.DictionaryArray.from_arrays(
+                    pa.array([*reversed(range(len(values))), None], pa.int16()), pa.array(values, type_)
+                ),
+                "n": pa.array(range(len(values) + 1)),
+            }
+        )
+        for values in dictionaries
+    ]
+
+
+def test_a_dictionary_that_is_replaced(route: Route) -> None:
+    sent = encoded(["a", "b"], ["c"], ["a", "b"], ["a", "b"], ["d" * 1000, "e", "f"])
+    _, arrived = route.read(stream(sent))
+    assert [batch["d"].to_pylist() for batch in arrived] == [
+        ["b", "a", None],
+        ["c", None],
+        ["b", "a", None],
+        ["b", "a", None],
+        ["f", "e", "d" * 1000, None],
+    ]
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.string_view(), pa.list_(pa.string())], ids=str)
+def test_a_dictionary_that_grows(route: Route, type_: pa.DataType) -> None:
+    words = [[word] if pa.types.is_list(type_) else word for word in ("a", "bb", "c" * 400, "d", "e")]
+    sent = encoded(words[:2], words[:3], words[:3], words, type_=type_)
+    _, arrived = route.read(stream(sent), IpcWriteOptions(emit_dictionary_deltas=True))
+    assert [batch["d"].to_pylist() for batch in arrived] == [
+        [*reversed(words[:2]), None],
+        [*reversed(words[:3]), None],
+        [*reversed(words[:3]), None],
+        [*reversed(words), None],
+    ]
+
+
+def test_dictionaries_within_dictionaries_that_change(route: Route) -> None:
+    sent = []
+    for words in (["a", "b"], ["c", "d"]):
+        inner = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int8()), words)
+        pairs = pa.StructArray.from_arrays([inner, pa.array([1, 2, None])], ["w", "n"])
+        sent.append(pa.record_batch({"d": pa.DictionaryArray.from_arrays(pa.array([2, 1, None], pa.int8()), pairs)}))
+    _, arrived = route.read(stream(sent))
+    assert [batch["d"].to_pylist() for batch in arrived] == [
+        [{"w": first, "n": None}, {"w": second, "n": 2}, None] for first, second in ("ab", "cd")
+    ]
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@pytest.mark.parametrize("live", [False, True], ids=["table", "callable"])
+def test_compression(route: Route, codec: str, live: bool) -> None:
+    """Of buffers that shrink, that would grow and so stay as they are, and that are empty or absent."""
+    sent = pa.record_batch(
+        {
+            "same": pa.array([7] * 5000),
+            "short": pa.array([1, None] * 2500, pa.int8()),
+            "words": pa.array(["many words", None, "", "and more"] * 1250),
+            "empty": pa.array([""] * 5000),
+            "d": pa.array(["x", "y"] * 2500).dictionary_encode(),
+        }
+    )
+    chunks = [sent, sent.slice(0, 0), sent.slice(1, 3), sent.slice(3, 4000)]
+    source = stream(chunks) if live else pa.Table.from_batches(chunks)
+    _, arrived = route.read(source, IpcWriteOptions(compression=codec))
+    assert pa.Table.from_batches(arrived) == pa.Table.from_batches(chunks)
+
+
+def test_metadata_version_4(route: Route) -> None:
+    sent = pa.table({"n": [1, 2, None], "s": ["a", None, "c"]})
+    _, arrived = route.read(sent, IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4))
+    assert pa.Table.from_batches(arrived) == sent
+
+
+def with_metadata() -> tuple[pa.Buffer, list[tuple[pa.RecordBatch, Custom]]]:
+    """A stream in which some batches have metadata, and what is in it."""
+    batches = [pa.record_batch({"n": [n], "d": pa.array([f"w{n}"]).dictionary_encode()}) for n in range(4)]
+    metadata: list[Custom] = [{b"watermark": b"17", b"": b""}, None, {b"\xff": b"\0" * 1000}, {b"last": b"yes"}]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch, custom in zip(batches, metadata, strict=True):
+            writer.write_batch(batch, custom_metadata=custom)
+    return sink.getvalue(), list(zip(batches, metadata, strict=True))
+
+
+def read_with_metadata(reader: pa.RecordBatchReader) -> list[tuple[pa.RecordBatch, Custom]]:
+    pairs = []
+    while True:
+        try:
+            batch, custom = reader.read_next_batch_with_custom_metadata()
+        except StopIteration:
+            return pairs
+        pairs.append((batch, None if custom is None else dict(custom)))
+
+
+def test_metadata_of_single_batches_of_a_reader(route: Route) -> None:
+    written, sent = with_metadata()
+    route.publish(lambda: pa.ipc.open_stream(written))
+    assert read_with_metadata(route.open()) == sent
+
+
+def test_metadata_of_single_batches_of_a_file(route: Route, tmp_path: Path) -> None:
+    written, sent = with_metadata()
+    path = tmp_path / "stream.arrows"
+    path.write_bytes(written)
+    route.publish(path)
+    assert read_with_metadata(route.open()) == sent

@@ -1,0 +1,127 @@
+"""Streams of every shape: empty ones, long ones, large ones, slices, metadata of their own, some of the columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from arrow_cases import ARRAYS, ROWS
+
+import dissociated as dis
+
+from .conftest import Route
+
+NUMBERS = pa.schema([("n", pa.int64()), ("s", pa.string())])
+
+
+def stream(schema: pa.Schema, batches: list[pa.RecordBatch]) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(schema, batches)
+
+
+def numbers(*ranges: range) -> list[pa.RecordBatch]:
+    return [pa.record_batch([pa.array(some, pa.int64()), [str(n) for n in some]], schema=NUMBERS) for some in ranges]
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["table", "callable"])
+def test_no_batches(route: Route, live: bool) -> None:
+    schema, arrived = route.read((lambda: stream(NUMBERS, [])) if live else NUMBERS.empty_table())
+    assert schema.equals(NUMBERS)
+    assert arrived == []
+
+
+def test_batches_without_rows(route: Route) -> None:
+    sent = [*numbers(range(0), range(3), range(0), range(0), range(3, 5)), *numbers(range(0))]
+    schema, arrived = route.read(lambda: stream(NUMBERS, sent))
+    assert schema.equals(NUMBERS)
+    assert [batch.num_rows for batch in arrived] == [0, 3, 0, 0, 2, 0]
+    assert arrived == sent
+
+
+def test_rows_without_columns(route: Route) -> None:
+    sent = [batch.select([]) for batch in numbers(range(3), range(0), range(1000))]
+    schema, arrived = route.read(lambda: stream(pa.schema([]), sent))
+    assert schema.equals(pa.schema([]))
+    assert [batch.num_rows for batch in arrived] == [3, 0, 1000]
+
+
+def test_only_nulls(route: Route) -> None:
+    sent = pa.table({name: pa.nulls(ROWS, arrays[0].type) for name, arrays in ARRAYS.items() if len(arrays) > 1})
+    _, arrived = route.read(sent)
+    assert pa.Table.from_batches(arrived) == sent
+    assert {column.null_count for column in arrived[0].columns} == {ROWS}
+
+
+def test_slices(route: Route) -> None:
+    """Of tables with chunks, across them, with every offset within a byte."""
+    whole = pa.table({"b": [None, True, False] * 50, "s": [None, "", "words"] * 50, "l": [[1], [], None] * 50})
+    chunked = pa.concat_tables([whole.slice(0, 70), whole.slice(70, 13), whole.slice(83)])
+    for offset in range(9):
+        for sent in (whole.slice(offset, 101), chunked.slice(60 + offset, 30)):
+            _, arrived = route.read(sent)
+            assert pa.Table.from_batches(arrived) == sent
+
+
+def test_thousands_of_small_batches(route: Route) -> None:
+    sent = numbers(*(range(start, start + 3) for start in range(3000)))
+    table = pa.Table.from_batches(sent)
+    for source in (table, lambda: stream(NUMBERS, sent)):
+        _, arrived = route.read(source)
+        assert len(arrived) == 3000
+        assert pa.Table.from_batches(arrived) == table
+
+
+def test_a_batch_of_64_mb(route: Route) -> None:
+    values = np.arange(7 << 20)
+    sent = pa.record_batch({"n": values, "b": values.view(np.uint8)[: 7 << 20]})
+    assert sent.nbytes == 63 << 20
+    for source in (sent, lambda: sent):
+        _, arrived = route.read(source)
+        assert arrived == [sent]
+
+
+def test_metadata_of_schema_and_fields(route: Route) -> None:
+    schema = pa.schema(
+        [
+            pa.field("n", pa.int64(), nullable=False, metadata={"unit": "m", "": ""}),
+            pa.field("t", pa.struct([pa.field("u", pa.int8(), metadata={b"\xff": b"\0"})])),
+        ],
+        metadata={"origin": "ünïcödé", "pandas": "{}" * 10_000},
+    )
+    sent = schema.empty_table()
+    arrived, _ = route.read(sent)
+    assert arrived.equals(schema, check_metadata=True)
+    assert arrived.field("n").nullable is False
+
+
+@pytest.mark.parametrize("columns", [["s"], ["d", "n"], ["n", "s", "d", "t"], []], ids="-".join)
+def test_some_of_the_columns(route: Route, columns: list[str]) -> None:
+    sent = pa.table(
+        {
+            "n": pa.array([1, None, 3]),
+            "s": ["a", None, "c"],
+            "d": pa.array(["x", None, "x"]).dictionary_encode(),
+            "t": pa.array([{"n": 1}, None, {"n": 3}]),
+        },
+        metadata={"kept": "yes"},
+    )
+    route.publish(sent)
+    arrived = route.open(columns=columns).read_all()
+    arrived.validate(full=True)
+    assert arrived.schema.names == [name for name in "nsdt" if name in columns]
+    assert arrived.schema.metadata == {b"kept": b"yes"}
+    assert arrived.num_rows == 3
+    for name in columns:
+        assert arrived[name] == sent[name]
+
+
+def test_columns_that_share_a_name_come_together(route: Route) -> None:
+    route.publish(pa.table([[1], [2], [3]], names=["a", "b", "a"]))
+    arrived = route.open(columns=["a"]).read_all()
+    assert arrived.schema.names == ["a", "a"]
+    assert [column.to_pylist() for column in arrived.columns] == [[1], [3]]
+
+
+def test_a_column_that_does_not_exist_is_named(route: Route) -> None:
+    route.publish(pa.table({"n": [1], "s": ["a"]}))
+    with pytest.raises(dis.errors.ColumnNotFound, match=r"no column 'x'; there are n, s"):
+        route.open(columns=["n", "x"])

@@ -1,0 +1,237 @@
+"""A server that breaks the protocol: its client gets one documented exception, closes, and keeps nothing."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError
+
+from .content import BATCH_HEADER, BODY, BUFFERS, GOOD, META, SCHEMA, SCHEMA_HEADER, TABLE
+from .peer import (
+    ABORT,
+    ADDRESSES,
+    PREAMBLE,
+    TAGGED,
+    UNTAGGED,
+    RawConnection,
+    RawServer,
+    Script,
+    addresses,
+    body,
+    end,
+    frame,
+    head,
+    metadata,
+)
+
+SILENCE = 0.3  # seconds that these clients wait
+
+Start = Callable[[str, Script], RawServer]
+
+
+def read(uri: str, timeout: float = 10.0, **options: int) -> pa.Table:
+    return dis.open_stream(uri, b"ticket", timeout=timeout, **options).read_all()
+
+
+def refused(server: RawServer, error: type[Exception], phrase: str, timeout: float = 10.0) -> None:
+    """Reading raises `error`, of that very type, and closes the connection although the error is still held."""
+    with pytest.raises(error, match=phrase) as caught:
+        read(server.uri, timeout)
+    assert type(caught.value) is error
+    server.wait_done()
+
+
+def saying(data: bytes, then: Callable[[RawConnection], None] = RawConnection.hold) -> Script:
+    """Take the request, send `data`, and wait for the client to close; or close first."""
+
+    def script(connection: RawConnection) -> None:
+        request = connection.read_frame()
+        assert (request.kind, request.payload) == (TAGGED, b"ticket")
+        connection.send(data)
+        then(connection)
+
+    return script
+
+
+class Case(NamedTuple):
+    name: str
+    data: bytes
+    error: type[Exception]
+    phrase: str
+
+
+def abort(reason: bytes) -> bytes:
+    return frame(ABORT, reason)
+
+
+BROKEN = RemoteProtocolError
+
+FRAMES = [
+    Case("garbage instead of a handshake", b"HTTP/1.1 400 Bad Request\r\n\r\n", BROKEN, "does not speak dissociated's"),
+    Case("zeros instead of a handshake", bytes(64), BROKEN, "does not speak dissociated's"),
+    Case("another version", b"DISSOC\x00\x02", BROKEN, "speaks version 2 of the framing"),
+    Case("unknown kind of frame", PREAMBLE + head(9, 0), BROKEN, "unknown kind 9"),
+    Case("kind 0", PREAMBLE + bytes(16), BROKEN, "unknown kind 0"),
+    Case("a tag where there is none", PREAMBLE + head(UNTAGGED, 8, 1), BROKEN, "has no tag"),
+    Case("metadata beyond the cap", PREAMBLE + head(UNTAGGED, 2**26 + 1), BROKEN, "at most 67108864 bytes"),
+    Case("metadata of 2**55 bytes", PREAMBLE + head(UNTAGGED, 2**55), BROKEN, "at most 67108864 bytes"),
+    Case("an endless reason", PREAMBLE + head(ABORT, 2**16 + 1), BROKEN, "at most 65536 bytes"),
+    Case("a reason", PREAMBLE + abort(b"the disk is on fire"), RemoteError, "the disk is on fire"),
+    Case("a reason that is no UTF-8", PREAMBLE + abort(b"caf\xe9 \xff"), RemoteError, "caf\ufffd \ufffd"),
+    Case("an empty reason", PREAMBLE + abort(b""), RemoteError, "did not say why"),
+    Case("a reason in the middle", GOOD[:-24] + abort(b"no more"), RemoteError, "no more"),
+]
+
+METADATA = [
+    Case("shorter than the prefix", frame(UNTAGGED, b"\x01\0\0\0"), BROKEN, "the prefix alone has 5"),
+    Case("empty", frame(UNTAGGED), BROKEN, "the prefix alone has 5"),
+    Case("unknown kind", frame(UNTAGGED, b"\x02\0\0\0\0"), BROKEN, "unknown kind 2"),
+    Case("end of stream with a tail", SCHEMA + frame(UNTAGGED, b"\0\1\0\0\0\0"), BROKEN, "instead of exactly 5"),
+    Case("end before the schema", end(0), BROKEN, "before its schema"),
+    Case("end before what was sent", SCHEMA + META + end(1), BROKEN, "ended the stream at 1"),
+    Case("two ends", SCHEMA + end(2) + end(2), BROKEN, "not allowed"),
+    Case("no flatbuffer", metadata(0, b""), BROKEN, "no Arrow IPC message"),
+    Case("garbage for a flatbuffer", metadata(0, b"\xff" * 64), BROKEN, "no Arrow IPC message"),
+    Case("zeros for a flatbuffer", metadata(0, bytes(64)), BROKEN, "unknown type 0"),
+    Case("a batch instead of the schema", metadata(0, BATCH_HEADER), BROKEN, "it comes first"),
+    Case("a second schema", SCHEMA + metadata(1, SCHEMA_HEADER), BROKEN, "one schema"),
+    Case("a message twice", SCHEMA + META + META, BROKEN, "twice"),
+    Case("a message far ahead", SCHEMA + metadata(2**30, BATCH_HEADER), BROKEN, "still missing"),
+    Case("a message after the end", SCHEMA + end(2) + metadata(2, BATCH_HEADER), BROKEN, "after ending at 2"),
+]
+
+BODIES = [
+    Case("a body for the schema", SCHEMA + body(0, bytes(8)), BROKEN, "twice|has none"),
+    Case("a body before its schema", body(0, bytes(8)) + SCHEMA, BROKEN, "which has none"),
+    Case("a body twice", SCHEMA + body(1, BODY) + body(1, BODY), BROKEN, "twice"),
+    Case("an unknown kind of body", SCHEMA + META + body(1, BODY, kind=2), BROKEN, "unknown kind 2"),
+    Case("the kind shifted by 55", SCHEMA + META + frame(TAGGED, BODY, 1 << 55 | 1), BROKEN, "reserved bits"),
+    Case("reserved bits", SCHEMA + META + frame(TAGGED, BODY, 1 << 32 | 1), BROKEN, "reserved bits"),
+    Case("a body too short", SCHEMA + META + body(1, BODY[:-8]), BROKEN, "its metadata announced 8000"),
+    Case("a body too long", SCHEMA + META + body(1, BODY + bytes(8)), BROKEN, "its metadata announced 8000"),
+    Case("a short body first", SCHEMA + body(1, BODY[:-8]) + META, BROKEN, "its metadata announced 8000"),
+    Case("an enormous body", SCHEMA + META + head(TAGGED, 2**55, 1), BROKEN, "its metadata announced 8000"),
+    Case("an enormous body first", SCHEMA + head(TAGGED, 2**55, 1), BROKEN, r"at most 17179869184 are taken \(max_body\)"),
+    Case("the largest body of all", SCHEMA + head(TAGGED, 2**56 - 1, 1), BROKEN, "at most 17179869184 are taken"),
+    Case("a body after the end", SCHEMA + end(2) + body(5, BODY), BROKEN, "after ending at 2"),
+]
+
+
+def _list(payload: bytes) -> bytes:
+    return SCHEMA + META + body(1, payload, ADDRESSES)
+
+
+ADDRESS_LISTS = [
+    Case("shorter than its totals", _list(bytes(8)), BROKEN, "8 bytes"),
+    Case("empty", _list(b""), BROKEN, "0 bytes"),
+    Case("fewer pairs than it says", _list(addresses((0, 0), (1, 8000), count=3)), BROKEN, "for 3 buffers"),
+    Case("2**60 pairs", _list(addresses((0, 0), (1, 8000), count=2**60)), BROKEN, "for 1152921504606846976 buffers"),
+    Case("a wrong total", _list(addresses((0, 0), (1, 8000), total=8001)), BROKEN, "whose total is 8001"),
+    Case("an address for nothing", _list(addresses((64, 0), (1, 8000))), BROKEN, "must be"),
+    Case("fewer buffers than announced", _list(addresses((1, 8000))), BROKEN, "announced"),
+    Case("more buffers than announced", _list(addresses(*BUFFERS, (1, 8))), BROKEN, "announced"),
+    Case("other lengths", _list(addresses((0, 0), (64, 8008))), BROKEN, "its metadata announced 2 of 8000"),
+    Case("lengths swapped", _list(addresses((64, 8000), (0, 0))), BROKEN, "or other lengths"),
+    Case("no region at all", _list(addresses((0, 0), (64, 8000))), BROKEN, "in no region it shared"),
+    Case("the last address there is", _list(addresses((0, 0), (2**64 - 8, 8000))), BROKEN, "in no region it shared"),
+]
+
+ALL = [
+    *FRAMES,
+    *(Case(f"{what}: {name}", PREAMBLE + data, error, phrase)
+      for what, cases in (("metadata", METADATA), ("body", BODIES), ("addresses", ADDRESS_LISTS))
+      for name, data, error, phrase in cases),
+]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_broken_rule(scripted: Start, scheme: str, case: Case) -> None:
+    refused(scripted(scheme, saying(case.data)), case.error, case.phrase)
+
+
+def test_good_conversation(scripted: Start) -> None:
+    # The cases above are variations of this one.
+    server = scripted("tcp", saying(GOOD))
+    assert read(server.uri).equals(TABLE)
+    server.wait_done()
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_broken_rule_byte_by_byte(scripted: Start, case: Case) -> None:
+    def script(connection: RawConnection) -> None:
+        connection.read_frame()
+        for at in range(min(len(case.data), 200)):
+            connection.send(case.data[at : at + 1])
+        connection.send(case.data[200:])
+        connection.hold()
+
+    refused(scripted("shm", script), case.error, case.phrase)
+
+
+def test_region_on_tcp(scripted: Start) -> None:
+    server = scripted("tcp", saying(PREAMBLE + frame(3, struct.pack("<QQQ", 64, 8192, 1))))
+    refused(server, RemoteProtocolError, "shared memory on a connection that cannot")
+
+
+# Where the server stops in the middle
+
+#: Everywhere within the small frames, and here and there in the body.
+CUTS = [0, 1, 7, 8, 9, 23, 24, 30, len(GOOD) - 8000, len(GOOD) - 4000, len(GOOD) - 25, len(GOOD) - 24, len(GOOD) - 20]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_server_closes_in_the_middle(scripted: Start, scheme: str, cut: int) -> None:
+    server = scripted(scheme, saying(GOOD[:cut], RawConnection.close))
+    with pytest.raises(dis.DissociatedError, match="the peer closed|does not speak") as caught:
+        read(server.uri)
+    assert type(caught.value) in (ConnectionClosed, RemoteProtocolError)
+    server.wait_done()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_server_falls_silent(scripted: Start, cut: int) -> None:
+    refused(scripted("tcp", saying(GOOD[:cut])), DeadlineExceeded, f"silent for {SILENCE:g} s", SILENCE)
+
+
+def test_server_drips(scripted: Start) -> None:
+    # A byte now and then is not silence.
+    server = scripted("shm", saying(GOOD[:100], lambda connection: drip(connection, GOOD[100:110])))
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="silent"):
+        read(server.uri, SILENCE)
+    assert time.monotonic() - began < 10 * SILENCE
+    server.wait_done()
+
+
+def drip(connection: RawConnection, data: bytes) -> None:
+    for at in range(len(data)):
+        connection.send(data[at : at + 1])
+    connection.hold()
+
+
+# Memory
+
+def test_enormous_body_is_not_allocated(scripted: Start) -> None:
+    for length in (2**55, 2**34 + 1):
+        before = pa.total_allocated_bytes()
+        server = scripted("tcp", saying(PREAMBLE + SCHEMA + head(TAGGED, length, 1)))
+        refused(server, RemoteProtocolError, "max_body")
+        assert pa.total_allocated_bytes() == before
+
+
+def test_max_body(scripted: Start) -> None:
+    server = scripted("tcp", saying(GOOD))
+    # Bodies this small come in memory of the transport's own: the metadata has said how long they are.
+    assert read(server.uri, max_body=8000).equals(TABLE)
+    server.wait_done()
+    with pytest.raises(RemoteProtocolError, match=r"max_body"):
+        read(scripted("tcp", saying(PREAMBLE + SCHEMA + head(TAGGED, 70_000, 1))).uri, max_body=60_000)
