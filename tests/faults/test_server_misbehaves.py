@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -200,22 +199,6 @@ def test_server_closes_in_the_middle(scripted: Start, scheme: str, cut: int) -> 
 @pytest.mark.parametrize("cut", CUTS)
 def test_server_falls_silent(scripted: Start, cut: int) -> None:
     refused(scripted("tcp", saying(GOOD[:cut])), DeadlineExceeded, f"silent for {SILENCE:g} s", SILENCE)
-
-
-def test_server_drips(scripted: Start) -> None:
-    # A byte now and then is not silence.
-    server = scripted("shm", saying(GOOD[:100], lambda connection: drip(connection, GOOD[100:110])))
-    began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="silent"):
-        read(server.uri, SILENCE)
-    assert time.monotonic() - began < 10 * SILENCE
-    server.wait_done()
-
-
-def drip(connection: RawConnection, data: bytes) -> None:
-    for at in range(len(data)):
-        connection.send(data[at : at + 1])
-    connection.hold()
 
 
 # Memory

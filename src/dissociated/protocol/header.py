@@ -19,6 +19,7 @@ _u32 = struct.Struct("<I").unpack_from
 _i32 = struct.Struct("<i").unpack_from
 _i64 = struct.Struct("<q")
 _read_i64 = _i64.unpack_from
+_SLOTS = [struct.Struct(f"<{count}H").unpack_from for count in range(6)]
 
 #: Caps on what one message may claim; both far above anything that libarrow writes.
 MAX_BUFFERS = 1 << 24
@@ -69,60 +70,64 @@ def parse_header(header: bytes) -> Header:
 
 
 def _parse(header: bytes) -> Header:
-    (root,) = _u32(header)
-    type_at = _field(header, root, 1)
-    table_at = _field(header, root, 2)
-    length_at = _field(header, root, 3)
-    type_ = _TYPES.get(header[type_at]) if type_at else None
+    root = _u32(header)[0]
+    _, type_at, table_at, length_at, metadata_at = _fields(header, root, 5)
+    type_ = _TYPES.get(header[root + type_at]) if type_at else None
     if type_ is None or not table_at:
         raise RemoteProtocolError(
-            f"the peer sent an Arrow IPC message of unknown type {header[type_at] if type_at else 0}"
+            f"the peer sent an Arrow IPC message of unknown type {header[root + type_at] if type_at else 0}"
         )
-    body_length = _read_i64(header, length_at)[0] if length_at else 0
+    body_length = _read_i64(header, root + length_at)[0] if length_at else 0
+    body_length_at = root + length_at if length_at else -1
     if body_length < 0:
         raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
-    has_metadata = _field(header, root, 4) != 0
     if type_ is HeaderType.SCHEMA:
         if body_length:
             raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
-        return Header(type_, 0, length_at or -1, 0, 0, has_metadata)
-    table = table_at + _u32(header, table_at)[0]
+        return Header(type_, 0, body_length_at, 0, 0, metadata_at != 0)
+    table = _follow(header, root + table_at)
     if type_ is HeaderType.DICTIONARY_BATCH:
-        batch_at = _field(header, table, 1)
+        _, batch_at = _fields(header, table, 2)
         if not batch_at:
             raise RemoteProtocolError("the peer sent a dictionary batch without data")
-        table = batch_at + _u32(header, batch_at)[0]
+        table = _follow(header, table + batch_at)
     at, count = _buffers(header, table, type_)
-    return Header(type_, body_length, length_at or -1, at, count, has_metadata)
+    return Header(type_, body_length, body_length_at, at, count, metadata_at != 0)
 
 
 def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
     """Position and number of the buffer structs of this record batch or tensor."""
     if type_ is HeaderType.TENSOR:  # Tensor { type_type, type, shape, strides, data: Buffer }
-        at, count = _field(header, table, 4), 1
+        at, count = table + _fields(header, table, 5)[4], 1
+        absent = at == table
     elif type_ is HeaderType.SPARSE_TENSOR:  # its index buffers are scattered: such bodies come packed
         return 0, 0
     else:  # RecordBatch { length, nodes, buffers: [Buffer], ... }
-        vector_at = _field(header, table, 2)
+        vector_at = _fields(header, table, 3)[2]
         if not vector_at:
             return 0, 0
-        vector = vector_at + _u32(header, vector_at)[0]
-        at, (count,) = vector + 4, _u32(header, vector)
-    if not at or count > MAX_BUFFERS or at + count * _BUFFER > len(header):
+        vector = _follow(header, table + vector_at)
+        at, count, absent = vector + 4, _u32(header, vector)[0], False
+    if absent or count > MAX_BUFFERS or at + count * _BUFFER > len(header):
         raise RemoteProtocolError(f"the peer sent metadata whose {count} buffers lie outside the message")
     return at, count
 
 
-def _field(header: bytes, table: int, index: int) -> int:
-    """Position of the index-th field of the flatbuffer table at `table`; 0 where the table leaves it out."""
+def _fields(header: bytes, table: int, count: int) -> tuple[int, ...]:
+    """Where the first `count` fields of the flatbuffer table lie, from its position on; 0 where one is left out."""
     vtable = table - _i32(header, table)[0]
     if vtable < 0:
         raise IndexError("a table outside the message")
-    slot = 4 + 2 * index
-    if slot + 2 > _u16(header, vtable)[0]:
-        return 0
-    (offset,) = _u16(header, vtable + slot)
-    return table + offset if offset else 0
+    present = (_u16(header, vtable)[0] - 4) // 2
+    if present >= count:
+        offsets: tuple[int, ...] = _SLOTS[count](header, vtable + 4)
+        return offsets
+    return _SLOTS[max(present, 0)](header, vtable + 4) + (0,) * (count - max(present, 0))
+
+
+def _follow(header: bytes, at: int) -> int:
+    """Where the flatbuffer offset at this position leads."""
+    return at + int(_u32(header, at)[0])
 
 
 def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -159,16 +164,15 @@ def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
     if parsed.type is not HeaderType.RECORD_BATCH or parsed.body_length_at < 0:
         return []
     try:
-        (root,) = _u32(header)
-        table_at = _field(header, root, 2)
-        table = table_at + _u32(header, table_at)[0]
-        length_at, nodes_at = _field(header, table, 0), _field(header, table, 1)
+        root = _u32(header)[0]
+        table = _follow(header, root + _fields(header, root, 3)[2])
+        length_at, nodes_at = _fields(header, table, 2)
         if not length_at or not nodes_at:
             return []
-        nodes = nodes_at + _u32(header, nodes_at)[0]
+        nodes = _follow(header, table + nodes_at)
         return [
             (parsed.body_length_at, parsed.body_length_at + 8),
-            (length_at, length_at + 8),
+            (table + length_at, table + length_at + 8),
             (nodes + 4, nodes + 4 + _NODE * _u32(header, nodes)[0]),
             (parsed.buffers_at, parsed.buffers_at + _BUFFER * parsed.buffer_count),
         ]
@@ -179,11 +183,12 @@ def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
 def row_count(header: bytes) -> int:
     """The rows of a record batch message, 0 for any other. Raises RemoteProtocolError for what is no message."""
     try:
-        (root,) = _u32(header)
-        type_at, table_at = _field(header, root, 1), _field(header, root, 2)
-        if not type_at or header[type_at] != HeaderType.RECORD_BATCH:
+        root = _u32(header)[0]
+        _, type_at, table_at = _fields(header, root, 3)
+        if not type_at or header[root + type_at] != HeaderType.RECORD_BATCH:
             return 0
-        length_at = _field(header, table_at + _u32(header, table_at)[0], 0)
-        return int(_read_i64(header, length_at)[0]) if length_at else 0
+        table = _follow(header, root + table_at)
+        length_at = _fields(header, table, 1)[0]
+        return int(_read_i64(header, table + length_at)[0]) if length_at else 0
     except (struct.error, IndexError) as error:
         raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None

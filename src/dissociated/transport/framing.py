@@ -191,7 +191,7 @@ class FrameReader:
         """The next frame, or None at the end of the stream. Raises RemoteProtocolError for what is no frame."""
         if not self._greeted:
             self._greet(timeout)
-        if not self._fill(HEAD_SIZE, timeout):
+        if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
             return None
         word, tag = _head.unpack_from(self._chunk, self._begin)
         kind, length = word >> 56, word & _LENGTH_MASK
@@ -207,7 +207,8 @@ class FrameReader:
         padded = length + 7 & ~7
         if padded <= _SLICE:
             # Nothing is used up before the frame is whole, so after a DeadlineExceeded one may go on reading.
-            self._fill(HEAD_SIZE + padded, timeout)
+            if self._end - self._begin < HEAD_SIZE + padded:
+                self._fill(HEAD_SIZE + padded, timeout)
             at = self._begin + HEAD_SIZE
             self._begin = at + padded
             payload: Buffer = memoryview(self._chunk)[at : at + length]

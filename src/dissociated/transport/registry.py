@@ -29,6 +29,7 @@ def transport(scheme: str) -> Transport:
     raise UriError(f"no transport for {scheme}: here; there are {', '.join(sorted(schemes()))}")
 
 
-def schemes() -> set[str]:
+@cache
+def schemes() -> frozenset[str]:
     """Every scheme that has a transport here."""
-    return _OURS.keys() | {entry.name for entry in entry_points(group="dissociated.transports")}
+    return frozenset(_OURS) | {entry.name for entry in entry_points(group="dissociated.transports")}
