@@ -29,7 +29,7 @@ PACKED, ADDRESSES = 0, 1
 WANT, FREE = 7, 9
 
 #: Nothing in these tests waits for longer than this, in seconds.
-PATIENCE = 10.0
+PATIENCE = 3.0
 
 
 def head(kind: int, length: int, tag: int = 0) -> bytes:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def spark() -> Iterator[SparkSession]:
     """Two cores; a task that fails gets a second attempt."""
     try:

@@ -53,6 +53,8 @@ class CatalogClient:
     def __init__(self, uri: str, timeout: float = TIMEOUT) -> None:
         import pyarrow.flight as flight
 
+        if not Uri.parse(uri).scheme.startswith("grpc"):
+            raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
         self._timeout = timeout
         self.uri = uri
@@ -233,4 +235,5 @@ def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBa
 def _sentence(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    return text.partition(". Detail: Python exception")[0].strip().strip("'\"")
+    text = text.partition(". Detail: Python exception")[0].strip()
+    return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

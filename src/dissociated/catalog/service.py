@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.dataset import Dataset
-from dissociated.errors import DatasetNotFound, DissociatedError, TransportError
+from dissociated.errors import DatasetNotFound, DissociatedError, TransportError, UriError
 from dissociated.store.segment import Segment
 from dissociated.store.stage import Stage, boot_id, host_name
+from dissociated.uri import Uri
 
 if TYPE_CHECKING:
     from dissociated.server import Server
@@ -41,10 +43,11 @@ class CatalogService:
 
     def __init__(self, server: Server, uri: str) -> None:
         self._stage = Stage()
+        _check_free(uri)  # gRPC would say it, and much else, on stderr
         try:
             self._flight = _Flight(server, self._stage, uri)
         except (pa.ArrowException, OSError) as error:
-            raise TransportError(f"the catalog cannot listen at {uri}: is the port in use? ({error})") from None
+            raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
         scheme, _, host = uri.partition("://")
         self.uri = f"{scheme}://{host.rpartition(':')[0] or host}:{self._flight.port}"
         self._thread = threading.Thread(target=self._flight.serve, name="catalog", daemon=True)
@@ -55,6 +58,17 @@ class CatalogService:
         self._flight.shutdown()
         self._thread.join()
         self._stage.close()
+
+
+def _check_free(uri: str) -> None:
+    located = Uri.parse(uri)
+    if not located.scheme.startswith("grpc"):
+        raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT")
+    try:
+        family = socket.AF_INET6 if ":" in located.host else socket.AF_INET
+        socket.create_server((located.host, located.port or 0), family=family).close()
+    except OSError as error:
+        raise TransportError(f"the catalog cannot listen at {uri}: {error.strerror or error}") from None
 
 
 class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints

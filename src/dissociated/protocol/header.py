@@ -122,7 +122,8 @@ def _fields(header: bytes, table: int, count: int) -> tuple[int, ...]:
     if present >= count:
         offsets: tuple[int, ...] = _SLOTS[count](header, vtable + 4)
         return offsets
-    return _SLOTS[max(present, 0)](header, vtable + 4) + (0,) * (count - max(present, 0))
+    offsets = _SLOTS[max(present, 0)](header, vtable + 4)
+    return (*offsets, *[0] * (count - len(offsets)))
 
 
 def _follow(header: bytes, at: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -36,6 +37,7 @@ class Stage:
     def __init__(self, base: Path | None = None) -> None:
         self._base = base
         self._directory: Path | None = None
+        self._lock: int | None = None  # a descriptor
 
     @property
     def directory(self) -> Path:
@@ -47,9 +49,15 @@ class Stage:
                 home.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if home.lstat().st_uid != os.geteuid():
                     raise StoreError(f"{home} belongs to somebody else")
-                _remove_abandoned(home)
-                self._directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
-                self._directory.mkdir(mode=0o700)
+                alone = _lock(home, wait=True)  # so that nobody takes what is being made for abandoned
+                try:
+                    _remove_abandoned(home)
+                    directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
+                    directory.mkdir(mode=0o700)
+                    self._lock = _lock(directory)
+                finally:
+                    os.close(alone)
+                self._directory = directory
         return self._directory
 
     def take(self, names: list[str]) -> list[Segment]:
@@ -75,10 +83,27 @@ class Stage:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+            if self._lock is not None:
+                os.close(self._lock)
+
+
+def _lock(directory: Path, wait: bool = False) -> int:
+    """Lock a directory, for as long as the descriptor is open. Raises BlockingIOError if somebody else has."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _remove_abandoned(home: Path) -> None:
+    # A lock, not a process id, tells the living from the dead: containers that share /dev/shm may not share those.
     for entry in home.iterdir():
-        pid = entry.name.partition("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            shutil.rmtree(entry, ignore_errors=True)
+        try:
+            lock = _lock(entry)
+        except OSError:
+            continue  # somebody lives there
+        shutil.rmtree(entry, ignore_errors=True)
+        os.close(lock)

@@ -160,7 +160,7 @@ class ShmTransport(Transport):
     def listen(self, uri: Uri) -> Listener:
         if uri.host:
             raise UriError(f"{uri} names a host; shm listens on a path: shm:///PATH, or shm: for one of its own")
-        path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+        path = uri.path or _new_path()
         if len(os.fsencode(path)) > _PATH_MAX:
             raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -176,6 +176,13 @@ class ShmTransport(Transport):
             sock.close()
             raise explain(error, f"listening on {path}") from error
         return _ShmListener(sock, Uri("shm", path=path))
+
+
+def _new_path() -> str:
+    directory = runtime_directory()
+    for other in directory.glob("*.sock"):
+        _remove_stale(str(other))
+    return str(directory / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
 
 
 def runtime_directory() -> Path:

@@ -1,0 +1,53 @@
+"""The command `dissociated`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dissociated.cli import get, ls, serve
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, whole."""
+    from dissociated import __version__
+
+    top = argparse.ArgumentParser(
+        prog="dissociated",
+        description="Move Apache Arrow data between processes and hosts, by shared memory where it can be shared.",
+        epilog="To begin: dissociated serve FILE, and elsewhere: dissociated ls URI",
+    )
+    top.add_argument("--version", action="version", version=f"dissociated {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (serve, ls, get):
+        name = command.__name__.rpartition(".")[2]
+        sub = commands.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0, 1 with a sentence on stderr, 2 for a wrong command line."""
+    from dissociated.errors import DissociatedError
+
+    parsed = parser().parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except BrokenPipeError:
+        # Whoever read our output has had enough; do not complain about it again while Python shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (DissociatedError, OSError) as error:
+        print(f"dissociated: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

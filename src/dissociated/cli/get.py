@@ -1,0 +1,100 @@
+"""dissociated get: copy a dataset into a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.catalog.client import connect
+from dissociated.cli import text
+from dissociated.errors import DissociatedError, UriError
+
+SUMMARY = "copy a dataset into a file"
+DESCRIPTION = """\
+Copy a dataset into a file, whose ending says the format:
+  .arrow, .feather  Arrow IPC file
+  .arrows           Arrow IPC stream
+  .parquet          Parquet
+  .csv              CSV
+The file appears when it is whole. "-" writes an Arrow IPC stream to the standard output."""
+
+#: Opens a file for batches of a schema.
+_Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
+
+
+def _parquet(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    import pyarrow.parquet
+
+    writer: AbstractContextManager[Any] = pyarrow.parquet.ParquetWriter(sink, schema)
+    return writer
+
+
+def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    import pyarrow.csv
+
+    writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
+    return writer
+
+
+_FORMATS: dict[str, _Open] = {
+    ".arrow": pa.ipc.new_file,
+    ".feather": pa.ipc.new_file,
+    ".arrows": pa.ipc.new_stream,
+    ".parquet": _parquet,
+    ".csv": _csv,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `get`."""
+    parser.add_argument("uri", metavar="URI/NAME", help="grpc://HOST:PORT/NAME")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help='where to write, "-" for standard output')
+    parser.add_argument("--columns", metavar="A,B,…", help="only these columns")
+    parser.add_argument("--transport", metavar="SCHEME", help="shm, tcp or grpc (default: the nearest that works)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Copy, and say on stderr what was copied how fast."""
+    catalog, name = text.split_name(arguments.uri)
+    if not name:
+        raise UriError(f"{arguments.uri} names no dataset: grpc://HOST:PORT/NAME; dissociated ls {catalog} lists them")
+    open_format = pa.ipc.new_stream if arguments.output == "-" else _FORMATS.get(Path(arguments.output).suffix)
+    if not Path(arguments.output).parent.is_dir():
+        raise DissociatedError(f"there is no directory {Path(arguments.output).parent}")
+    if open_format is None:
+        raise DissociatedError(f"{arguments.output} has none of the endings {', '.join(_FORMATS)}")
+    columns = arguments.columns.split(",") if arguments.columns else None
+    started = time.perf_counter()
+    with connect(catalog) as client:
+        rows, nbytes = _copy(client.read(name, arguments.transport, columns), arguments.output, open_format)
+    seconds = time.perf_counter() - started
+    rate = text.size(nbytes / seconds)
+    print(f"{name}: {rows:,} rows, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s", file=sys.stderr)
+
+
+def _copy(reader: pa.RecordBatchReader, output: str, open_format: _Open) -> tuple[int, int]:
+    rows = nbytes = 0
+    with ExitStack() as stack:
+        if output == "-":
+            sink: Any = sys.stdout.buffer
+        else:
+            partial = Path(f"{output}.{os.getpid()}.part")
+            stack.callback(partial.unlink, missing_ok=True)
+            sink = stack.enter_context(pa.OSFile(str(partial), "wb"))
+        with open_format(sink, reader.schema) as writer:
+            for batch in reader:
+                writer.write_batch(batch)
+                rows += batch.num_rows
+                nbytes += batch.nbytes
+        if output != "-":
+            sink.close()
+            partial.replace(output)
+    return rows, nbytes

@@ -1,0 +1,71 @@
+"""dissociated serve: publish files until interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from pathlib import Path
+
+from dissociated.cli import text
+from dissociated.errors import SourceError
+
+SUMMARY = "publish Arrow IPC and Parquet files"
+DESCRIPTION = """\
+Publish files under their names without ending, until interrupted (Ctrl-C or SIGTERM).
+
+Arrow IPC streams and files are mapped and served from where they lie; Parquet files are read anew by each client.
+A directory stands for the files in it that end in .arrow, .arrows, .feather or .parquet."""
+
+_ENDINGS = {".arrow", ".arrows", ".feather", ".parquet"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `serve`."""
+    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a file, or a directory of files")
+    parser.add_argument(
+        "--listen",
+        action="append",
+        metavar="URI",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0)",
+    )
+    parser.add_argument(
+        "--catalog",
+        default="grpc://127.0.0.1:0",
+        metavar="URI",
+        help="where the catalog, Arrow Flight, answers (default: %(default)s; port 0 is one that is free)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes."""
+    from dissociated.server import Server
+
+    sources = _sources(arguments.path)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with Server(arguments.listen or ("shm:", "tcp://127.0.0.1:0"), catalog=arguments.catalog) as server:
+        for name, path in sources.items():
+            server.publish(name, path)
+        rows = [
+            (name, text.count(found.rows), text.size(found.nbytes), text.count(len(found.schema)), str(path))
+            for name, path in sources.items()
+            for found in (server.dataset(name),)
+        ]
+        print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "FILE"), rows, right=(1, 2, 3)))
+        print(f"\ncatalog  {server.catalog_uri}", flush=True)
+        stop.wait()
+
+
+def _sources(paths: list[Path]) -> dict[str, Path]:
+    sources: dict[str, Path] = {}
+    for path in paths:
+        files = sorted(f for f in path.iterdir() if f.suffix in _ENDINGS) if path.is_dir() else [path]
+        if not files:
+            raise SourceError(f"there are no files to serve in {path}: they end in {', '.join(sorted(_ENDINGS))}")
+        for file in files:
+            if file.stem in sources:
+                raise SourceError(f"{file} and {sources[file.stem]} would have the same name, {file.stem}")
+            sources[file.stem] = file
+    return sources

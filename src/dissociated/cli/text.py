@@ -1,0 +1,43 @@
+"""How numbers, tables and locations are shown to people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes with three digits and a decimal unit: 1.23 GB."""
+    if nbytes is None:
+        return "-"
+    unit = 0
+    while nbytes >= 999.5 and unit < len(_UNITS) - 1:
+        nbytes /= 1000
+        unit += 1
+    return f"{nbytes:.0f} B" if not unit else f"{nbytes:.3g} {_UNITS[unit]}"
+
+
+def count(number: int | None) -> str:
+    """A whole number with its thousands apart: 336,776."""
+    return "-" if number is None else f"{number:,}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns below their heads, those numbered in `right` flush right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def split_name(uri: str) -> tuple[str, str]:
+    """The catalog and the dataset in grpc://HOST:PORT/NAME; the name is empty where there is none."""
+    scheme, separator, rest = uri.partition("://")
+    host, _, name = rest.partition("/")
+    return f"{scheme}{separator}{host}", name
