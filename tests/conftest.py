@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
@@ -21,7 +21,7 @@ settings.register_profile("dissociated", deadline=None)
 settings.load_profile("dissociated")
 
 #: Seconds that anything awaited may take. Nothing waits this long but a test that fails.
-PATIENCE = 30.0
+PATIENCE = 20.0
 
 #: Makes a server, of shm and tcp unless it is told otherwise, and without a catalog.
 Serve = Callable[..., dis.Server]
@@ -29,10 +29,14 @@ Serve = Callable[..., dis.Server]
 
 def connections_left(server: dis.Server) -> int:
     """How many connections of `server` are still open, after each had time to end."""
-    end = monotonic() + PATIENCE
-    for thread in list(server._connections.values()):
-        thread.join(max(0.0, end - monotonic()))
+    _join(list(server._connections.values()))
     return server.connections
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    end = monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, end - monotonic()))
 
 
 def descriptors() -> dict[int, str]:
@@ -53,10 +57,8 @@ def leaving_nothing() -> Iterator[None]:
     threads, before = set(threading.enumerate()), descriptors()
     yield
     gc.collect()
-    end = monotonic() + PATIENCE
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(max(0.0, end - monotonic()))
-        assert not thread.is_alive(), f"{thread} is left behind"
+    _join(set(threading.enumerate()) - threads)
+    assert not set(threading.enumerate()) - threads, "threads are left behind"
     left = {number: target for number, target in descriptors().items() if number not in before}
     assert not left, "descriptors are left behind"
 

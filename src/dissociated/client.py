@@ -63,11 +63,13 @@ def open_stream(
     try:
         options = None if columns is None else _only(schema.header, columns)
         if stream.space.static:
-            return _read_in_place(stream, schema, deliveries, options)
+            reader = _read_in_place(stream, schema, deliveries, options)
+        else:
+            reader = join(stream.attached(_again([schema], deliveries)), options)
     except BaseException:
         deliveries.close()
         raise
-    return join(stream.attached(_again([schema], deliveries)), options)
+    return _rows_alone(reader) if columns is not None and not columns else reader
 
 
 def _read_in_place(
@@ -105,6 +107,12 @@ def column_indices(schema: pa.Schema, columns: Sequence[str]) -> list[int]:
             raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(schema.names)}")
         fields += found
     return sorted(fields)
+
+
+def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
+    """No column of any batch: libarrow takes no included fields to mean all of them."""
+    schema = pa.schema([], reader.schema.metadata)
+    return pa.RecordBatchReader.from_batches(schema, (batch.select([]) for batch in reader))
 
 
 def _again(seen: Sequence[Delivery | LikeBatches], rest: Deliveries) -> Deliveries:

@@ -236,11 +236,10 @@ class Server:
                 if not refused:
                     thread = threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True)
                     self._connections[connection] = thread
+                    thread.start()  # within the lock: `close` joins whatever it finds
             if refused:
                 connection.abort("the server takes no more connections")
                 connection.close()
-            else:
-                thread.start()
 
     def _serve(self, connection: Connection) -> None:
         try:

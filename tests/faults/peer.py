@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 PREAMBLE = b"DISSOC\x00\x01"
-UNTAGGED, TAGGED, REGION, ABORT = 1, 2, 3, 4
+UNTAGGED, TAGGED, REGION, ABORT, RUN = 1, 2, 3, 4, 5
 FILE, SEALED, LIVE = 0, 1, 2
 PACKED, ADDRESSES = 0, 1
 
@@ -59,6 +59,12 @@ def addresses(*pairs: tuple[int, int], total: int | None = None, count: int | No
     for pair in pairs:
         flat += pair
     return struct.pack(f"<{len(flat)}Q", *flat)
+
+
+def run(count: int, untagged_size: int, tagged_size: int, *parts: bytes) -> bytes:
+    """A run of messages: its tags, its untagged messages, its tagged ones."""
+    padded = b"".join(part + bytes(-len(part) % 8) for part in parts)
+    return frame(RUN, struct.pack("<QQQ", count, untagged_size, tagged_size) + padded)
 
 
 def want(ticket: bytes, tag: int = WANT) -> bytes:

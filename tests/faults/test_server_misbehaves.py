@@ -17,6 +17,7 @@ from .peer import (
     ABORT,
     ADDRESSES,
     PREAMBLE,
+    RUN,
     TAGGED,
     UNTAGGED,
     RawConnection,
@@ -28,6 +29,7 @@ from .peer import (
     frame,
     head,
     metadata,
+    run,
 )
 
 SILENCE = 0.3  # seconds that these clients wait
@@ -45,6 +47,7 @@ def refused(server: RawServer, error: type[Exception], phrase: str, timeout: flo
         read(server.uri, timeout)
     assert type(caught.value) is error
     server.wait_done()
+    del caught  # a cycle otherwise: its traceback knows this frame
 
 
 def saying(data: bytes, then: Callable[[RawConnection], None] = RawConnection.hold) -> Script:
@@ -123,6 +126,40 @@ BODIES = [
 ]
 
 
+def _run(*messages: tuple[int, int, bytes], first: bytes = SCHEMA) -> bytes:
+    """A run of batches: their numbers in the metadata and in the tags, and their bodies."""
+    untagged = [struct.pack("<BI", 1, number) + BATCH_HEADER for number, _, _ in messages]
+    tags = [struct.pack("<Q", tag) for _, tag, _ in messages]
+    bodies = [payload for _, _, payload in messages]
+    sizes = len(untagged[0]), len(bodies[0])
+    return first + run(len(messages), *sizes, b"".join(tags), b"".join(untagged), b"".join(bodies))
+
+
+PAIRS = addresses(*((0, 0), (64, 8000)))
+BY_ADDRESS = ADDRESSES << 56
+
+RUNS = [
+    Case("cut off", SCHEMA + frame(RUN, bytes(16)), BROKEN, "cut off"),
+    Case("of nothing", SCHEMA + run(0, 8, 8), BROKEN, "a run of 0 messages"),
+    Case("of too much", SCHEMA + run(2, 8, 8, bytes(16), bytes(16)), BROKEN, "a run of 2 messages"),
+    Case("of 2**60 times nothing", SCHEMA + run(2**60, 0, 0), BROKEN, "a run of 1152921504606846976 messages"),
+    Case("of sizes beyond all bounds", SCHEMA + run(1, 2**63, 2**63, bytes(8)), BROKEN, "a run of 1 messages"),
+    Case("of empty messages", SCHEMA + run(100, 0, 0, bytes(800)), BROKEN, "the prefix alone has 5"),
+    Case("of garbage", SCHEMA + run(16, 96, 48, b"\xff" * 128, b"\xff" * 1536, b"\xff" * 768), BROKEN, "unknown kind 255"),
+    Case("with a tag", SCHEMA + head(RUN, 24, 1), BROKEN, "has no tag"),
+    Case("beyond the cap", SCHEMA + head(RUN, 2**26 + 1), BROKEN, "at most 67108864 bytes"),
+    Case("instead of the schema", _run((0, BY_ADDRESS, PAIRS), first=b""), BROKEN, "it comes first"),
+    Case("twice", _run((1, BY_ADDRESS | 1, PAIRS), (1, BY_ADDRESS | 1, PAIRS)), BROKEN, "no region|twice"),
+    Case("with a gap", _run((2, BY_ADDRESS | 2, PAIRS)) + end(3) + abort(b"done"), RemoteError, "done"),
+    Case("of other bodies", _run((1, BY_ADDRESS | 2, PAIRS)) + abort(b"done"), RemoteError, "done"),
+    Case("with reserved bits", _run((1, BY_ADDRESS | 1 << 32 | 1, PAIRS)), BROKEN, "reserved bits"),
+    Case("in no region", _run((1, BY_ADDRESS | 1, PAIRS), (2, BY_ADDRESS | 2, PAIRS)), BROKEN, "in no region"),
+    Case("with huge addresses", _run((1, BY_ADDRESS | 1, addresses((0, 0), (2**64 - 8, 8000)))), BROKEN, "in no region"),
+    Case("with a wrong total", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 8000), total=1))), BROKEN, "whose total"),
+    Case("with other lengths", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 80)))), BROKEN, "other lengths"),
+]
+
+
 def _list(payload: bytes) -> bytes:
     return SCHEMA + META + body(1, payload, ADDRESSES)
 
@@ -145,7 +182,7 @@ ADDRESS_LISTS = [
 ALL = [
     *FRAMES,
     *(Case(f"{what}: {name}", PREAMBLE + data, error, phrase)
-      for what, cases in (("metadata", METADATA), ("body", BODIES), ("addresses", ADDRESS_LISTS))
+      for what, cases in (("metadata", METADATA), ("body", BODIES), ("addresses", ADDRESS_LISTS), ("run", RUNS))
       for name, data, error, phrase in cases),
 ]
 

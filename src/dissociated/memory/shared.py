@@ -76,9 +76,16 @@ def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
     if backing not in tuple(Backing):
         raise RemoteProtocolError(f"the peer shared a region of unknown backing {backing}")
     required = _REQUIRED_SEALS[Backing(backing)]
-    if required and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & required != required:
+    if required and _seals(descriptor) & required != required:
         raise RemoteProtocolError("the peer shared a memfd without the seals that make it safe to map")
     return map_read_only(descriptor, size)
+
+
+def _seals(descriptor: int) -> int:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0  # a file system without seals
 
 
 def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:

@@ -225,6 +225,10 @@ class FrameReader:
                 return Frame(kind, tag, payload)
         return Frame(kind, tag, bytes(payload))
 
+    def detach(self) -> None:
+        """Let go of whoever supplies the bytes: the stream has ended."""
+        self._read_into = _ended
+
     def _greet(self, timeout: float) -> None:
         whole = self._fill(len(PREAMBLE), timeout)
         start = bytes(memoryview(self._chunk)[self._begin : min(self._end, len(PREAMBLE))])
@@ -279,3 +283,7 @@ class FrameReader:
     def _new_chunk(self) -> None:
         self._chunk = bytearray(_CHUNK)
         self._lent = False
+
+
+def _ended(memory: memoryview, timeout: float) -> int:
+    return 0

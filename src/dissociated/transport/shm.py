@@ -71,7 +71,7 @@ class ShmConnection(SocketConnection):
             return super()._read_into(memory, timeout)
         while True:
             try:
-                count, ancillary, _, _ = self._socket.recvmsg_into(
+                count, ancillary, flags, _ = self._socket.recvmsg_into(
                     [memory],
                     socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR),
                     socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
@@ -83,6 +83,13 @@ class ShmConnection(SocketConnection):
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     whole = len(data) - len(data) % _DESCRIPTOR
                     self._descriptors.extend(array.array("i", data[:whole]))
+            if flags & socket.MSG_CTRUNC:
+                raise TransportError(
+                    f"{self._peer} shared memory, but its descriptor was lost: this process has too many open "
+                    "(raise ulimit -n), or was sent too many at once"
+                )
+            if len(self._descriptors) > _MAX_DESCRIPTORS:
+                raise RemoteProtocolError(f"{self._peer} sends descriptors without the regions that they belong to")
             return count
 
     def _region_shared(self, payload: bytes) -> None:

@@ -103,7 +103,8 @@ class SocketConnection(Connection):
             if frame.kind == FrameKind.RUN:
                 return parse_run(frame.payload)
             if frame.kind == FrameKind.ABORT:
-                raise RemoteError(bytes(frame.payload).decode(errors="replace"))
+                reason = bytes(frame.payload).decode(errors="replace")
+                raise RemoteError(reason or f"{self._peer} gave up and did not say why")
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:
@@ -131,6 +132,7 @@ class SocketConnection(Connection):
     def close(self) -> None:
         self.interrupt()
         self._socket.close()
+        self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
 
     def _region_shared(self, payload: bytes) -> None:
         raise RemoteProtocolError("the peer shared memory on a connection that cannot")

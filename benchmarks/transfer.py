@@ -1,0 +1,106 @@
+"""shm, tcp, Flight DoGet and a bare socket, moving the same bytes between the same two processes.
+
+What is timed is from the request until there is a Table; for the bare socket until the bytes are in memory. The
+peers take turns in each round, so that what disturbs the machine disturbs all of them; medians are compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import dissociated as dis
+from benchmarks.peers import Peers, Shape, receive_bare, running
+from dissociated.cli import text
+
+#: What DESIGN.md promises: shape, what is measured, against what, at least so many times as fast.
+PROMISES = [
+    ("16 MB", "shm", "Flight", 100.0),
+    ("1 MB", "shm", "Flight", 100.0),
+    ("16 MB", "tcp", "socket", 0.9),
+    ("16 MB", "tcp", "Flight", 1.6),
+    ("1 MB", "tcp", "socket", 0.9),
+    ("1 MB", "tcp", "Flight", 1.6),
+    ("1,000 rows", "tcp", "Flight", 1.0),
+    ("1,000 rows", "shm", "Flight", 3.0),
+]
+
+
+def shapes(gigabytes: float) -> list[Shape]:
+    """10 columns in batches of 1 MB and of 16 MB, and 1,000 rows of 4 columns."""
+    return [
+        Shape("16 MB", max(2, round(gigabytes * 64)), 10, 209_715),
+        Shape("1 MB", max(16, round(gigabytes * 1000)), 10, 13_107),
+        Shape("1,000 rows", max(100, round(gigabytes * 10_000)), 4, 1_000),
+    ]
+
+
+def run(gigabytes: float, rounds: int) -> None:
+    """Measure and print."""
+    measured = shapes(gigabytes)
+    with running(measured) as peers, dis.connect(peers.catalog) as client:
+        medians = {shape.name: _measure(client, peers, index, shape, rounds) for index, shape in enumerate(measured)}
+        growth = _growth(client, measured[0])
+    rows = [
+        (
+            shape.name,
+            peer,
+            f"{seconds * 1e3:.2f}",
+            f"{shape.nbytes / seconds / 1e9:.2f}",
+            f"{shape.batches / seconds:,.0f}",
+        )
+        for shape in measured
+        for peer, seconds in medians[shape.name].items()
+    ]
+    print(f"{gigabytes:g} GB, median of {rounds} rounds\n")
+    print(text.table(("BATCHES OF", "OVER", "MS", "GB/S", "BATCHES/S"), rows, right=(2, 3, 4)))
+    print()
+    promised = []
+    for name, ours, peer, goal in PROMISES:
+        ratio = medians[name][peer] / medians[name][ours]
+        promised.append(
+            (f"{ours} against {peer}, {name}", f"{ratio:.2f}x", f"{goal:g}x", "" if ratio >= goal else "missed")
+        )
+    print(text.table(("PROMISE", "MEASURED", "GOAL", ""), promised, right=(1, 2)))
+    print(f"\nmemory that opening over shm added to the client: {growth}")
+
+
+def _measure(client: dis.Client, peers: Peers, index: int, shape: Shape, rounds: int) -> dict[str, float]:
+    calls: dict[str, Callable[[], Any]] = {
+        "shm": lambda: client.read(shape.name, "shm").read_all(),
+        "tcp": lambda: client.read(shape.name, "tcp").read_all(),
+        "Flight": lambda: client.read(shape.name, "grpc").read_all(),
+        "socket": lambda: receive_bare(peers.bare_port, index, shape),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            gc.collect()
+            started = time.perf_counter()
+            result = call()
+            elapsed = time.perf_counter() - started
+            del result
+            if turn:  # the first is for warming up
+                seconds[name].append(elapsed)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _growth(client: dis.Client, shape: Shape) -> str:
+    before = _resident()
+    table = client.read(shape.name, "shm").read_all()
+    after = _resident()
+    private, shared = after[0] - before[0], after[1] - before[1]
+    assert table.nbytes == shape.nbytes
+    return (
+        f"{text.size(max(private, 0))} of its own, {text.size(max(shared, 0))} of pages shared with the server, "
+        f"{(private + shared) / shape.nbytes:.2%} of the data"
+    )
+
+
+def _resident() -> tuple[int, int]:
+    """Anonymous and shared resident memory of this process, in bytes."""
+    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    return tuple(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))  # type: ignore[return-value]

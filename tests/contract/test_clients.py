@@ -1,0 +1,143 @@
+"""Many readers, readers that stop, and datasets that change under them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import PATIENCE
+
+import dissociated as dis
+
+from .conftest import Route
+
+ROWS = 10_000
+
+
+def table(seed: int, batches: int = 10) -> pa.Table:
+    values = np.arange(ROWS * batches) * (seed + 1)
+    return pa.table({"n": values, "s": np.char.add("s", values[:ROWS].astype(str)).tolist() * batches}).slice(0)
+
+
+def chunked(seed: int, batches: int = 10) -> pa.Table:
+    return pa.Table.from_batches(table(seed, batches).to_batches(max_chunksize=ROWS))
+
+
+def test_several_datasets_do_not_mix(route: Route) -> None:
+    sent = {name: chunked(seed, 2) for seed, name in enumerate(["a", "b", "with / and ü", "a" * 300])}
+    for name, one in sent.items():
+        route.publish(one, name)
+        route.publish(one.to_reader, name + " live")
+    for name, one in sent.items():
+        assert route.open(name).read_all() == one
+        assert route.open(name + " live").read_all() == one
+
+
+def test_eight_clients_at_once(route: Route) -> None:
+    """Each reads its own dataset, and all the same one, batch by batch beside each other."""
+    everybody = threading.Barrier(8, timeout=PATIENCE)
+    shared, own = chunked(100), [chunked(seed) for seed in range(8)]
+    route.publish(shared.to_reader, "shared")
+    for seed, one in enumerate(own):
+        route.publish(one, str(seed))
+
+    def client(seed: int) -> tuple[bool, bool]:
+        everybody.wait()
+        mine, common = route.open(str(seed)), route.open("shared")
+        pairs = list(zip(mine, common, strict=True))
+        return (
+            pa.Table.from_batches([one for one, _ in pairs]) == own[seed],
+            pa.Table.from_batches([one for _, one in pairs]) == shared,
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(client, range(8))) == [(True, True)] * 8
+
+
+@pytest.mark.parametrize("batches", [2, 3000], ids=["few", "many"])
+@pytest.mark.parametrize("live", [False, True], ids=["table", "callable"])
+def test_a_client_that_stops_half_way_leaves_nothing(route: Route, live: bool, batches: int) -> None:
+    sent = pa.Table.from_batches(table(1).slice(0, 20 * batches).to_batches(max_chunksize=20))
+    route.publish(sent.to_reader if live else sent)
+    for stop in range(3):
+        reader = route.open()
+        arrived = [reader.read_next_batch() for _ in range(min(stop, batches))]
+        assert arrived == sent.to_batches()[:stop]
+        del reader, arrived
+        assert route.connections == 0
+    assert route.open().read_all() == sent
+
+
+def test_a_client_that_stops_a_stream_without_end(route: Route) -> None:
+    over = threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            for number in count():
+                yield pa.record_batch({"n": np.full(ROWS, number)})
+        finally:
+            over.set()
+
+    schema = pa.schema([("n", pa.int64())])
+    route.publish(lambda: pa.RecordBatchReader.from_batches(schema, batches()))
+    reader = route.open()
+    for number in range(50):
+        assert reader.read_next_batch()["n"].unique().to_pylist() == [number]
+    del reader
+    assert over.wait(PATIENCE)
+
+
+def test_what_was_read_outlives_the_reader_and_the_dataset(route: Route) -> None:
+    sent = chunked(3, 2)
+    route.publish(sent)
+    arrived = route.open().read_all()
+    for server in route.servers:
+        server.drop("data")
+    assert arrived == sent
+
+
+def test_replacing_a_dataset_leaves_readers_of_the_old_one_alone(route: Route) -> None:
+    old, new = chunked(1), chunked(2)
+    for source in (old, old.to_reader):
+        route.publish(source)
+        reader, uris, ticket = route.open(), route.uris(), route.ticket()
+        first = reader.read_next_batch()
+        route.publish(new)
+        assert pa.Table.from_batches([first, *reader]) == old
+        assert route.open().read_all() == new
+        with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
+            dis.open_stream(uris, ticket)
+
+
+def test_a_dropped_dataset_cannot_be_requested_but_read_to_its_end(route: Route) -> None:
+    sent = chunked(1)
+    route.publish(sent)
+    reader, uris, ticket = route.open(), route.uris(), route.ticket()
+    for server in route.servers:
+        server.drop("data")
+        assert "data" not in server.names()
+        with pytest.raises(dis.errors.DatasetNotFound, match="no dataset 'data'"):
+            server.drop("data")
+    assert reader.read_all() == sent
+    with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
+        dis.open_stream(uris, ticket)
+
+
+def test_a_closed_server_ends_streams_with_an_error(direct: Route) -> None:
+    endless = pa.RecordBatchReader.from_batches(
+        pa.schema([("n", pa.int64())]), (pa.record_batch({"n": np.full(ROWS, number)}) for number in count())
+    )
+    direct.publish(endless)
+    reader = direct.open()
+    kept = reader.read_next_batch()
+    for server in direct.servers:
+        server.close()
+    with pytest.raises(dis.errors.ConnectionClosed):
+        for _ in reader:
+            pass
+    assert kept["n"].to_pylist() == [0] * ROWS
