@@ -10,6 +10,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dissociated as dis
@@ -102,5 +103,5 @@ def _growth(client: dis.Client, shape: Shape) -> str:
 
 def _resident() -> tuple[int, int]:
     """Anonymous and shared resident memory of this process, in bytes."""
-    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return tuple(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))  # type: ignore[return-value]

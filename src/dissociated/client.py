@@ -13,7 +13,7 @@ from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
 from dissociated.message import Message
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.run import LikeBatches
+from dissociated.protocol.run import Batches
 from dissociated.stream import Deliveries, Stream
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -68,6 +68,7 @@ def open_stream(
             reader = join(stream.attached(_again([schema], deliveries)), options)
     except BaseException:
         deliveries.close()
+        stream.settle()
         raise
     return _rows_alone(reader) if columns is not None and not columns else reader
 
@@ -80,11 +81,11 @@ def _read_in_place(
     If all of it lies there as an IPC stream, libarrow reads it there. That only shows at its end, which costs little:
     metadata and addresses are all that arrives.
     """
-    seen: list[Delivery | LikeBatches] = [schema]
+    seen: list[Delivery | Batches] = [schema]
     place = InPlace(schema, stream.space)
     for item in deliveries:
         seen.append(item)
-        if (not isinstance(item, LikeBatches) and len(seen) == 2) or not place.add(item):
+        if len(seen) > _MAX_SEEN or not place.add(item):
             break
     else:
         reader = place.reader(stream.hold, options)
@@ -115,6 +116,6 @@ def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(schema, (batch.select([]) for batch in reader))
 
 
-def _again(seen: Sequence[Delivery | LikeBatches], rest: Deliveries) -> Deliveries:
+def _again(seen: Sequence[Delivery | Batches], rest: Deliveries) -> Deliveries:
     yield from seen
     yield from rest

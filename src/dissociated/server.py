@@ -425,7 +425,7 @@ class _Session:
 _PATIENCE = 1.0  # seconds
 
 
-def _allocate(tag: int, length: int) -> Buffer:
+def _allocate(tag: int | None, length: int) -> Buffer:
     if length > _MAX_REQUEST:
         raise RemoteProtocolError(f"the client sent a message of {length} bytes; at most {_MAX_REQUEST} are taken")
     return bytearray(length)

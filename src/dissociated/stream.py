@@ -19,7 +19,7 @@ from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import buffer_extents, relocate
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import LikeBatches
+from dissociated.protocol.run import Batches, SharedBatches
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _MAX_AHEAD = 1 << 26  # bytes that one of two connections may be ahead of the other
 _FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
 
-Deliveries: TypeAlias = Generator[Delivery | LikeBatches, None, None]
+Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
 
 
 class Stream:
@@ -65,7 +65,8 @@ class Stream:
                     elif isinstance(incoming, Run):
                         batches = receiver.receive_run(incoming)
                         if batches is not None:
-                            leases.expect(len(batches.leased))
+                            if isinstance(batches, SharedBatches):
+                                leases.expect(len(batches.leased))
                             yield batches
                             continue
                         for message in incoming.expand():
@@ -81,11 +82,11 @@ class Stream:
                 connection.close()
             leases.finish(stopped)
 
-    def attached(self, deliveries: Iterable[Delivery | LikeBatches]) -> Messages:
+    def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
         """The same messages, with their bodies where libarrow shall find them."""
         try:
             for item in deliveries:
-                for delivery in item.expand() if isinstance(item, LikeBatches) else (item,):
+                for delivery in (item,) if isinstance(item, Delivery) else item.expand():
                     yield self._attach(delivery)
         except DissociatedError:
             self._leases.abandon()
@@ -93,6 +94,11 @@ class Stream:
         finally:
             if isinstance(deliveries, Generator):
                 deliveries.close()
+            self.settle()
+
+    def settle(self) -> None:
+        """What was delivered and is not attached or held by now never will be."""
+        self._leases.settle()
 
     def hold(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
         """The whole region as a buffer, at whose end `addresses`, which were delivered, go back."""
@@ -114,8 +120,8 @@ class Stream:
             return header, packed
         return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
 
-    def _allocate(self, tag: int, length: int) -> Buffer:
-        announced = self._receiver.announced_length(tag)
+    def _allocate(self, tag: int | None, length: int) -> Buffer:
+        announced = None if tag is None else self._receiver.announced_length(tag)
         if announced is not None and announced != length:
             raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
         return self._allocate_packed(length)
@@ -184,7 +190,8 @@ class _Leases:
         self._free_data = free_data
         self._timeout = timeout
         self._returns = Returns()
-        self._leased = 0
+        self._leased = 0  # addresses that will come through `lease` or `give_back`
+        self._attached = 0  # those that have come
         self._finished = False
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -198,11 +205,19 @@ class _Leases:
 
     def lease(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
         """The region as a buffer that gives `addresses` back when it is no longer used."""
+        self._attached += len(addresses)
         return leased_buffer(region, addresses, self._returns)
 
     def give_back(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""
+        self._attached += len(addresses)
         self._returns.put(addresses)
+
+    def settle(self) -> None:
+        """No more addresses will come through `lease` or `give_back`, although some were expected."""
+        if self._leased != self._attached:
+            self._leased = self._attached
+            self._returns.wake()
 
     def finish(self, stopped: bool) -> None:
         """No more addresses will come; `stopped` if the server does not know that yet."""

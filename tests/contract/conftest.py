@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -56,9 +56,20 @@ WAYS = [
 class Route:
     """Publishes to one end, reads at the other."""
 
-    def __init__(self, way: Way, servers: Sequence[dis.Server]) -> None:
+    def __init__(self, way: Way) -> None:
         self.way = way
-        self.servers = servers
+        self.start()
+
+    def start(self) -> None:
+        limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
+        self.servers = [
+            dis.Server([MEDIA[self.way.medium]], catalog=None, inline_limit=limit)
+            for _ in range(2 if self.way.arrangement == "apart" else 1)
+        ]
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
 
     def publish(self, source: Any, name: str = "data", options: pa.ipc.IpcWriteOptions | None = None) -> None:
         ticket = secrets.token_bytes(16)
@@ -103,39 +114,32 @@ def _has_ipv6() -> bool:
         return False
 
 
-def _route(way: Way) -> Iterator[Route]:
+def _started(way: Way) -> Route:
     if way.medium == "tcp6" and not _has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
-    limit = MIXED_LIMIT if way.bodies == "mixed" else 0
-    with leaving_nothing(), ExitStack() as stack:
-        yield Route(
-            way,
-            [
-                stack.enter_context(dis.Server([MEDIA[way.medium]], catalog=None, inline_limit=limit))
-                for _ in range(2 if way.arrangement == "apart" else 1)
-            ],
-        )
+    return Route(way)
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def _shared_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    yield from _route(request.param)
+    with leaving_nothing(), closing(_started(request.param)) as route:
+        yield route
 
 
 @pytest.fixture
 def route(_shared_route: Route) -> Iterator[Route]:
     """Every way there is. No test leaves a connection to the next one."""
     yield _shared_route
-    if _shared_route.connections:  # a test that failed keeps its variables: let it not fail the next one too
-        for server in _shared_route.servers:
-            server.close()
+    if _shared_route.connections:  # a test that failed keeps its variables: the next one shall not suffer
+        _shared_route.close()
+        _shared_route.start()
         pytest.fail("connections are left open")
 
 
 @pytest.fixture(params=[Way(medium) for medium in MEDIA], ids=lambda way: way.medium)
 def direct(request: pytest.FixtureRequest) -> Iterator[Route]:
     """One connection over each transport, with a server of its own."""
-    for route in _route(request.param):
+    with leaving_nothing(), closing(_started(request.param)) as route:
         yield route
         assert route.connections == 0
 

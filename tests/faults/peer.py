@@ -141,9 +141,9 @@ class RawConnection:
     def read_rest(self) -> bytes:
         """Every byte up to the end of the connection."""
         data = bytearray()
-        with contextlib.suppress(EOFError):
-            while True:
-                data += self.read_exactly(1)
+        with contextlib.suppress(ConnectionResetError):
+            while piece := self.socket.recv(1 << 20):
+                data += piece
         return bytes(data)
 
     def hold(self) -> None:

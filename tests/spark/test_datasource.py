@@ -196,6 +196,15 @@ def test_attempts_that_lost_are_swept_away_at_commit(
     assert client.read("x").read_all().num_rows == 1
 
 
+def test_files_of_killed_tasks_are_swept_away_at_abort(catalog: str, stage: Path) -> None:
+    schema = pa.schema({"id": pa.int64()})
+    writer, other = (datasource.DatasetWriter(catalog, "x", schema, "append") for _ in range(2))
+    for job in (writer.job, other.job):
+        (stage / f"{job}-000000-0.arrows").write_bytes(b"half of a segm")
+    writer.abort([None])
+    assert staged(stage) == [f"{other.job}-000000-0.arrows"]
+
+
 def test_a_commit_that_fails_publishes_nothing_and_leaves_nothing(
     spark: SparkSession, catalog: str, client: dis.Client, stage: Path
 ) -> None:

@@ -16,7 +16,7 @@ from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import buffer_extents
-from dissociated.protocol.run import LikeBatches
+from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
 
 #: Gives a region as a buffer, at whose end these addresses go back.
 Hold = Callable[[Region, Sequence[int]], pa.Buffer]
@@ -45,9 +45,11 @@ class InPlace:
         self._parts: list[_Part] = []
         self._metadata = False  # whether a message has custom metadata
 
-    def add(self, item: Delivery | LikeBatches) -> bool:
+    def add(self, item: Delivery | Batches) -> bool:
         """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
-        return self._add_batches(item) if isinstance(item, LikeBatches) else self._add_message(item)
+        if isinstance(item, SharedBatches):
+            return self._add_batches(item)
+        return not isinstance(item, PackedBatches) and self._add_message(item)
 
     def reader(self, hold: Hold, options: pa.ipc.IpcReadOptions | None) -> pa.RecordBatchReader | None:
         """A reader over all of it, by libarrow; None where it cannot be read so."""
@@ -86,7 +88,7 @@ class InPlace:
         self._metadata |= item.parsed.has_metadata
         return part.end <= part.region.size
 
-    def _add_batches(self, batches: LikeBatches) -> bool:
+    def _add_batches(self, batches: SharedBatches) -> bool:
         part = self._part(int(batches.body_at[0]))
         if part is None:
             return False

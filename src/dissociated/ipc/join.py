@@ -11,6 +11,7 @@ from collections.abc import Generator
 
 import pyarrow as pa
 
+from dissociated.errors import DissociatedError
 from dissociated.ipc.encapsulated import CONTINUATION, END_OF_STREAM
 from dissociated.message import Buffer
 
@@ -29,6 +30,7 @@ class _Source:
         self._messages = messages
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._ended = False
+        self._failed: tuple[type[DissociatedError], str] | None = None
 
     def read(self, size: int = -1) -> Buffer:
         if not size:
@@ -46,6 +48,9 @@ class _Source:
         return piece
 
     def _refill(self) -> None:
+        if self._failed is not None:  # what looks like an end now would be taken for one
+            kind, reason = self._failed
+            raise kind(reason)
         if self._ended:
             return
         try:
@@ -54,8 +59,9 @@ class _Source:
             self._ended = True
             self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
             return
-        except BaseException:
-            self._ended = True
+        except BaseException as error:
+            # Not the error itself: its traceback leads to the reader, which owns this through C++, unseen by the GC.
+            self._failed = (type(error) if isinstance(error, DissociatedError) else DissociatedError), str(error)
             raise
         if body is not None and len(body):
             self._pieces.append(body)

@@ -16,7 +16,7 @@ from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
 
 if TYPE_CHECKING:
-    from dissociated.protocol.run import LikeBatches
+    from dissociated.protocol.run import Batches
 
 #: How many messages may wait for one that was overtaken, and how many bytes of bodies.
 MAX_WAITING = 1 << 16
@@ -98,14 +98,14 @@ class Receiver:
         parsed = known[1]
         return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
 
-    def receive_run(self, run: Run) -> LikeBatches | None:
+    def receive_run(self, run: Run) -> Batches | None:
         """Take a run of messages at once, and deliver it at once.
 
         Returns None where that cannot be, for whatever reason: then its messages are to be received one by one.
         """
         from dissociated.protocol.run import recognise  # NumPy is loaded for those who meet a run
 
-        if self._machine.state is not State.STREAMING or self._headers or self._bodies:
+        if self._machine.state is not State.STREAMING or not self._next or self._headers or self._bodies:
             return None
         batches = recognise(run, self._next)
         if batches is not None:

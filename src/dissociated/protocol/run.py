@@ -16,7 +16,7 @@ from dissociated.errors import RemoteProtocolError
 from dissociated.message import Run
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import HeaderType, buffer_extents, parse_header, varying
+from dissociated.protocol.header import Header, buffer_extents, parse_header, varying
 from dissociated.protocol.metadata import PREFIX_SIZE, MetadataKind
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
 
@@ -31,7 +31,26 @@ else:
 _MAX_ADDRESS = np.uint64(1 << 62)  # so that no sum below can overflow
 
 
-class LikeBatches(NamedTuple):
+class PackedBatches(NamedTuple):
+    """Record batches of one layout, number `sequence` and on, their bodies packed and of one length.
+
+    `headers` has a row for each, its flatbuffer; `bodies` has them one after the other.
+    """
+
+    sequence: int
+    headers: Bytes
+    parsed: Header
+    bodies: memoryview
+
+    def expand(self) -> Iterator[Delivery]:
+        """The same messages one by one."""
+        length = self.parsed.body_length
+        for index, row in enumerate(self.headers):
+            body = self.bodies[index * length : (index + 1) * length]
+            yield Delivery(self.sequence + index, row.tobytes(), self.parsed, body)
+
+
+class SharedBatches(NamedTuple):
     """Record batches of one layout, number `sequence` and on, each body in one piece of shared memory.
 
     `headers` has a row for each, its flatbuffer. `body_at` and `body_length` say where the packed bodies lie;
@@ -56,31 +75,42 @@ class LikeBatches(NamedTuple):
             yield Delivery(self.sequence + index, header, parsed, AddressList(addresses, lengths))
 
 
-def recognise(run: Run, sequence: int) -> LikeBatches | None:
-    """What `run` holds, if that is like record batches with their address lists, the first one number `sequence`."""
-    count = run.length
-    untagged = np.frombuffer(run.untagged, np.uint8).reshape(count, run.untagged_size)
-    if run.untagged_size <= PREFIX_SIZE or not _in_order(run, untagged, sequence):
+def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
+    """What `run` holds, if that is like record batches with their bodies, the first one number `sequence`."""
+    untagged = np.frombuffer(run.untagged, np.uint8).reshape(run.length, run.untagged_size)
+    if run.untagged_size <= PREFIX_SIZE:
         return None
+    kind = _kind_in_order(run, untagged, sequence)
     headers = untagged[:, PREFIX_SIZE:]
+    first = headers[0].tobytes()
     try:
-        first = headers[0].tobytes()
         parsed = parse_header(first)
     except RemoteProtocolError:
         return None
     spans = varying(first, parsed)
-    if not spans or parsed.type is not HeaderType.RECORD_BATCH or run.tagged_size != 16 + 16 * parsed.buffer_count:
+    if kind is None or not spans:
         return None
     fixed = np.ones(headers.shape[1], np.bool_)
     for begin, end in spans:
         fixed[begin:end] = False
     if not (headers[:, fixed] == headers[0, fixed]).all():
         return None
-
     body_length = _uint64s(headers[:, parsed.body_length_at : parsed.body_length_at + 8])[:, 0]
-    buffers = _uint64s(headers[:, spans[-1][0] : spans[-1][1]])
+    if kind is BodyKind.ADDRESSES:
+        buffers = _uint64s(headers[:, parsed.buffers_at : parsed.buffers_at + 16 * parsed.buffer_count])
+        return _shared(run, sequence, headers, parsed, body_length, buffers)
+    if (body_length != run.tagged_size).any():
+        return None
+    return PackedBatches(sequence, headers, parsed, run.tagged)
+
+
+def _shared(
+    run: Run, sequence: int, headers: Bytes, parsed: Header, body_length: Uint64s, buffers: Uint64s
+) -> SharedBatches | None:
+    if run.tagged_size != 16 + 16 * parsed.buffer_count:
+        return None
     offsets, lengths = buffers[:, 0::2], buffers[:, 1::2]
-    lists = np.frombuffer(run.tagged, "<u8").reshape(count, -1)
+    lists = np.frombuffer(run.tagged, "<u8").reshape(run.length, -1)
     addresses = lists[:, 2::2]
     if max(int(part.max(initial=0)) for part in (body_length, buffers, lists)) >= _MAX_ADDRESS:
         return None
@@ -96,18 +126,24 @@ def recognise(run: Run, sequence: int) -> LikeBatches | None:
     )
     if not agrees:
         return None
-    return LikeBatches(sequence, headers, body_at, body_length, addresses[present], parsed.has_metadata)
+    return SharedBatches(sequence, headers, body_at, body_length, addresses[present], parsed.has_metadata)
 
 
-def _in_order(run: Run, untagged: Bytes, sequence: int) -> bool:
+def _kind_in_order(run: Run, untagged: Bytes, sequence: int) -> BodyKind | None:
+    """The kind of all bodies, if the messages are numbered from `sequence` on."""
     numbers = (sequence + np.arange(run.length, dtype=np.uint64)) & np.uint64(SEQUENCE_MASK)
     on_wire = np.ascontiguousarray(untagged[:, 1:PREFIX_SIZE]).view("<u4")[:, 0]
+    if (untagged[:, 0] != MetadataKind.MESSAGE).any() or (on_wire != numbers).any():
+        return None
     tags = np.frombuffer(run.tags, "<u8")
-    return bool(
-        (untagged[:, 0] == MetadataKind.MESSAGE).all()
-        and (on_wire == numbers).all()
-        and (tags == (numbers | np.uint64(body_tag(BodyKind.ADDRESSES, 0)))).all()
-    )
+    for kind in BodyKind:
+        if (tags == (numbers | np.uint64(body_tag(kind, 0)))).all():
+            return kind
+    return None
+
+
+#: What a run may turn out to be.
+Batches: TypeAlias = PackedBatches | SharedBatches
 
 
 def _uint64s(columns: Bytes) -> Uint64s:

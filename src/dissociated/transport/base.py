@@ -21,8 +21,9 @@ from dissociated.memory.region import AddressSpace
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.uri import Uri
 
-#: Supplies the memory for a tagged message, given its tag and length in bytes; raises to refuse it.
-Allocate: TypeAlias = Callable[[int, int], Buffer]
+#: Supplies the memory for a tagged message, given its tag and length in bytes, or for a run of messages, which has
+#: no tag; raises to refuse it.
+Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 
 class Connection(ABC):

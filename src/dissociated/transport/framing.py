@@ -34,9 +34,10 @@ MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
 _COALESCE = 512
-#: From how many messages on a run is worth its while, and how large those of a run may be.
-_MIN_RUN = 16
-_MAX_IN_RUN = 1 << 12
+#: From how many messages on a run is worth its while, and how many bytes one of them, and all, may have.
+_MIN_RUN = 8
+_MAX_IN_RUN = 1 << 16
+_MAX_RUN = 1 << 20
 #: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
@@ -76,13 +77,19 @@ def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
 
 def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
     """The bytes of these messages, in parts to be sent one after the other. Large parts are borrowed."""
+    return _encode(
+        *((FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED, tag or 0, parts) for tag, parts in messages)
+    )
+
+
+def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
     encoded: list[Buffer] = []
     small = bytearray()
-    for tag, parts in messages:
+    for kind, tag, parts in frames:
         length = sum(map(len, parts))
         if length > _LENGTH_MASK:
             raise LocalProtocolError(f"a message of {length} bytes is too long for a frame")
-        small += _head.pack((FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED) << 56 | length, tag or 0)
+        small += _head.pack(kind << 56 | length, tag)
         for part in parts:
             if len(part) <= _COALESCE:
                 small += part
@@ -103,21 +110,21 @@ def encode_runs(messages: Sequence[Message]) -> list[Buffer]:
     at = done = 0
     while at < len(messages):
         end = _run_end(messages, at)
-        if (end - at) // 2 < _MIN_RUN:
-            at = end
-            continue
-        encoded += encode_frames(messages[done:at])
-        encoded.append(_encode_run(messages[at:end]))
-        at = done = end
+        if (end - at) // 2 >= _MIN_RUN:
+            encoded += encode_frames(messages[done:at])
+            encoded += _encode_run(messages[at:end])
+            done = end
+        at = end
     return encoded + encode_frames(messages[done:])
 
 
 def _run_end(messages: Sequence[Message], at: int) -> int:
     """The end of the run that begins at `at`; at least the next message, which then is none."""
-    end, sizes = at, (-1, -1)
+    end, total, sizes = at, 0, (-1, -1)
     while end + 1 < len(messages) and messages[end].tag is None and messages[end + 1].tag is not None:
         these = _size(messages[end]), _size(messages[end + 1])
-        if max(these) > _MAX_IN_RUN or (end > at and these != sizes):
+        total += sum(these)
+        if max(these) > _MAX_IN_RUN or total > _MAX_RUN or (end > at and these != sizes):
             break
         sizes = these
         end += 2
@@ -128,13 +135,14 @@ def _size(message: Message) -> int:
     return sum(map(len, message.parts))
 
 
-def _encode_run(messages: Sequence[Message]) -> bytes:
-    pieces = [_run_head.pack(len(messages) // 2, _size(messages[0]), _size(messages[1]))]
-    pieces += (message.tag.to_bytes(8, "little") for message in messages[1::2] if message.tag is not None)
-    for kind in (messages[0::2], messages[1::2]):
-        pieces += (part for message in kind for part in message.parts)
-        pieces.append(_PADDING[sum(map(_size, kind)) % 8])
-    return encode_frame(FrameKind.RUN, 0, b"".join(pieces))
+def _encode_run(messages: Sequence[Message]) -> list[Buffer]:
+    """A RUN frame. It is put together as the parts of one message, which has its layout but for the kind."""
+    parts: list[Buffer] = [_run_head.pack(len(messages) // 2, _size(messages[0]), _size(messages[1]))]
+    parts += (message.tag.to_bytes(8, "little") for message in messages[1::2] if message.tag is not None)
+    for some in (messages[0::2], messages[1::2]):
+        parts += (part for message in some for part in message.parts)
+        parts.append(_PADDING[sum(map(_size, some)) % 8])
+    return _encode((FrameKind.RUN, 0, parts))
 
 
 def parse_run(payload: Buffer) -> Run:
@@ -216,7 +224,7 @@ class FrameReader:
                 self._lent = True
                 return Frame(kind, tag, payload)
         else:
-            payload = allocate(tag, length) if kind == FrameKind.TAGGED else bytearray(length)
+            payload = self._supply(kind, tag, length, allocate)
             self._begin += HEAD_SIZE
             self._read_large(memoryview(payload).cast("B"), timeout)
             self._fill(padded - length, timeout, inside=True)
@@ -228,6 +236,11 @@ class FrameReader:
     def detach(self) -> None:
         """Let go of whoever supplies the bytes: the stream has ended."""
         self._read_into = _ended
+
+    def _supply(self, kind: int, tag: int, length: int, allocate: Allocate) -> Buffer:
+        if kind == FrameKind.TAGGED:
+            return allocate(tag, length)
+        return allocate(None, length) if kind == FrameKind.RUN else bytearray(length)
 
     def _greet(self, timeout: float) -> None:
         whole = self._fill(len(PREAMBLE), timeout)

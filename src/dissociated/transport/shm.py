@@ -66,31 +66,23 @@ class ShmConnection(SocketConnection):
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def _read_into(self, memory: memoryview, timeout: float) -> int:
+    def _receive_into(self, memory: memoryview) -> int:
         if self._accepted:  # clients share nothing; a descriptor from one would be dropped by the kernel
-            return super()._read_into(memory, timeout)
-        while True:
-            try:
-                count, ancillary, flags, _ = self._socket.recvmsg_into(
-                    [memory],
-                    socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR),
-                    socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
-                )
-            except BlockingIOError:
-                self._wait_readable(timeout)
-                continue
-            for level, kind, data in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    whole = len(data) - len(data) % _DESCRIPTOR
-                    self._descriptors.extend(array.array("i", data[:whole]))
-            if flags & socket.MSG_CTRUNC:
-                raise TransportError(
-                    f"{self._peer} shared memory, but its descriptor was lost: this process has too many open "
-                    "(raise ulimit -n), or was sent too many at once"
-                )
-            if len(self._descriptors) > _MAX_DESCRIPTORS:
-                raise RemoteProtocolError(f"{self._peer} sends descriptors without the regions that they belong to")
-            return count
+            return super()._receive_into(memory)
+        space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR)
+        count, ancillary, flags, _ = self._socket.recvmsg_into([memory], space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(data) - len(data) % _DESCRIPTOR
+                self._descriptors.extend(array.array("i", data[:whole]))
+        if flags & socket.MSG_CTRUNC:
+            raise TransportError(
+                f"{self._peer} shared memory, but its descriptor was lost: this process has too many open "
+                "(raise ulimit -n), or was sent too many at once"
+            )
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            raise RemoteProtocolError(f"{self._peer} sends descriptors without the regions that they belong to")
+        return count
 
     def _region_shared(self, payload: bytes) -> None:
         if self._accepted:

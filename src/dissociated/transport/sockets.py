@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framing import (
     MAX_CONTROL,
+    MAX_UNTAGGED,
     PREAMBLE,
     Frame,
     FrameKind,
@@ -37,6 +39,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 12  # messages kept that arrived while sending
+_timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
 
@@ -67,10 +70,13 @@ class SocketConnection(Connection):
         sock.setblocking(True)
         self._socket = sock
         self._peer = peer
-        self._reader = FrameReader(self._read_into)
+        # Clients send no metadata: what a server takes of it is enough for telling them so.
+        self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
         self._greeted = False
+        self._torn = False  # whether a send broke off, so that nothing may follow
         self._arrived: deque[Frame | None] = deque()
         self._accepted = accepted
+        self._silence = 0.0  # the deadline that the kernel knows
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
@@ -111,7 +117,9 @@ class SocketConnection(Connection):
         return bool(self._arrived) or self._reader.buffered
 
     def abort(self, reason: str) -> None:
-        payload = reason.encode()[:MAX_CONTROL]
+        if self._torn:
+            return  # the peer would take it for the rest of what it is waiting for
+        payload = reason.encode(errors="backslashreplace")[:MAX_CONTROL]
         try:
             self._write([encode_frame(FrameKind.ABORT, 0, payload)], _ABORT_TIMEOUT)
         except (OSError, TransportError, DeadlineExceeded, RemoteProtocolError):
@@ -151,6 +159,7 @@ class SocketConnection(Connection):
             except BlockingIOError:
                 self._wait_writable(timeout)
                 continue
+            self._torn = True
             for part in window:
                 if sent < len(part):
                     offset += sent
@@ -158,6 +167,7 @@ class SocketConnection(Connection):
                 sent -= len(part)
                 at += 1
                 offset = 0
+        self._torn = False
 
     def _wait_writable(self, timeout: float) -> None:
         """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
@@ -176,21 +186,26 @@ class SocketConnection(Connection):
             self._arrived.append(frame)
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        while True:
-            try:
-                return self._socket.recv_into(memory, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._wait_readable(timeout)
+        self._set_silence(timeout)
+        try:
+            return self._receive_into(memory)
+        except BlockingIOError:
+            raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s") from None
 
-    def _wait_readable(self, timeout: float) -> None:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if not poll.poll(timeout * 1000):
-            raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
+    def _receive_into(self, memory: memoryview) -> int:
+        return self._socket.recv_into(memory)
+
+    def _set_silence(self, timeout: float) -> None:
+        """Let the kernel end a read after `timeout` seconds: one call a read, where polling needs two or three."""
+        if timeout != self._silence:
+            seconds, fraction = divmod(max(timeout, 0.001), 1)  # 0 would mean for ever
+            value = _timeval.pack(int(seconds), int(fraction * 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._silence = timeout
 
 
-def _refuse(tag: int, length: int) -> Buffer:
-    raise RemoteProtocolError(f"the peer sent {length} bytes with tag {tag:#x} while it should be receiving")
+def _refuse(tag: int | None, length: int) -> Buffer:
+    raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
 
 
 class SocketListener(Listener):
@@ -207,10 +222,14 @@ class SocketListener(Listener):
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    raise TransportError(f"cannot accept more connections: {error.strerror}") from error
-                return None  # closed
-            connection = self._welcome(accepted, address)
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return None  # closed
+                raise TransportError(f"cannot accept connections: {error.strerror}") from error
+            try:
+                connection = self._welcome(accepted, address)
+            except OSError:
+                accepted.close()  # it is gone already
+                continue
             if connection is not None:
                 return connection
 

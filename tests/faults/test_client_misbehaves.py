@@ -1,0 +1,314 @@
+"""A client that breaks the protocol: it is told why and loses its connection, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import RemoteError
+
+from .conftest import Good, wait_until
+from .peer import (
+    ABORT,
+    PREAMBLE,
+    REGION,
+    RUN,
+    SEALED,
+    TAGGED,
+    UNTAGGED,
+    RawConnection,
+    connect,
+    end,
+    frame,
+    free,
+    free_of,
+    head,
+    region,
+    want,
+    want_of,
+)
+
+Serve = Callable[..., Good]
+
+HANDSHAKE = 0.3  # seconds
+
+
+@contextmanager
+def other(good: Good, scheme: str) -> Iterator[RawConnection]:
+    """A connection by hand to a server whose other clients are served before, meanwhile and afterwards."""
+    (uri,) = (uri for uri in good.server.locations("good") if uri.startswith(scheme))
+    good.check()
+    with connect(uri) as connection:
+        yield connection
+        good.check()
+    wait_until(good.alone, "the server has let go of the connection")
+    good.check()
+
+
+def reason(connection: RawConnection) -> str:
+    """Why the server closes the connection: the last frame before the end, after whatever of the stream was sent."""
+    frames = connection.read_frames()
+    assert frames, "closed without a reason"
+    assert frames[-1].kind == ABORT
+    return frames[-1].payload.decode()
+
+
+class Case(NamedTuple):
+    name: str
+    data: bytes
+    phrase: str
+
+
+# The tags of a server are its own: these are put in where the cases leave them open.
+SOME, OTHER = 0x1122_3344_5566_7788, 0x99AA_BBCC_DDEE_FF00
+
+
+def tagged(payload: bytes, tag: int) -> bytes:
+    return frame(TAGGED, payload, tag)
+
+
+HANDSHAKES = [
+    Case("HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "does not speak dissociated's framing"),
+    Case("TLS", bytes.fromhex("160301020001fc0303") + bytes(100), "does not speak dissociated's framing"),
+    Case("zeros", bytes(1000), "does not speak dissociated's framing"),
+    Case("another version", b"DISSOC\x00\x07", "speaks version 7 of the framing"),
+    Case("unknown frame", PREAMBLE + head(6, 0), "unknown kind 6"),
+    Case("frame of all ones", PREAMBLE + b"\xff" * 16, "unknown kind 255"),
+    Case("untagged", PREAMBLE + frame(UNTAGGED, b"\x01\0\0\0\0"), "untagged message"),
+    Case("end of stream", PREAMBLE + end(0), "untagged message"),
+    Case("large untagged", PREAMBLE + head(UNTAGGED, 2**26), "bytes"),
+    Case("untagged beyond the cap", PREAMBLE + head(UNTAGGED, 2**26 + 1), "at most"),
+    Case("unknown tag", PREAMBLE + tagged(b"ticket", 12345), "unknown tag 0x0000000000003039"),
+    Case("request of 2 MiB", PREAMBLE + head(TAGGED, 2**21, SOME), "at most 1048576 are taken"),
+    Case("request of 2**55 bytes", PREAMBLE + head(TAGGED, 2**55, SOME), "at most 1048576 are taken"),
+    Case("unknown ticket", PREAMBLE + tagged(b"no such ticket", SOME), "no dataset has this ticket"),
+    Case("empty ticket", PREAMBLE + tagged(b"", SOME), "no dataset has this ticket"),
+    Case("ticket of zeros", PREAMBLE + tagged(bytes(70_000), SOME), "no dataset has this ticket"),
+    Case("free before want", PREAMBLE + tagged(bytes(8), OTHER), "not allowed while the sender of this stream is idle"),
+    Case("region", PREAMBLE + region(4096, 4096, SEALED), "shared memory"),
+    Case("large region frame", PREAMBLE + head(REGION, 2**17), "at most 65536 bytes"),
+    Case("abort", PREAMBLE + frame(ABORT, b"never mind \xff"), "never mind"),
+    Case("large abort", PREAMBLE + head(ABORT, 2**17), "at most 65536 bytes"),
+    Case("run", PREAMBLE + frame(RUN, struct.pack("<QQQQ", 1, 0, 0, 0)), "a run of messages"),
+    Case("run of nothing", PREAMBLE + frame(RUN), "cut off"),
+    Case("large run", PREAMBLE + head(RUN, 2**26), "bytes"),
+]
+
+
+def with_tags(data: bytes, uri: str) -> bytes:
+    data = data.replace(struct.pack("<Q", SOME), struct.pack("<Q", want_of(uri)))
+    free_tag = free_of(uri) if "free_data" in uri else want_of(uri) & ~0xFF | 0x100
+    return data.replace(struct.pack("<Q", OTHER), struct.pack("<Q", free_tag))
+
+
+@pytest.mark.parametrize("case", HANDSHAKES, ids=lambda case: case.name)
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_broken_request(serve: Serve, scheme: str, case: Case) -> None:
+    good = serve(f"{scheme}:" if scheme == "shm" else "tcp://127.0.0.1:0")
+    with other(good, scheme) as connection:
+        connection.send(with_tags(case.data, good.server.locations("good")[0]))
+        assert case.phrase in reason(connection)
+
+
+#: Where clients fall silent or hang up: before a word, and anywhere in their request.
+REQUEST = want(bytes(16), SOME)
+CUTS = [0, 3, 8, 9, 23, 24, 30, len(REQUEST) - 1]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_client_hangs_up(serve: Serve, cut: int) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0")
+    for scheme in "tcp", "shm":
+        with other(good, scheme) as connection:
+            connection.send(REQUEST[:cut])
+            connection.socket.shutdown(socket.SHUT_WR)
+            connection.hold()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_client_falls_silent(serve: Serve, cut: int) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0", handshake_timeout=HANDSHAKE)
+    for scheme in "tcp", "shm":
+        with other(good, scheme) as connection:
+            connection.send(REQUEST[:cut])
+            assert f"silent for {HANDSHAKE:g} s" in reason(connection)
+
+
+# While leases are held
+
+
+class Stream(NamedTuple):
+    """A stream in shared memory that was read to its end, with the addresses that are held, and how to free them."""
+
+    connection: RawConnection
+    held: list[int]
+    free_tag: int
+    want_tag: int
+
+
+@contextmanager
+def holding(good: Good) -> Iterator[Stream]:
+    uri = good.server.locations("good")[0]
+    assert uri.startswith("shm")
+    with other(good, "shm") as connection:
+        connection.send(want(good.server.ticket("good"), want_of(uri)))
+        yield Stream(connection, read_stream(connection), free_of(uri), want_of(uri))
+
+
+def read_stream(connection: RawConnection) -> list[int]:
+    """Read to the end of stream. Returns every address that must be given back."""
+    held: list[int] = []
+    while True:
+        kind, tag, payload = connection.read_frame()
+        if kind == UNTAGGED and payload[0] == 0:
+            return held
+        if kind == TAGGED and tag >> 56 == 1:
+            pairs = struct.unpack(f"<{len(payload) // 8}Q", payload)[2:]
+            held += (address for address, length in zip(pairs[::2], pairs[1::2], strict=True) if length)
+
+
+def test_stream_is_held_until_all_is_freed(serve: Serve) -> None:
+    # The cases below are variations of this one.
+    good = serve("shm:")
+    with holding(good) as stream:
+        assert len(stream.held) == 3 * 4  # batches of integers and of strings with validity and offsets
+        stream.connection.send(free(*stream.held[:5], tag=stream.free_tag))
+        stream.connection.send(free(*stream.held[5:], tag=stream.free_tag))
+        assert stream.connection.read_frames() == []
+
+
+FREES: dict[str, tuple[Callable[[Stream], bytes], str]] = {
+    "unknown address": (lambda s: free(12345, tag=s.free_tag), "freed the address 0x3039, which it does not hold"),
+    "address within a buffer": (lambda s: free(s.held[0] + 8, tag=s.free_tag), "which it does not hold"),
+    "the last address": (lambda s: free(2**64 - 1, tag=s.free_tag), "which it does not hold"),
+    "double free": (lambda s: free(s.held[0], s.held[0], tag=s.free_tag), "which it does not hold"),
+    "double free in two": (lambda s: free(s.held[0], tag=s.free_tag) * 2, "which it does not hold"),
+    "empty": (lambda s: frame(TAGGED, b"", s.free_tag), "free_data message of 0 bytes"),
+    "ragged": (lambda s: frame(TAGGED, bytes(12), s.free_tag), "free_data message of 12 bytes"),
+    "of 2**55 bytes": (lambda s: head(TAGGED, 2**55, s.free_tag), "at most 1048576 are taken"),
+    "second request": (lambda s: frame(TAGGED, b"ticket", s.want_tag), "want_data is not allowed"),
+    "second preamble": (lambda s: PREAMBLE + free(1, tag=s.free_tag), "it has no tag and at most"),
+    "region": (lambda s: region(0, 4096, SEALED), "shared memory"),
+    "untagged": (lambda s: frame(UNTAGGED, b"\0\0\0\0\0"), "untagged message"),
+}
+
+
+@pytest.mark.parametrize("name", FREES)
+def test_broken_free(serve: Serve, name: str) -> None:
+    make, phrase = FREES[name]
+    good = serve("shm:")
+    with holding(good) as stream:
+        stream.connection.send(make(stream))
+        assert phrase in reason(stream.connection)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 20])
+def test_client_hangs_up_within_a_free(serve: Serve, cut: int) -> None:
+    good = serve("shm:")
+    with holding(good) as stream:
+        stream.connection.send(free(*stream.held, tag=stream.free_tag)[:cut])
+
+
+def test_client_holds_for_too_long(serve: Serve) -> None:
+    good = serve("shm:", lease_timeout=HANDSHAKE)
+    with holding(good) as stream:
+        assert "silent" in reason(stream.connection)
+
+
+def test_descriptors_from_a_client(serve: Serve) -> None:
+    good = serve("shm:")
+    with holding(good) as stream:
+        with open("/dev/zero", "rb") as file:
+            stream.connection.send_with(free(stream.held[0], tag=stream.free_tag), [file.fileno()] * 100)
+            stream.connection.send_with(region(0, 4096, SEALED), [file.fileno()])
+        assert "shared memory" in reason(stream.connection)
+
+
+def test_descriptors_with_the_request(serve: Serve) -> None:
+    # They are dropped by the kernel, and that is all.
+    good = serve("shm:")
+    uri = good.server.locations("good")[0]
+    with other(good, "shm") as connection:
+        before = len(os.listdir("/proc/self/fd"))
+        with open("/dev/zero", "rb") as file:
+            connection.send_with(want(good.server.ticket("good"), want_of(uri)), [file.fileno()] * 100)
+        held = read_stream(connection)
+        assert len(os.listdir("/proc/self/fd")) <= before + len(connection.descriptors)
+        connection.send(free(*held, tag=free_of(uri)))
+        assert connection.read_frames() == []
+
+
+# Floods
+
+
+@pytest.fixture
+def large(serve: Serve) -> Good:
+    """A server whose dataset "large" does not fit in what a connection takes at once."""
+    good = serve("shm:", "tcp://127.0.0.1:0", stall_timeout=HANDSHAKE)
+    good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
+    return good
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
+    server = large.server
+    (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
+    with other(large, scheme) as connection:
+        connection.send(want(server.ticket("large"), want_of(uri)))
+        flood = frame(TAGGED, bytes(8), want_of(uri)) * 1000
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(10_000):
+                connection.send(flood)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_client_takes_nothing(large: Good, scheme: str) -> None:
+    # What it gets is cut off, and holds nothing that does not belong there: not even the reason.
+    server = large.server
+    (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
+    request = want(server.ticket("large"), want_of(uri))
+    with connect(uri) as whole:
+        whole.send(request)
+        expected = whole.read_rest()
+    with other(large, scheme) as connection:
+        connection.send(request)
+        wait_until(large.alone, "the server has given up")
+        got = connection.read_rest()
+    assert len(got) < len(expected)
+    assert expected.startswith(got)
+
+
+def test_flood_of_connections(serve: Serve, table: pa.Table) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0", max_connections=4)
+    for scheme in "tcp", "shm":
+        (uri,) = (uri for uri in good.server.locations("good") if uri.startswith(scheme))
+        silent = [connect(uri) for _ in range(4)]
+        wait_until(lambda: good.server.connections == 4, "the connections are counted")
+        for _ in range(20):  # the reason arrives, however fast the server has closed
+            with pytest.raises(RemoteError, match="takes no more connections"):
+                dis.open_stream(uri, good.server.ticket("good"), timeout=5)
+        silent.pop().close()
+        wait_until(lambda: good.server.connections == 3, "one has gone")
+        assert dis.open_stream(uri, good.server.ticket("good"), timeout=5).read_all().equals(table)
+        for connection in silent:
+            connection.close()
+        wait_until(good.alone, "all have gone")
+
+
+def test_many_at_once(serve: Serve) -> None:
+    # More than the listeners keep waiting, each breaking off in its own way.
+    good = serve("shm:", "tcp://127.0.0.1:0")
+    for uri in good.server.locations("good"):
+        request = want(good.server.ticket("good"), want_of(uri))
+        for n in range(200):
+            with connect(uri) as connection:
+                connection.send(request[: n % (len(request) + 1)])
+    good.check()
