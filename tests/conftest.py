@@ -29,7 +29,9 @@ Serve = Callable[..., dis.Server]
 
 def connections_left(server: dis.Server) -> int:
     """How many connections of `server` are still open, after each had time to end."""
-    _join(list(server._connections.values()))
+    with server._lock:
+        threads = list(server._connections.values())
+    _join(threads)
     return server.connections
 
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, UriError
+from dissociated.errors import ColumnNotFound, ConnectionClosed, RemoteProtocolError, UriError
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
-from dissociated.message import Message
+from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
 from dissociated.stream import Deliveries, Stream
@@ -54,7 +54,11 @@ def open_stream(
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
         for connection, tag in zip(opened, tags, strict=True):
-            connection.send([Message(tag, (ticket,))], timeout)
+            try:
+                connection.send([Message(tag, (ticket,))], timeout)
+            except ConnectionClosed:
+                connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
+                raise
         stream = Stream(opened, uris[-1].free_data, timeout, max_body)
         connections.pop_all()  # the stream owns them now
     deliveries = stream.deliveries()
@@ -71,6 +75,10 @@ def open_stream(
         stream.settle()
         raise
     return _rows_alone(reader) if columns is not None and not columns else reader
+
+
+def _nothing(tag: int | None, length: int) -> Buffer:
+    raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything")
 
 
 def _read_in_place(

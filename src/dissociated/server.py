@@ -51,6 +51,7 @@ _TAGS = Tags(
 
 _MAX_REQUEST = 1 << 20  # bytes of a message from a client
 _JOIN_TIMEOUT = 5.0
+_PAUSE = 0.2  # seconds, before the next try to accept
 
 
 class Server:
@@ -91,6 +92,7 @@ class Server:
         self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
         self._closed = False
+        self._ended = threading.Event()
         try:
             for text in listen:
                 uri = Uri.parse(text)
@@ -223,23 +225,36 @@ class Server:
     # Connections
 
     def _accept(self, listener: Listener) -> None:
+        complained = False
         while True:
             try:
                 connection = listener.accept()
-            except TransportError as error:
-                _log.warning("%s: %s", listener.uri, error)
+            except TransportError as error:  # out of descriptors: some will be closed, and the client waits
+                if not complained:
+                    _log.warning("%s: %s; trying again", listener.uri, error)
+                complained = True
+                self._ended.wait(_PAUSE)
                 continue
             if connection is None:
                 return
-            with self._lock:
-                refused = self._closed or len(self._connections) >= self.max_connections
-                if not refused:
-                    thread = threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True)
-                    self._connections[connection] = thread
-                    thread.start()  # within the lock: `close` joins whatever it finds
-            if refused:
-                connection.abort("the server takes no more connections")
+            complained = False
+            if not self._start(connection):
+                connection.abort("the server takes no more connections now: try again later")
                 connection.close()
+
+    def _start(self, connection: Connection) -> bool:
+        """Serve `connection` in a thread of its own. False where there can be no more."""
+        thread = threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True)
+        with self._lock:
+            if self._closed or len(self._connections) >= self.max_connections:
+                return False
+            try:
+                thread.start()  # within the lock: `close` joins whatever it finds
+            except RuntimeError as error:
+                _log.warning("%r: %s", connection, error)
+                return False
+            self._connections[connection] = thread
+        return True
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -269,6 +284,7 @@ class Server:
             if self._closed:
                 return
             self._closed = True
+        self._ended.set()
         if self._catalog is not None:
             self._catalog.close()
         for listener in self._listeners:
@@ -318,6 +334,9 @@ class _Session:
                 self._sender.drained()
         except DissociatedError as error:
             self._connection.abort(str(error))
+            raise
+        except Exception:
+            self._connection.abort("the server failed for a reason that its log tells")
             raise
         finally:
             self._ledger.release_all()

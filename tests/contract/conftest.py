@@ -63,7 +63,7 @@ class Route:
     def start(self) -> None:
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
-            dis.Server([MEDIA[self.way.medium]], catalog=None, inline_limit=limit)
+            dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit)
             for _ in range(2 if self.way.arrangement == "apart" else 1)
         ]
 
@@ -114,34 +114,46 @@ def _has_ipv6() -> bool:
         return False
 
 
-def _started(way: Way) -> Route:
-    if way.medium == "tcp6" and not _has_ipv6():
+def listening(medium: str) -> str:
+    """Where a server of this medium listens."""
+    if medium == "tcp6" and not _has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
-    return Route(way)
+    return MEDIA[medium]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
-def _shared_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    with leaving_nothing(), closing(_started(request.param)) as route:
+def _run(way: Way) -> Iterator[Route]:
+    with leaving_nothing(), closing(Route(way)) as route:
         yield route
 
 
-@pytest.fixture
-def route(_shared_route: Route) -> Iterator[Route]:
-    """Every way there is. No test leaves a connection to the next one."""
-    yield _shared_route
-    if _shared_route.connections:  # a test that failed keeps its variables: the next one shall not suffer
-        _shared_route.close()
-        _shared_route.start()
+def _check(route: Route) -> Iterator[Route]:
+    yield route
+    if route.connections:  # a test that failed keeps its variables: the next one shall not suffer
+        route.close()
+        route.start()
         pytest.fail("connections are left open")
 
 
-@pytest.fixture(params=[Way(medium) for medium in MEDIA], ids=lambda way: way.medium)
-def direct(request: pytest.FixtureRequest) -> Iterator[Route]:
-    """One connection over each transport, with a server of its own."""
-    with leaving_nothing(), closing(_started(request.param)) as route:
-        yield route
-        assert route.connections == 0
+@pytest.fixture(scope="session", params=WAYS, ids=str)
+def _any_route(request: pytest.FixtureRequest) -> Iterator[Route]:
+    yield from _run(request.param)
+
+
+@pytest.fixture
+def route(_any_route: Route) -> Iterator[Route]:
+    """Every way there is. No test leaves a connection to the next one."""
+    yield from _check(_any_route)
+
+
+@pytest.fixture(scope="session", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
+def _direct_route(request: pytest.FixtureRequest) -> Iterator[Route]:
+    yield from _run(request.param)
+
+
+@pytest.fixture
+def direct(_direct_route: Route) -> Iterator[Route]:
+    """Every way that is one connection."""
+    yield from _check(_direct_route)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,20 +9,26 @@ from arrow_cases import ARRAYS, batches
 from .conftest import Route
 
 
-@pytest.mark.parametrize("type_", ARRAYS)
-def test_batches_of_a_live_source_arrive_as_they_are(route: Route, type_: str) -> None:
-    sent = batches(ARRAYS[type_])
+def check(route: Route, sent: list[pa.RecordBatch]) -> None:
+    """Once from a live source, batch by batch, and once from a table."""
     schema, arrived = route.read(lambda: pa.RecordBatchReader.from_batches(sent[0].schema, sent))
     assert schema.equals(sent[0].schema, check_metadata=True)
     assert arrived == sent
+    schema, arrived = route.read(pa.Table.from_batches(sent))
+    assert schema.equals(sent[0].schema, check_metadata=True)
+    assert pa.Table.from_batches(arrived) == pa.Table.from_batches(sent)
 
 
 @pytest.mark.parametrize("type_", ARRAYS)
-def test_tables_arrive_as_they_are(route: Route, type_: str) -> None:
-    sent = pa.Table.from_batches(batches(ARRAYS[type_]))
-    schema, arrived = route.read(sent)
-    assert schema.equals(sent.schema, check_metadata=True)
-    assert pa.Table.from_batches(arrived) == sent
+def test_each_type(direct: Route, type_: str) -> None:
+    check(direct, batches(ARRAYS[type_]))
+
+
+def test_all_types_side_by_side(route: Route) -> None:
+    whole = [batches(arrays) for arrays in ARRAYS.values()]
+    columns = [[column for batch in side_by_side for column in batch.columns] for side_by_side in zip(*whole, strict=True)]
+    names = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, whole, strict=True) for name in batch.schema.names]
+    check(route, [pa.record_batch(some, names) for some in columns])
 
 
 def test_an_extension_type_that_the_reader_does_not_know_arrives_as_its_storage(route: Route) -> None:

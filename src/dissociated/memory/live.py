@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 from dissociated.memory.region import reserve_base
 from dissociated.memory.shared import Backing, create_memfd, explained, reopen_read_only, seal, write_parts
@@ -43,12 +44,15 @@ class LiveRegion:
         self._bodies: dict[int, _Body] = {}  # by each address that is held
         self._offset = 0
         self.unfreed = 0
-        with explained(f"shared memory for {name}"):
+        with explained(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
+            undo.callback(os.close, self._writable)
             os.ftruncate(self._writable, _SPAN)
             seal(self._writable, Backing.LIVE)
             self.descriptor = reopen_read_only(self._writable)
+            undo.callback(os.close, self.descriptor)
             self._mapping = mmap.mmap(self._writable, _SPAN)
+            undo.pop_all()
 
     def has_room(self, length: int) -> bool:
         """Whether a body of `length` bytes may be written now."""

@@ -148,8 +148,12 @@ class SegmentWriter:
     def close(self) -> None:
         """End the stream. The file may now be read by anyone."""
         if self._open:
-            with explained(f"writing {self.path}"):
-                self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
+            try:
+                with explained(f"writing {self.path}"):
+                    self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
+            except StoreError:
+                self.abort()
+                raise
             os.close(self._descriptor)
             self._open = False
 

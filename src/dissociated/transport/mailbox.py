@@ -20,7 +20,8 @@ class Mailbox(Generic[T]):
         self._bytes = 0
         self._changed = threading.Condition()
         self._closed = False
-        self._error: DissociatedError | None = None
+        # Not the error itself: its traceback would keep everything that its receiver holds until the GC comes by.
+        self._error: tuple[type[DissociatedError], str] | None = None
 
     def put(self, item: T, size: int, timeout: float | None) -> None:
         """Add an item, waiting for room. Raises ConnectionClosed once closed, DeadlineExceeded after `timeout`.
@@ -45,7 +46,8 @@ class Mailbox(Generic[T]):
                 raise DeadlineExceeded(f"the peer was silent for {timeout:g} s")
             if not self._items:
                 if self._error is not None:
-                    raise self._error
+                    kind, reason = self._error
+                    raise kind(reason)
                 return None
             item, size = self._items.popleft()
             self._bytes -= size
@@ -59,5 +61,5 @@ class Mailbox(Generic[T]):
         """Accept no more items. What is there can still be taken; then comes `error`, if one is given."""
         with self._changed:
             if not self._closed:
-                self._closed, self._error = True, error
+                self._closed, self._error = True, None if error is None else (type(error), str(error))
             self._changed.notify_all()
