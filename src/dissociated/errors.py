@@ -13,8 +13,9 @@
     ├── SourceError              what was given to publish cannot be read
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
-    └── CatalogError             the catalog cannot be reached or refuses
-        └── DatasetNotFound      no dataset of that name, also a KeyError
+    ├── CatalogError             the catalog cannot be reached or refuses
+    │   └── DatasetNotFound      no dataset of that name, also a KeyError
+    └── JavaNotFound             there is no Java that Spark could run on
 
 Anything else that escapes is a bug of ours.
 """
@@ -84,3 +85,7 @@ class DatasetNotFound(CatalogError, KeyError):
     """The catalog knows no dataset of that name."""
 
     __str__ = Exception.__str__  # KeyError would print the repr
+
+
+class JavaNotFound(DissociatedError):
+    """There is no Java that Spark could run on."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dissociated as dis
-from dissociated.spark import JavaNotFound, java_home, session
+from dissociated.errors import JavaNotFound
+from dissociated.spark import java_home, session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

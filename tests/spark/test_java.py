@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dissociated.spark import JavaNotFound, java_home
+from dissociated.errors import JavaNotFound
+from dissociated.spark import java_home
 from dissociated.spark.java import OPTIONAL_MODULE
 
 SPARK_ON_ANY_JAVA = """

@@ -12,7 +12,7 @@
 Needs `pip install 'dissociated[spark]'`. Importing this package does not import pyspark.
 """
 
-from dissociated.spark.java import JavaNotFound, java_home
+from dissociated.spark.java import java_home
 from dissociated.spark.session import publish, session
 
-__all__ = ["JavaNotFound", "java_home", "publish", "session"]
+__all__ = ["java_home", "publish", "session"]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dissociated.errors import DissociatedError
+from dissociated.errors import JavaNotFound
 
 MINIMUM_VERSION = 17
 """Spark 4 needs this Java, or a later one."""
@@ -33,10 +33,6 @@ for argument do
 done
 exec {java} "$@"
 """
-
-
-class JavaNotFound(DissociatedError):
-    """There is no Java that Spark could run on."""
 
 
 class _Java(NamedTuple):

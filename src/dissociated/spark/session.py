@@ -22,7 +22,7 @@ def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str
     Any other setting goes by its own name, and wins over those of this function:
     `session(**{"spark.driver.memory": "16g"})`.
 
-    Finds a Java by itself; raises `dissociated.spark.JavaNotFound` where there is none.
+    Finds a Java by itself; raises JavaNotFound where there is none.
     """
     from pyspark.sql import SparkSession
 

@@ -6,6 +6,7 @@ Arrow tool can read the same file.
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Iterable
@@ -117,18 +118,18 @@ def _parts(message: SplitMessage) -> list[Buffer]:
 class SegmentWriter:
     """Writes an IPC stream to a new file, one copy of each batch, in one system call.
 
-    The file is whole only after `close`. Leaving the `with` by an exception removes it.
-    Raises StoreError where the file exists already or there is no space left.
+    The file has a name only after `close`: a writer that is killed leaves nothing behind. Leaving the `with` by an
+    exception discards it. Raises StoreError where the file exists already or there is no space left.
     """
 
     def __init__(self, path: str | Path, schema: pa.Schema, options: pa.ipc.IpcWriteOptions | None = None) -> None:
         self.path = Path(path)
         self.rows = 0
         self._splitter = Splitter(schema, options)
-        with explained(f"creating {self.path}"):
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._offset = 0
         self._open = True
+        with explained(f"creating {self.path}"):
+            self._descriptor, self._named = _create(self.path)
         try:
             self._append([self._splitter.schema_message])
         except BaseException:
@@ -146,23 +147,28 @@ class SegmentWriter:
         self.rows += batch.num_rows
 
     def close(self) -> None:
-        """End the stream. The file may now be read by anyone."""
-        if self._open:
-            try:
-                with explained(f"writing {self.path}"):
-                    self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
-            except StoreError:
-                self.abort()
-                raise
-            os.close(self._descriptor)
-            self._open = False
+        """End the stream. The file may now be read by anyone who finds it."""
+        if not self._open:
+            return
+        try:
+            with explained(f"writing {self.path}"):
+                self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
+                if not self._named:
+                    os.link(f"/proc/self/fd/{self._descriptor}", self.path, follow_symlinks=True)
+                    self._named = True
+        except StoreError:
+            self.abort()
+            raise
+        os.close(self._descriptor)
+        self._open = False
 
     def abort(self) -> None:
-        """Remove the file. Does nothing after `close`."""
+        """Discard the file. Does nothing after `close`."""
         if self._open:
             os.close(self._descriptor)
             self._open = False
-            self.path.unlink(missing_ok=True)
+            if self._named:
+                self.path.unlink(missing_ok=True)
 
     def _append(self, messages: Iterable[SplitMessage]) -> None:
         parts = [part for message in messages for part in _parts(message)]
@@ -179,3 +185,15 @@ class SegmentWriter:
             self.close()
         else:
             self.abort()
+
+
+def _create(path: Path) -> tuple[int, bool]:
+    """A new file to write, and whether it has its name already: some file systems know no files without."""
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    try:
+        return os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600), False
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), True

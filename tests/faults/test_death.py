@@ -1,0 +1,376 @@
+"""Peers that are killed or stopped, for real, at each stage of a stream."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import textwrap
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
+
+from .conftest import PEER, Good, wait_until
+from .content import BASE, BODY, GOOD, META, SCHEMA, TABLE
+from .peer import (
+    ADDRESSES,
+    LIVE,
+    PATIENCE,
+    PREAMBLE,
+    SEALED,
+    WANT,
+    addresses,
+    body,
+    end,
+    free,
+    free_of,
+    want,
+    want_of,
+)
+
+Serve = Callable[..., Good]
+Spawn = Callable[..., subprocess.Popen[str]]
+
+SILENCE = 0.3  # seconds
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    said = process.stdout.readline().strip()
+    assert said, "the process ended"
+    return said
+
+
+# Servers
+
+BY_ADDRESS = SCHEMA + META + body(1, addresses((0, 0), (BASE, 8000)), ADDRESSES)
+
+#: How far a server comes before its end, as steps of `peer.play`.
+SERVER_STAGES: dict[str, list[list[object]]] = {
+    "accepted": [],
+    "before want_data": [["send", PREAMBLE.hex()]],
+    "after want_data": [["read", 1]],
+    "after its greeting": [["read", 1], ["send", PREAMBLE.hex()]],
+    "within the schema": [["read", 1], ["send", (PREAMBLE + SCHEMA[:50]).hex()]],
+    "after the schema": [["read", 1], ["send", (PREAMBLE + SCHEMA).hex()]],
+    "between metadata and body": [["read", 1], ["send", (PREAMBLE + SCHEMA + META).hex()]],
+    "within a body": [["read", 1], ["send", (PREAMBLE + SCHEMA + META + body(1, BODY)[:4000]).hex()]],
+    "before the end of stream": [["read", 1], ["send", (PREAMBLE + SCHEMA + META + body(1, BODY)).hex()]],
+    "within the end of stream": [["read", 1], ["send", GOOD[:-3].hex()]],
+    "with its memory shared": [["read", 1], ["send", PREAMBLE.hex()], ["region", BASE, 8192, SEALED]],
+    "with leases": [
+        ["read", 1],
+        ["send", PREAMBLE.hex()],
+        ["region", BASE, 8192, SEALED],
+        ["send", BY_ADDRESS.hex()],
+    ],
+    "with leases of live memory": [
+        ["read", 1],
+        ["send", PREAMBLE.hex()],
+        ["region", BASE, 8192, LIVE],
+        ["send", BY_ADDRESS.hex()],
+    ],
+}
+
+
+def start_server(spawn: Spawn, scheme: str, runtime: str, stage: str) -> tuple[subprocess.Popen[str], str]:
+    steps = [*SERVER_STAGES[stage], ["reached"], ["hold"]]
+    process = spawn(PEER, "server", scheme, f"{runtime}/peer.sock", say=json.dumps(steps))
+    return process, line(process)
+
+
+@pytest.mark.parametrize("stage", SERVER_STAGES)
+def test_server_is_killed(spawn: Spawn, runtime: str, stage: str) -> None:
+    process, uri = start_server(spawn, "shm", runtime, stage)
+
+    def kill_then(reader: pa.RecordBatchReader | None) -> None:
+        assert line(process) == "reached"
+        process.kill()
+        process.wait(PATIENCE)
+
+    # Reading goes on in a thread of its own, until the server is dead.
+    failures: list[BaseException] = []
+    done = []
+
+    def read() -> None:
+        try:
+            done.append(dis.open_stream(uri, b"ticket", timeout=PATIENCE).read_all())
+        except BaseException as error:
+            failures.append(error.with_traceback(None))
+
+    import threading
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    kill_then(None)
+    reader.join(PATIENCE)
+    assert not reader.is_alive()
+    assert not done
+    (failure,) = failures
+    assert type(failure) in (ConnectionClosed, RemoteProtocolError), failure
+    assert "the peer closed the" in str(failure)
+    os.unlink(f"{runtime}/peer.sock")
+
+
+@pytest.mark.parametrize("stage", SERVER_STAGES)
+def test_server_is_stopped(spawn: Spawn, runtime: str, stage: str) -> None:
+    process, uri = start_server(spawn, "shm", runtime, stage)
+    process.send_signal(signal.SIGSTOP)  # at that stage or before: silent it is
+    with pytest.raises(DeadlineExceeded, match=f"silent for {SILENCE:g} s"):
+        dis.open_stream(uri, b"ticket", timeout=SILENCE).read_all()
+    os.unlink(f"{runtime}/peer.sock")
+
+
+def test_server_is_killed_after_the_end_of_stream(spawn: Spawn, runtime: str) -> None:
+    # What came by address stays readable: the mapping is the client's own.
+    steps = [*SERVER_STAGES["with leases"], ["send", end(2).hex()], ["hold"]]
+    process = spawn(PEER, "server", "shm", f"{runtime}/peer.sock", say=json.dumps(steps))
+    table = dis.open_stream(line(process), b"ticket", timeout=PATIENCE).read_all()
+    process.kill()
+    process.wait(PATIENCE)
+    assert table["n"].to_pylist() == [0] * 1000
+    del table  # nobody takes it back any more
+    os.unlink(f"{runtime}/peer.sock")
+
+
+SERVER = textwrap.dedent(
+    """
+    import sys, threading
+    import pyarrow as pa
+    import dissociated as dis
+
+    numbers = pa.table({"n": pa.array(range(1 << 20), pa.int64())})
+    stuck = threading.Event()
+
+    def source():
+        yield numbers.to_batches(max_chunksize=1 << 16)[0]
+        print("reached", flush=True)
+        stuck.wait()
+
+    server = dis.Server(["shm:", "tcp://127.0.0.1:0"], catalog=None)
+    server.publish("numbers", numbers)
+    server.publish("stuck", lambda: pa.RecordBatchReader.from_batches(numbers.schema, source()))
+    for name in "numbers", "stuck":
+        print(server.ticket(name).hex(), *server.locations(name), flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+def real_server(spawn: Spawn) -> tuple[subprocess.Popen[str], tuple[bytes, list[str]], tuple[bytes, list[str]]]:
+    process = spawn("-c", SERVER)
+
+    def dataset() -> tuple[bytes, list[str]]:
+        ticket, *uris = line(process).split()
+        return bytes.fromhex(ticket), uris
+
+    return process, dataset(), dataset()
+
+
+def test_real_server_is_killed(spawn: Spawn, runtime: str) -> None:
+    process, (ticket, (shm, tcp)), (stuck, stuck_uris) = real_server(spawn)
+    held = dis.open_stream(shm, ticket, timeout=PATIENCE).read_all()
+    readers = [dis.open_stream(uri, stuck, timeout=PATIENCE) for uri in stuck_uris]
+    batches = [reader.read_next_batch() for reader in readers]
+    for _ in readers:
+        assert line(process) == "reached"
+    process.kill()
+    process.wait(PATIENCE)
+    for reader in readers:
+        with pytest.raises((ConnectionClosed, RemoteProtocolError), match="the peer closed the"):
+            reader.read_next_batch()
+        with pytest.raises((ConnectionClosed, RemoteProtocolError)):  # not an end
+            reader.read_next_batch()
+    for uri in shm, tcp:
+        with pytest.raises(TransportError, match="refused"):
+            dis.open_stream(uri, ticket, timeout=PATIENCE)
+    assert held["n"].to_pylist() == list(range(1 << 20))
+    for batch in batches:
+        assert batch["n"].to_pylist() == list(range(1 << 16))
+    del held, readers, reader, batches, batch
+
+
+def test_what_a_killed_server_leaves_is_removed_by_the_next(spawn: Spawn, runtime: str, serve: Serve) -> None:
+    process, _, _ = real_server(spawn)
+    sockets = os.listdir(f"{runtime}/dissociated")
+    assert len(sockets) == 1
+    good = serve("shm:")
+    assert len(os.listdir(f"{runtime}/dissociated")) == 2, "that of a server that lives is left alone"
+    process.kill()
+    process.wait(PATIENCE)
+    assert os.path.exists(f"{runtime}/dissociated/{sockets[0]}")
+    good = serve("shm:")
+    good.check()
+    assert not os.path.exists(f"{runtime}/dissociated/{sockets[0]}")
+    assert len(os.listdir(f"{runtime}/dissociated")) == 2
+
+
+def test_path_of_a_killed_server_can_be_used_again(spawn: Spawn, runtime: str, serve: Serve) -> None:
+    path = f"{runtime}/own.sock"
+    script = f"import dissociated, sys; s = dissociated.Server(['shm://{path}'], catalog=None); print('up'); sys.stdin.read()"
+    process = spawn("-uc", script)
+    assert line(process) == "up"
+    with pytest.raises(TransportError, match="in use"):
+        dis.Server([f"shm://{path}"], catalog=None)
+    process.kill()
+    process.wait(PATIENCE)
+    serve(f"shm://{path}").check()
+
+
+def test_real_server_is_stopped(spawn: Spawn, runtime: str) -> None:
+    process, (ticket, uris), _ = real_server(spawn)
+    process.send_signal(signal.SIGSTOP)
+    for uri in uris:  # the kernel still accepts connections
+        with pytest.raises(DeadlineExceeded, match="silent"):
+            dis.open_stream(uri, ticket, timeout=SILENCE)
+    process.send_signal(signal.SIGCONT)
+    for uri in uris:
+        assert dis.open_stream(uri, ticket, timeout=PATIENCE).read_all().num_rows == 1 << 20
+    process.kill()
+    process.wait(PATIENCE)
+
+
+# Clients
+
+
+def client_stages(uri: str, ticket: bytes) -> dict[str, list[list[object]]]:
+    request = want(ticket, want_of(uri))
+    return {
+        "before a word": [],
+        "within the handshake": [["send", request[:5].hex()]],
+        "before want_data": [["send", request[:8].hex()]],
+        "within want_data": [["send", request[:30].hex()]],
+        "after want_data": [["send", request.hex()]],
+        "within the stream": [["send", request.hex()], ["read", 1]],
+    }
+
+
+STAGES = list(client_stages("?want_data=1", b""))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_client_is_killed(serve: Serve, spawn: Spawn, scheme: str, stage: str) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0")
+    good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
+    (uri,) = (uri for uri in good.server.locations("large", bodies="packed") if uri.startswith(scheme))
+    steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["hold"]]
+    if stage in ("after want_data", "within the stream"):
+        steps[-1] = ["sleep"]
+    process = spawn(PEER, "client", scheme, uri.partition("://")[2].partition("?")[0], say=json.dumps(steps))
+    assert line(process) == "reached"
+    wait_until(lambda: good.server.connections == 1, "the server has accepted")
+    good.check()
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+    good.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_client_is_stopped(serve: Serve, spawn: Spawn, stage: str) -> None:
+    good = serve("tcp://127.0.0.1:0", handshake_timeout=SILENCE, stall_timeout=SILENCE)
+    good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
+    (uri,) = good.server.locations("large")
+    steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["sleep"]]
+    process = spawn(PEER, "client", "tcp", uri.partition("://")[2].partition("?")[0], say=json.dumps(steps))
+    assert line(process) == "reached"
+    process.send_signal(signal.SIGSTOP)
+    good.check()
+    wait_until(good.alone, "the server has given up")
+    good.check()
+
+
+def test_client_is_killed_while_it_holds_leases(serve: Serve, spawn: Spawn) -> None:
+    good = serve("shm:")
+    (uri,) = good.server.locations("good")
+    request = want(good.server.ticket("good"), want_of(uri))
+    steps = [["send", request.hex()], ["stream"], ["reached"], ["sleep"]]
+    process = spawn(PEER, "client", "shm", uri.partition("://")[2].partition("?")[0], say=json.dumps(steps))
+    assert line(process) == "reached"
+    good.check()
+    assert good.server.connections >= 1
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+
+
+CLIENT = textwrap.dedent(
+    """
+    import os, sys
+    import dissociated as dis
+
+    uri, ticket, batches = sys.argv[1:]
+    reader = dis.open_stream(uri, bytes.fromhex(ticket))
+    held = [reader.read_next_batch() for _ in range(int(batches))]
+    print("reached", flush=True)
+    sys.stdin.read()
+    """
+)
+
+
+@pytest.mark.parametrize("bodies", ["any", "packed"])
+def test_real_clients_are_killed_within_a_live_stream(serve: Serve, spawn: Spawn, bodies: str) -> None:
+    # A stream without end, into memory that is full until the client gives something back.
+    batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
+
+    def for_ever() -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1)))
+
+    good = serve("shm:", live_limit=1 << 22)
+    good.server.publish("live", for_ever)
+    (uri,) = good.server.locations("live", bodies=bodies)
+    ticket = good.server.ticket("live")
+    processes = [spawn("-c", CLIENT, uri, ticket.hex(), "3") for _ in range(2)]
+    for process in processes:
+        assert line(process) == "reached"
+    good.check()
+    assert good.server.connections >= 2
+    processes[0].kill()
+    processes[0].wait(PATIENCE)
+    wait_until(lambda: good.server.connections == 1, "the server has noticed")
+    good.check()
+    processes[1].send_signal(signal.SIGKILL)
+    processes[1].wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+
+
+def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0")
+    script = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
+    good.server.publish("large", pa.Table.from_batches([pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})] * 40))
+    for uri in good.server.locations("large", bodies="packed"):
+        process = spawn("-c", script, uri, good.server.ticket("large").hex(), "1")
+        assert line(process) == "reached"
+        process.send_signal(signal.SIGSTOP)
+        good.check()
+        process.send_signal(signal.SIGCONT)
+        assert line(process) == str(39 << 16)
+        assert process.wait(PATIENCE) == 0
+
+
+def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0")
+    script = CLIENT.replace("sys.stdin.read()", "")
+    for uri in good.server.locations("good"):
+        process = spawn("-c", script, uri, good.server.ticket("good").hex(), "1")
+        assert line(process) == "reached"
+        assert process.wait(PATIENCE) == 0
+        wait_until(good.alone, "the server has noticed")
+
+
+# One of two connections
+
+
+@pytest.mark.parametrize("which", ["metadata", "bodies"])
+def test_one_of_two_servers_dies(serve: Serve, spawn: Spawn, runtime: str, which: str) -> None:
+    # The other one goes on; the client does not wait for ever.
+    del which
