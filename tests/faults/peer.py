@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -83,6 +85,10 @@ class Frame(NamedTuple):
     kind: int
     tag: int
     payload: bytes
+
+
+def is_end(received: Frame) -> bool:
+    return received.kind == UNTAGGED and received.payload[0] == 0
 
 
 class RawConnection:
@@ -250,9 +256,8 @@ def free_of(uri: str) -> int:
 
 
 def play(connection: RawConnection, steps: list[list[Any]], say: Callable[[str], None]) -> None:
-    """Steps: send HEX; region BASE SIZE BACKING (a memfd of zeros, sealed as it must be); read N frames;
-    reached (tell the parent); hold."""
-    import fcntl
+    """Steps: send HEX; region BASE SIZE BACKING (a memfd of zeros, sealed as it must be); read N frames; stream (read to
+    its end); reached (tell the parent); hold (until the peer hangs up); sleep (for ever)."""
 
     for name, *rest in steps:
         if name == "send":
@@ -272,6 +277,11 @@ def play(connection: RawConnection, steps: list[list[Any]], say: Callable[[str],
                 connection.read_frame()
         elif name == "reached":
             say("reached")
+        elif name == "stream":
+            while not is_end(connection.read_frame()):
+                pass
+        elif name == "sleep":
+            signal.pause()
         elif name == "hold":
             connection.socket.settimeout(None)
             connection.hold()

@@ -154,7 +154,9 @@ class SegmentWriter:
             with explained(f"writing {self.path}"):
                 self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
                 if not self._named:
-                    os.link(f"/proc/self/fd/{self._descriptor}", self.path, follow_symlinks=True)
+                    # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
+                    source = f"/proc/self/fd/{self._descriptor}"
+                    os.link(source, self.path, src_dir_fd=self._descriptor, follow_symlinks=True)
                     self._named = True
         except StoreError:
             self.abort()

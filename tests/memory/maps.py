@@ -1,0 +1,60 @@
+"""Where memory comes from, by the account of the operating system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+
+class Mapping(NamedTuple):
+    """One line of /proc/self/maps."""
+
+    start: int
+    end: int
+    permissions: str
+    path: str
+
+
+def mappings() -> list[Mapping]:
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(number, 16) for number in span.split("-"))
+        found.append(Mapping(start, end, permissions, path[0] if path else ""))
+    return found
+
+
+def buffers(array: pa.Array) -> Iterator[pa.Buffer]:
+    """All buffers of an array that have bytes, those of its dictionary too."""
+    yield from (buffer for buffer in array.buffers() if buffer is not None and buffer.size)
+    if pa.types.is_dictionary(array.type):
+        yield from buffers(array.dictionary)
+
+
+def origins(batches: list[pa.RecordBatch]) -> set[tuple[str, str]]:
+    """Permissions and paths of the mappings that all buffers of these batches lie in, whole."""
+    known = mappings()
+    found = set()
+    for batch in batches:
+        for column in batch.columns:
+            for buffer in buffers(column):
+                (home,) = (m for m in known if m.start <= buffer.address and buffer.address + buffer.size <= m.end)
+                found.add((home.permissions, home.path))
+    return found
+
+
+def shared_bytes(name: str) -> int:
+    """How much memory the memfds of this name hold, as the server that owns them sees it."""
+    blocks = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{entry}") == f"/memfd:dissociated:{name} (deleted)":
+                status = os.stat(f"/proc/self/fd/{entry}")
+                blocks[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:
+            pass  # closed since
+    return sum(blocks.values())

@@ -1,0 +1,208 @@
+"""What a reader is promised: no copies, memory that goes back when it is no longer used, and not before.
+
+None of this is promised by pyarrow's documentation: a release that changes it shall fail here, not make users slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from conftest import Serve, connections_left
+
+import dissociated as dis
+
+from .maps import origins, shared_bytes
+
+MB = 1 << 20
+BATCHES = [
+    pa.record_batch(
+        {
+            "n": np.arange(1, 1 + (1 << 18)) + number,
+            "h": pa.array([None, 1, 2, 3] * (1 << 16), pa.int32()),
+            "s": pa.array(["a", "", None, "many words"] * (1 << 16)),
+            "v": pa.array(["a", None, "", "more than twelve bytes"] * (1 << 16), pa.string_view()),
+            "l": pa.array([[1.5], [], None, [2.5, None]] * (1 << 16)),
+            "d": pa.array(["x", "y", None, "z"] * (1 << 16)).dictionary_encode(),
+        }
+    )
+    for number in range(4)
+]
+TABLE = pa.Table.from_batches(BATCHES)
+
+
+def live(batches: list[pa.RecordBatch] = BATCHES) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(batches[0].schema, batches)
+
+
+def read(server: dis.Server, name: str = "data", **options: Any) -> pa.RecordBatchReader:
+    return dis.open_stream(server.locations(name)[0], server.ticket(name), **options)
+
+
+@pytest.fixture
+def shm(serve: Serve) -> dis.Server:
+    return serve("shm:")
+
+
+@pytest.mark.parametrize("columns", [None, ["d", "s"]], ids=["all", "some"])
+@pytest.mark.parametrize("source", [lambda: TABLE, lambda: live], ids=["table", "callable"])
+def test_arrays_lie_in_shared_memory(shm: dis.Server, source: Any, columns: list[str] | None) -> None:
+    shm.publish("data", source())
+    arrived = list(read(shm, columns=columns))
+    assert origins(arrived) == {("r--s", "/memfd:dissociated:data (deleted)")}
+
+
+def test_arrays_lie_in_the_file_that_was_published(shm: dis.Server, tmp_path: Path) -> None:
+    for kind, new in (("stream", pa.ipc.new_stream), ("file", pa.ipc.new_file)):
+        path = tmp_path / kind
+        with new(path, TABLE.schema) as writer:
+            writer.write_table(TABLE)
+        shm.publish(kind, path)
+        arrived = list(read(shm, kind))
+        assert pa.Table.from_batches(arrived) == TABLE
+        assert origins(arrived) == {("r--s", str(path))}
+
+
+def test_arrays_lie_in_shared_memory_when_metadata_comes_from_elsewhere(serve: Serve) -> None:
+    metadata, bodies = serve("tcp://127.0.0.1:0"), serve("shm:")
+    for server in (metadata, bodies):
+        server.publish("data", TABLE, ticket=b"shared")
+    uris = [metadata.locations("data", streams="metadata")[0], bodies.locations("data", streams="bodies")[0]]
+    arrived = list(dis.open_stream(uris, b"shared"))
+    assert pa.Table.from_batches(arrived) == TABLE
+    assert origins(arrived) == {("r--s", "/memfd:dissociated:data (deleted)")}
+
+
+def test_small_bodies_may_come_inline_beside_shared_ones(serve: Serve) -> None:
+    server = serve("shm:", inline_limit=4096)
+    small, large = pa.record_batch({"n": [1, 2, 3]}), pa.record_batch({"n": np.arange(1000)})
+    for source in (pa.Table.from_batches([small, large]), lambda: live([small, large])):
+        server.publish("data", source)
+        arrived = list(read(server))
+        assert arrived == [small, large]
+        assert origins(arrived[1:]) == {("r--s", "/memfd:dissociated:data (deleted)")}
+        assert not any(permissions == "r--s" for permissions, _ in origins(arrived[:1]))
+
+
+@pytest.mark.parametrize("source", [lambda: TABLE, lambda: live], ids=["table", "callable"])
+def test_reading_shared_memory_allocates_nothing(shm: dis.Server, source: Any) -> None:
+    shm.publish("data", source())
+    before = pa.total_allocated_bytes()
+    kept = []
+    for batch in read(shm):
+        kept.append(batch)
+        assert pa.total_allocated_bytes() == before
+    assert kept == BATCHES
+
+
+def test_tcp_receives_each_body_into_one_allocation(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("data", TABLE)
+    written = pa.BufferOutputStream()
+    with pa.ipc.new_stream(written, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    messages = pa.ipc.MessageReader.open_stream(written.getvalue())
+    bodies = [message.body.size for message in messages if message.type == "record batch"]
+    reader, pool = read(server), pa.default_memory_pool()
+    kept = [reader.read_next_batch()]  # with it comes the dictionary
+    for body in bodies[1:]:
+        allocations, before = pool.num_allocations(), pool.bytes_allocated()
+        kept.append(reader.read_next_batch())
+        assert pool.bytes_allocated() - before == body
+        assert pool.num_allocations() - allocations == 1
+    assert kept == BATCHES
+
+
+def test_tcp_sends_a_table_from_where_it_lies(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    before = pa.total_allocated_bytes()
+    server.publish("data", TABLE)
+    for _ in read(server):
+        pass
+    del _
+    assert connections_left(server) == 0
+    assert pa.total_allocated_bytes() == before
+
+
+# Leases
+
+
+@pytest.mark.parametrize("inline_limit", [0, 64], ids=["in place", "batch by batch"])
+def test_a_static_dataset_is_leased_until_the_last_array_is_collected(serve: Serve, inline_limit: int) -> None:
+    server = serve("shm:", inline_limit=inline_limit)
+    server.publish("data", pa.Table.from_batches([BATCHES[0], pa.record_batch(BATCHES[0].slice(0, 1)), BATCHES[1]]))
+    reader = read(server)
+    kept = reader.read_next_batch()["s"].slice(3, 1)
+    assert reader.read_all().num_rows == BATCHES[0].num_rows + 1
+    del reader
+    server.drop("data")
+    server.publish("other", TABLE)  # a whole stream, requested and ended, gives anything wrong its chance
+    assert read(server, "other").read_all() == TABLE
+    assert server.connections == 1
+    assert kept.to_pylist() == ["many words"]
+    del kept
+    assert connections_left(server) == 0
+
+
+def test_memory_of_a_live_stream_is_held_while_a_slice_of_it_is(serve: Serve) -> None:
+    """The other bodies come and go many times through a region that would be too small for all of them."""
+    server = serve("shm:", live_limit=3 * MB)
+    schema = pa.schema([("n", pa.int64())])
+    numbers = (pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(1, 60))
+    server.publish("data", pa.RecordBatchReader.from_batches(schema, numbers))
+    reader = read(server)
+    kept = reader.read_next_batch()["n"].slice(1000, 5)
+    for number, batch in enumerate(reader, 2):
+        assert batch["n"].unique().to_pylist() == [number]
+    del reader, batch
+    assert kept.to_pylist() == [1] * 5
+    assert origins([pa.record_batch({"n": kept})]) == {("r--s", "/memfd:dissociated:data (deleted)")}
+    assert shared_bytes("data") >= MB
+    assert server.connections == 1
+    del kept
+    assert connections_left(server) == 0
+    assert shared_bytes("data") == 0
+
+
+def test_an_endless_stream_needs_no_more_than_its_limit(serve: Serve) -> None:
+    """800 MB through 32 MB."""
+    server = serve("shm:", live_limit=32 * MB)
+    batch = pa.record_batch({"n": np.arange(4 * MB // 8)})
+    server.publish("data", pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in range(200))))
+    most = count = 0
+    for count, arrived in enumerate(read(server), 1):  # noqa: B007
+        assert arrived["n"][-1].as_py() == 4 * MB // 8 - 1
+        most = max(most, shared_bytes("data"))
+    assert count == 200
+    assert 4 * MB <= most <= 32 * MB
+
+
+def test_a_reader_that_keeps_everything_gets_everything(serve: Serve) -> None:
+    """What exceeds the limit comes inline, into the reader's own memory."""
+    server = serve("shm:", live_limit=4 * MB)
+    sent = [pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(20)]
+    server.publish("data", lambda: live(sent))
+    arrived = list(read(server))
+    assert arrived == sent
+    shared = [permissions == "r--s" for batch in arrived for permissions, _ in origins([batch])]
+    assert shared == [True] * 4 + [False] * 16
+    assert shared_bytes("data") == 4 * MB
+
+
+def test_a_body_larger_than_the_limit_is_shared_alone(serve: Serve) -> None:
+    server = serve("shm:", live_limit=MB)
+
+    def large() -> Iterator[pa.RecordBatch]:
+        for number in range(5):
+            yield pa.record_batch({"n": np.full(2 * MB // 8, number)})
+
+    schema = pa.schema([("n", pa.int64())])
+    server.publish("data", pa.RecordBatchReader.from_batches(schema, large()))
+    for number, batch in enumerate(read(server)):
+        assert batch["n"].unique().to_pylist() == [number]
+        assert origins([batch]) == {("r--s", "/memfd:dissociated:data (deleted)")}
+        assert shared_bytes("data") == 2 * MB
