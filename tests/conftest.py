@@ -27,11 +27,15 @@ PATIENCE = 20.0
 Serve = Callable[..., dis.Server]
 
 
-def connections_left(server: dis.Server) -> int:
-    """How many connections of `server` are still open, after each had time to end."""
+def serving(server: dis.Server) -> set[threading.Thread]:
+    """The threads that serve a connection each."""
     with server._lock:
-        threads = list(server._connections.values())
-    _join(threads)
+        return set(server._connections.values())
+
+
+def connections_left(server: dis.Server, but: Iterable[threading.Thread] = ()) -> int:
+    """How many connections of `server` are still open, after each had time to end, `but` these."""
+    _join(serving(server).difference(but))
     return server.connections
 
 

@@ -279,8 +279,11 @@ def _reader(source: Source) -> pa.RecordBatchReader:
 
 
 def _is_parquet(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _parquet(name: str, path: Path, options: pa.ipc.IpcWriteOptions | None) -> Dataset:

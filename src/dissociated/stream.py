@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import Returns, leased_buffer
 from dissociated.memory.region import Region
@@ -129,7 +129,10 @@ class Stream:
     def _allocate_packed(self, length: int) -> pa.Buffer:
         if length > self._max_body:
             raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
-        return pa.allocate_buffer(length)
+        try:
+            return pa.allocate_buffer(length)
+        except MemoryError:
+            raise TransportError(f"there is no memory for a body of {length} bytes: read fewer columns, or over shm") from None
 
 
 def _receive(receiver: Receiver, incoming: Incoming) -> None:

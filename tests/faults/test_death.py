@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import textwrap
@@ -194,6 +195,7 @@ def test_real_server_is_killed(spawn: Spawn, runtime: str) -> None:
     for batch in batches:
         assert batch["n"].to_pylist() == list(range(1 << 16))
     del held, readers, reader, batches, batch
+    shutil.rmtree(f"{runtime}/dissociated")  # which the next server would remove
 
 
 def test_what_a_killed_server_leaves_is_removed_by_the_next(spawn: Spawn, runtime: str, serve: Serve) -> None:
@@ -234,6 +236,7 @@ def test_real_server_is_stopped(spawn: Spawn, runtime: str) -> None:
         assert dis.open_stream(uri, ticket, timeout=PATIENCE).read_all().num_rows == 1 << 20
     process.kill()
     process.wait(PATIENCE)
+    shutil.rmtree(f"{runtime}/dissociated")
 
 
 # Clients

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import Serve, connections_left
+from conftest import Serve, connections_left, serving
 
 import dissociated as dis
 
@@ -95,8 +95,9 @@ def test_reading_shared_memory_allocates_nothing(shm: dis.Server, source: Any) -
     kept = []
     for batch in read(shm):
         kept.append(batch)
-        assert pa.total_allocated_bytes() == before
+        assert pa.total_allocated_bytes() - before < 1 << 16  # the server is in this process, and encodes headers
     assert kept == BATCHES
+    assert TABLE.nbytes > 40 * MB
 
 
 def test_tcp_receives_each_body_into_one_allocation(serve: Serve) -> None:
@@ -112,7 +113,7 @@ def test_tcp_receives_each_body_into_one_allocation(serve: Serve) -> None:
     for body in bodies[1:]:
         allocations, before = pool.num_allocations(), pool.bytes_allocated()
         kept.append(reader.read_next_batch())
-        assert pool.bytes_allocated() - before == body
+        assert pool.bytes_allocated() - before == -(-body // 64) * 64
         assert pool.num_allocations() - allocations == 1
     assert kept == BATCHES
 
@@ -140,9 +141,10 @@ def test_a_static_dataset_is_leased_until_the_last_array_is_collected(serve: Ser
     assert reader.read_all().num_rows == BATCHES[0].num_rows + 1
     del reader
     server.drop("data")
+    first = serving(server)
     server.publish("other", TABLE)  # a whole stream, requested and ended, gives anything wrong its chance
     assert read(server, "other").read_all() == TABLE
-    assert server.connections == 1
+    assert connections_left(server, but=first) == 1
     assert kept.to_pylist() == ["many words"]
     del kept
     assert connections_left(server) == 0
@@ -193,7 +195,7 @@ def test_a_reader_that_keeps_everything_gets_everything(serve: Serve) -> None:
     assert shared_bytes("data") == 4 * MB
 
 
-def test_a_body_larger_than_the_limit_is_shared_alone(serve: Serve) -> None:
+def test_bodies_larger_than_the_limit_are_shared_two_at_a_time(serve: Serve) -> None:
     server = serve("shm:", live_limit=MB)
 
     def large() -> Iterator[pa.RecordBatch]:
@@ -205,4 +207,4 @@ def test_a_body_larger_than_the_limit_is_shared_alone(serve: Serve) -> None:
     for number, batch in enumerate(read(server)):
         assert batch["n"].unique().to_pylist() == [number]
         assert origins([batch]) == {("r--s", "/memfd:dissociated:data (deleted)")}
-        assert shared_bytes("data") == 2 * MB
+        assert shared_bytes("data") <= 4 * MB

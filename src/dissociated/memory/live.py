@@ -30,7 +30,9 @@ class _Body:
 
 
 class LiveRegion:
-    """Holds at most `limit` bytes that are not freed, but always at least one body. Close it after use.
+    """Holds at most `limit` bytes that are not freed, but always up to two bodies. Close it after use.
+
+    Two, because a reader that asks for the next batch still holds the last.
 
     What the peer has mapped stays readable after `close`: its memory goes with the peer's last mapping.
     """
@@ -44,6 +46,7 @@ class LiveRegion:
         self._bodies: dict[int, _Body] = {}  # by each address that is held
         self._offset = 0
         self.unfreed = 0
+        self._unfreed_bodies = 0
         with explained(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
             undo.callback(os.close, self._writable)
@@ -57,7 +60,7 @@ class LiveRegion:
     def has_room(self, length: int) -> bool:
         """Whether a body of `length` bytes may be written now."""
         size = _pages(length)
-        return self._offset + size <= _SPAN and (not self.unfreed or self.unfreed + size <= self.limit)
+        return self._offset + size <= _SPAN and (self._unfreed_bodies < 2 or self.unfreed + size <= self.limit)
 
     def place(self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Write a body and return address and length of each of its buffers, given their offsets in it."""
@@ -70,6 +73,7 @@ class LiveRegion:
             body = _Body(self._offset, _pages(length), len(held))
             self._bodies.update(dict.fromkeys(held, body))
             self.unfreed += body.size
+            self._unfreed_bodies += 1
             self._offset += body.size
         return placed
 
@@ -81,6 +85,7 @@ class LiveRegion:
             if not body.held:
                 self._mapping.madvise(mmap.MADV_REMOVE, body.offset, body.size)
                 self.unfreed -= body.size
+                self._unfreed_bodies -= 1
 
     def close(self) -> None:
         """Give back the descriptors and this side's mapping."""

@@ -58,7 +58,7 @@ class Connection(ABC):
 
     @abstractmethod
     def arrived(self) -> bool:
-        """Whether `receive` has a message ready that arrived while sending."""
+        """Whether a message, or at least its beginning, or the end of the connection is there to be received."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

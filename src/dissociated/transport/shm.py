@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import os
 import secrets
 import socket
+import stat
 import struct
 import tempfile
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +106,7 @@ class ShmConnection(SocketConnection):
 
 
 _SHARE_TIMEOUT = 60.0
+_BUSY = 0.005  # seconds, before the next try to connect
 
 
 def _peer_uid(sock: socket.socket) -> int:
@@ -139,13 +145,12 @@ class ShmTransport(Transport):
         return os.path.exists(uri.path)
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
-        if not uri.path or uri.host:
+        if not uri.path or uri.host or "\0" in uri.path:
             raise UriError(f"{uri} needs the path of a socket: shm:///PATH")
         where = f"shm server {uri.path}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(timeout)
-            sock.connect(uri.path)
+            _connect(sock, uri.path, timeout)
         except OSError as error:
             sock.close()
             if error.errno == errno.ENOENT:
@@ -157,31 +162,50 @@ class ShmTransport(Transport):
         return ShmConnection(sock, where, accepted=False)
 
     def listen(self, uri: Uri) -> Listener:
-        if uri.host:
+        if uri.host or "\0" in uri.path:
             raise UriError(f"{uri} names a host; shm listens on a path: shm:///PATH, or shm: for one of its own")
-        path = uri.path or _new_path()
+        path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
         if len(os.fsencode(path)) > _PATH_MAX:
             raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            _remove_stale(path)
-            previous = os.umask(0o177)
-            try:
-                sock.bind(path)
-            finally:
-                os.umask(previous)
-            sock.listen(128)
+            with _alone_in(Path(path).parent) as directory:
+                for other in [path] if uri.path else map(str, directory.glob("*.sock")):
+                    _remove_stale(other)
+                previous = os.umask(0o177)
+                try:
+                    sock.bind(path)
+                finally:
+                    os.umask(previous)
+                sock.listen(128)
         except OSError as error:
             sock.close()
             raise explain(error, f"listening on {path}") from error
         return _ShmListener(sock, Uri("shm", path=path))
 
 
-def _new_path() -> str:
-    directory = runtime_directory()
-    for other in directory.glob("*.sock"):
-        _remove_stale(str(other))
-    return str(directory / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+def _connect(sock: socket.socket, path: str, timeout: float) -> None:
+    """Connect, waiting for room in the queue of a server that is busy: the kernel waits for ever or not at all."""
+    deadline = time.monotonic() + timeout
+    sock.setblocking(False)
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+        time.sleep(_BUSY)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[Path]:
+    """Lock the directory, so that nobody takes a socket that is bound and does not listen yet for a dead one."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        os.close(lock)
 
 
 def runtime_directory() -> Path:
@@ -199,7 +223,9 @@ def runtime_directory() -> Path:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that died. One that lives is left, and bind then fails."""
+    """Remove the socket of a server that died. Anything else is left, and bind then fails."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.connect(path)

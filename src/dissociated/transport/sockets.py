@@ -114,7 +114,11 @@ class SocketConnection(Connection):
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:
-        return bool(self._arrived) or self._reader.buffered
+        if self._arrived or self._reader.buffered:
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def abort(self, reason: str) -> None:
         if self._torn:

@@ -38,6 +38,8 @@ class TcpTransport(Transport):
             sock = socket.create_connection((uri.host, uri.port), timeout)
         except OSError as error:
             raise explain(error, f"connecting to the {where}") from error
+        except UnicodeError as error:
+            raise UriError(f"{uri.host!r} is not the name of a host: {error}") from None
         return SocketConnection(_configure(sock), where, accepted=False)
 
     def listen(self, uri: Uri) -> Listener:
@@ -47,4 +49,6 @@ class TcpTransport(Transport):
             sock = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise explain(error, f"listening on {host}:{port}") from error
+        except UnicodeError as error:
+            raise UriError(f"{host!r} is not the name of a host: {error}") from None
         return _TcpListener(sock, Uri("tcp", host=host, port=sock.getsockname()[1]))
