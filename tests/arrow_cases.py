@@ -143,9 +143,13 @@ def _special() -> dict[str, list[pa.Array]]:
         "dictionary of strings": [*_dictionary(words, pa.int8())],
         "dictionary, ordered": [*_dictionary(words, pa.uint16(), ordered=True)],
         "dictionary of int64, 64-bit indices": [*_dictionary(pa.array([2**40, None, -1]), pa.int64())],
-        "dictionary of views": [*_dictionary(pa.array(["a", "longer than twelve bytes"], pa.string_view()), pa.int32())],
+        "dictionary of views": [
+            *_dictionary(pa.array(["a", "longer than twelve bytes"], pa.string_view()), pa.int32())
+        ],
         "dictionary, empty": [pa.DictionaryArray.from_arrays(pa.nulls(ROWS, pa.int8()), pa.array([], pa.string()))],
-        "dictionary within a list": [pa.FixedSizeListArray.from_arrays(nested_holes[:18], 2).take(pa.array(_values(0, 8)))],
+        "dictionary within a list": [
+            pa.FixedSizeListArray.from_arrays(nested_holes[:18], 2).take(pa.array(_values(0, 8)))
+        ],
         "dictionary within a struct": [pa.StructArray.from_arrays([nested, nested_holes], ["a", "b"])],
         "dictionary of a dictionary": [*_dictionary(pairs, pa.int32())],
         "runs of strings": [_runs(["a", None, "b", ""], pa.int32(), pa.string())],

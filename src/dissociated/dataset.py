@@ -92,12 +92,16 @@ class LiveDataset(Dataset):
 
 
 class StaticMessage(NamedTuple):
-    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there."""
+    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
+
+    `segment` numbers the segment that it lies in.
+    """
 
     header: bytes
     parsed: Header
     packed: Sequence[Buffer] | None
-    extents: Sequence[tuple[int, int]] | None
+    extents: Sequence[tuple[int, int]] | None = None
+    segment: int = 0
 
 
 class Group(NamedTuple):
@@ -142,10 +146,12 @@ class StaticDataset(Dataset):
 def _encode(
     messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
 ) -> Iterator[Group]:
-    for first in range(0, len(messages), _GROUP):
+    first = 0
+    while first < len(messages):
         outgoing: list[Message] = []
         leased: list[int] = []
-        some = messages[first : first + _GROUP]
+        # A group ends where a segment does, so that what it holds lies in one piece.
+        some = [m for m in messages[first : first + _GROUP] if m.segment == messages[first].segment]
         for sequence, message in enumerate(some, first):
             body = None
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
@@ -155,6 +161,7 @@ def _encode(
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
         yield Group(connection.prepare(outgoing), len(some), leased if streams & Streams.BODIES else ())
+        first += len(some)
 
 
 class TableDataset(StaticDataset):
@@ -175,7 +182,7 @@ class TableDataset(StaticDataset):
     def packed(self) -> Sequence[StaticMessage]:
         with self._lock:
             if self._packed is None:
-                self._packed = [StaticMessage(*m, None) for m in split(self._table.to_reader(), self._options)]
+                self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
             return self._packed
 
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
@@ -196,7 +203,7 @@ class SegmentsDataset(StaticDataset):
         self.segments = segments
         first = segments[0]
         for other in segments[1:]:
-            if not other.schema.equals(first.schema, check_metadata=True):
+            if other.messages[0].header != first.messages[0].header:
                 raise SourceError(
                     f"the segments of {name!r} do not have one schema: {other.name} differs from {first.name}"
                 )
@@ -209,6 +216,7 @@ class SegmentsDataset(StaticDataset):
                 message.parsed,
                 (segment.body(message),) if message.parsed.has_body else None,
                 segment.addresses(message) if message.parsed.has_body else None,
+                index,
             )
             for index, segment in enumerate(segments)
             for message in segment.messages

@@ -132,7 +132,9 @@ class Stream:
         try:
             return pa.allocate_buffer(length)
         except MemoryError:
-            raise TransportError(f"there is no memory for a body of {length} bytes: read fewer columns, or over shm") from None
+            raise TransportError(
+                f"there is no memory for a body of {length} bytes: read fewer columns, or over shm"
+            ) from None
 
 
 def _receive(receiver: Receiver, incoming: Incoming) -> None:

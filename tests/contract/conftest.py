@@ -91,7 +91,9 @@ class Route:
     def open(self, name: str = "data", **options: Any) -> pa.RecordBatchReader:
         return dis.open_stream(self.uris(name), self.ticket(name), **options)
 
-    def read(self, source: Any, options: pa.ipc.IpcWriteOptions | None = None) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+    def read(
+        self, source: Any, options: pa.ipc.IpcWriteOptions | None = None
+    ) -> tuple[pa.Schema, list[pa.RecordBatch]]:
         """Publish, then read everything: the schema and the batches that arrive, fully validated."""
         self.publish(source, options=options)
         reader = self.open()

@@ -82,7 +82,9 @@ def test_a_source_can_be_read_again_and_again(route: Route, source: str, tmp_pat
 
 FRAMES: dict[str, Any] = {
     "polars": pl.from_arrow(TABLE),
-    "pandas": pd.DataFrame({"n": [1, 2, 3], "s": ["a", None, "ccc"], "t": pd.to_datetime(["2024-02-29"] * 3, utc=True)}),
+    "pandas": pd.DataFrame(
+        {"n": [1, 2, 3], "s": ["a", None, "ccc"], "t": pd.to_datetime(["2024-02-29"] * 3, utc=True)}
+    ),
 }
 
 

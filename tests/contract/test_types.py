@@ -26,7 +26,9 @@ def test_each_type(direct: Route, type_: str) -> None:
 
 def test_all_types_side_by_side(route: Route) -> None:
     whole = [batches(arrays) for arrays in ARRAYS.values()]
-    columns = [[column for batch in side_by_side for column in batch.columns] for side_by_side in zip(*whole, strict=True)]
+    columns = [
+        [column for batch in side_by_side for column in batch.columns] for side_by_side in zip(*whole, strict=True)
+    ]
     names = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, whole, strict=True) for name in batch.schema.names]
     check(route, [pa.record_batch(some, names) for some in columns])
 

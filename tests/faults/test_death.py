@@ -347,7 +347,9 @@ def test_real_clients_are_killed_within_a_live_stream(serve: Serve, spawn: Spawn
 def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:
     good = serve("shm:", "tcp://127.0.0.1:0")
     script = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
-    good.server.publish("large", pa.Table.from_batches([pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})] * 40))
+    good.server.publish(
+        "large", pa.Table.from_batches([pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})] * 40)
+    )
     for uri in good.server.locations("large", bodies="packed"):
         process = spawn("-c", script, uri, good.server.ticket("large").hex(), "1")
         assert line(process) == "reached"

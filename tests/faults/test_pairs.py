@@ -55,7 +55,14 @@ PAIRS: dict[str, tuple[bytes, Then, bytes, Then, type[Exception], str]] = {
     "metadata ends": (METADATA[:-24], CLOSE, BODIES, HOLD, RemoteProtocolError, "before its end: message 2"),
     "metadata is garbage": (b"garbage!" * 3, HOLD, BODIES, HOLD, RemoteProtocolError, "does not speak"),
     "metadata aborts": (PREAMBLE + SCHEMA + frame(ABORT, b"no"), HOLD, BODIES, HOLD, RemoteError, "no"),
-    "metadata has reserved bits": (PREAMBLE + SCHEMA + head(1, 5, 1), HOLD, BODIES, HOLD, RemoteProtocolError, "no tag"),
+    "metadata has reserved bits": (
+        PREAMBLE + SCHEMA + head(1, 5, 1),
+        HOLD,
+        BODIES,
+        HOLD,
+        RemoteProtocolError,
+        "no tag",
+    ),
     "the two are swapped": (BODIES, HOLD, METADATA, HOLD, DeadlineExceeded, "silent"),
 }
 

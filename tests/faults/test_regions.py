@@ -163,7 +163,9 @@ def test_unsafe_region(scripted: Start, name: str) -> None:
 def test_region_that_cannot_be_read(scripted: Start) -> None:
     with write_only() as descriptor:
         refused(
-            scripted("shm", sharing([descriptor], region(BASE, SIZE, FILE), GOOD)), "cannot map the 8192 bytes", TransportError
+            scripted("shm", sharing([descriptor], region(BASE, SIZE, FILE), GOOD)),
+            "cannot map the 8192 bytes",
+            TransportError,
         )
 
 

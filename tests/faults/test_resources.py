@@ -179,7 +179,7 @@ def test_port_of_the_catalog_in_use(runtime: str) -> None:
         ("shm:///a%00b", UriError, "listens on a path"),
         ("tcp://192.0.2.1:0", TransportError, "Cannot assign requested address"),
         ("tcp://no.such.host.invalid:0", TransportError, "listening on no.such.host.invalid:0"),
-        (f"tcp://{'x' * 70}:0", UriError, "is not the name of a host"),
+        (f"tcp://{'ü' * 70}:0", UriError, "is not the name of a host"),
         ("tcp://127.0.0.1:99999", UriError, "Port out of range"),
         ("tcp://127.0.0.1:0?want_data=-1", UriError, "want_data"),
         ("inproc://name/path", UriError, "needs a name alone"),
@@ -398,7 +398,15 @@ def test_files_that_hold_something_else(serve: Serve, tmp_path: Path) -> None:
     good = serve("shm:")
     publish = good.server.publish
     path = tmp_path / "thing"
-    for content in (b"", b"hello, world", b"\xff" * 100, bytes(100), b"ARROW1", b"ARROW1\0\0" + bytes(100) + b"ARROW1", b"PAR1"):
+    for content in (
+        b"",
+        b"hello, world",
+        b"\xff" * 100,
+        bytes(100),
+        b"ARROW1",
+        b"ARROW1\0\0" + bytes(100) + b"ARROW1",
+        b"PAR1",
+    ):
         path.write_bytes(content)
         with pytest.raises((StoreError, SourceError), match="thing"):
             publish("bad", path)
@@ -478,7 +486,7 @@ def test_no_descriptors(spawn: Spawn) -> None:
     out, _ = process.communicate("\n", timeout=PATIENCE)
     assert process.returncode == 0
     said = out.splitlines()
-    assert 2 <= len(said) <= 4, said  # once for each listener, or twice where it waited
+    assert 2 <= len(said) <= 12, said  # once for each listener, and again where it had got one meanwhile
     assert all("cannot accept connections: Too many open files; trying again" in one for one in said)
 
 
@@ -535,21 +543,23 @@ def test_client_has_no_memory_for_a_body(scripted: Start, table: pa.Table) -> No
         connection.hold()
 
     server = scripted("tcp", script)
-    with limit(resource.RLIMIT_AS, 1 << 33), pytest.raises(TransportError, match="no memory for a body of 8589934592 bytes"):
+    with (
+        limit(resource.RLIMIT_AS, 1 << 33),
+        pytest.raises(TransportError, match="no memory for a body of 8589934592 bytes"),
+    ):
         dis.open_stream(server.uri, b"ticket", timeout=PATIENCE).read_all()
     server.wait_done()
 
 
 def test_max_connections_are_given_back(serve: Serve) -> None:
-    good = serve("tcp://127.0.0.1:0", max_connections=1)
+    good = serve("tcp://127.0.0.1:0", max_connections=3)
     (uri,) = good.server.locations("good")
     for _ in range(3):
-        with connect(uri) as holder:
-            holder.send(want(b"x", want_of(uri))[:9])
-            wait_until(lambda: good.server.connections == 1, "it is counted")
+        with connect(uri), connect(uri), connect(uri):
+            wait_until(lambda: good.server.connections == 3, "they are counted")
             with pytest.raises(RemoteError, match="takes no more connections now: try again later"):
                 dis.open_stream(uri, good.server.ticket("good"))
-        wait_until(good.alone, "it is given back")
+        wait_until(good.alone, "they are given back")
 
 
 def test_accepting_goes_on_after_errors(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -120,7 +120,9 @@ BODIES = [
     Case("a body too long", SCHEMA + META + body(1, BODY + bytes(8)), BROKEN, "its metadata announced 8000"),
     Case("a short body first", SCHEMA + body(1, BODY[:-8]) + META, BROKEN, "its metadata announced 8000"),
     Case("an enormous body", SCHEMA + META + head(TAGGED, 2**55, 1), BROKEN, "its metadata announced 8000"),
-    Case("an enormous body first", SCHEMA + head(TAGGED, 2**55, 1), BROKEN, r"at most 17179869184 are taken \(max_body\)"),
+    Case(
+        "an enormous body first", SCHEMA + head(TAGGED, 2**55, 1), BROKEN, r"at most 17179869184 are taken \(max_body\)"
+    ),
     Case("the largest body of all", SCHEMA + head(TAGGED, 2**56 - 1, 1), BROKEN, "at most 17179869184 are taken"),
     Case("a body after the end", SCHEMA + end(2) + body(5, BODY), BROKEN, "after ending at 2"),
 ]
@@ -145,7 +147,9 @@ RUNS = [
     Case("of 2**60 times nothing", SCHEMA + run(2**60, 0, 0), BROKEN, "a run of 1152921504606846976 messages"),
     Case("of sizes beyond all bounds", SCHEMA + run(1, 2**63, 2**63, bytes(8)), BROKEN, "a run of 1 messages"),
     Case("of empty messages", SCHEMA + run(100, 0, 0, bytes(800)), BROKEN, "the prefix alone has 5"),
-    Case("of garbage", SCHEMA + run(16, 96, 48, b"\xff" * 128, b"\xff" * 1536, b"\xff" * 768), BROKEN, "unknown kind 255"),
+    Case(
+        "of garbage", SCHEMA + run(16, 96, 48, b"\xff" * 128, b"\xff" * 1536, b"\xff" * 768), BROKEN, "unknown kind 255"
+    ),
     Case("with a tag", SCHEMA + head(RUN, 24, 1), BROKEN, "has no tag"),
     Case("beyond the cap", SCHEMA + head(RUN, 2**26 + 1), BROKEN, "at most 67108864 bytes"),
     Case("instead of the schema", _run((0, BY_ADDRESS, PAIRS), first=b""), BROKEN, "it comes first"),
@@ -154,8 +158,12 @@ RUNS = [
     Case("of other bodies", _run((1, BY_ADDRESS | 2, PAIRS)) + abort(b"done"), RemoteError, "done"),
     Case("with reserved bits", _run((1, BY_ADDRESS | 1 << 32 | 1, PAIRS)), BROKEN, "reserved bits"),
     Case("in no region", _run((1, BY_ADDRESS | 1, PAIRS), (2, BY_ADDRESS | 2, PAIRS)), BROKEN, "in no region"),
-    Case("with huge addresses", _run((1, BY_ADDRESS | 1, addresses((0, 0), (2**64 - 8, 8000)))), BROKEN, "in no region"),
-    Case("with a wrong total", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 8000), total=1))), BROKEN, "whose total"),
+    Case(
+        "with huge addresses", _run((1, BY_ADDRESS | 1, addresses((0, 0), (2**64 - 8, 8000)))), BROKEN, "in no region"
+    ),
+    Case(
+        "with a wrong total", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 8000), total=1))), BROKEN, "whose total"
+    ),
     Case("with other lengths", _run((1, BY_ADDRESS | 1, addresses((0, 0), (64, 80)))), BROKEN, "other lengths"),
 ]
 
@@ -181,9 +189,11 @@ ADDRESS_LISTS = [
 
 ALL = [
     *FRAMES,
-    *(Case(f"{what}: {name}", PREAMBLE + data, error, phrase)
-      for what, cases in (("metadata", METADATA), ("body", BODIES), ("addresses", ADDRESS_LISTS), ("run", RUNS))
-      for name, data, error, phrase in cases),
+    *(
+        Case(f"{what}: {name}", PREAMBLE + data, error, phrase)
+        for what, cases in (("metadata", METADATA), ("body", BODIES), ("addresses", ADDRESS_LISTS), ("run", RUNS))
+        for name, data, error, phrase in cases
+    ),
 ]
 
 
@@ -239,6 +249,7 @@ def test_server_falls_silent(scripted: Start, cut: int) -> None:
 
 
 # Memory
+
 
 def test_enormous_body_is_not_allocated(scripted: Start) -> None:
     for length in (2**55, 2**34 + 1):

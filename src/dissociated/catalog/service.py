@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import socket
 import threading
 from collections import OrderedDict
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 #: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
 
+_log = logging.getLogger(__name__)
+
+_STOP_TIMEOUT = 5.0  # seconds
 _MAX_REMEMBERED = 1024  # commits, so that one that is sent twice is done once
 
 
@@ -54,9 +58,14 @@ class CatalogService:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering. Calls that run are waited for."""
-        self._flight.shutdown()
-        self._thread.join()
+        """Stop answering. Calls that run are waited for, but not for ever: a client may have stopped reading."""
+        stopping = threading.Thread(target=self._flight.shutdown, name="catalog shutdown", daemon=True)
+        stopping.start()
+        stopping.join(_STOP_TIMEOUT)
+        if stopping.is_alive():
+            _log.warning("%s: a client still reads, or does not; its stream is left to end by itself", self.uri)
+        else:
+            self._thread.join()
         self._stage.close()
 
 

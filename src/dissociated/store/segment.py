@@ -16,7 +16,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from dissociated.errors import SourceError, StoreError
+from dissociated.errors import RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate, walk
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.region import Region, reserve_base
@@ -55,7 +55,7 @@ class Segment:
             if not self.messages or self.messages[0].parsed.type is not HeaderType.SCHEMA:
                 raise StoreError("not an Arrow IPC stream: it does not begin with a schema")
             self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.messages[0].header)))
-        except (StoreError, pa.ArrowInvalid) as error:
+        except (StoreError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
@@ -84,7 +84,10 @@ class Segment:
     @cached_property
     def rows(self) -> int:
         """How many rows all record batches have together."""
-        return sum(row_count(message.header) for message in self.messages)
+        try:
+            return sum(row_count(message.header) for message in self.messages)
+        except RemoteProtocolError:
+            raise StoreError(f"{self.name} has a record batch that does not say how long it is") from None
 
     @property
     def nbytes(self) -> int:

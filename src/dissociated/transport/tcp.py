@@ -27,28 +27,33 @@ class _TcpListener(SocketListener):
         return SocketConnection(_configure(accepted), f"tcp client {address[0]}:{address[1]}", accepted=True)
 
 
+def _check_name(host: str) -> None:
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise UriError(f"{host!r} is not the name of a host: {error}") from None
+
+
 class TcpTransport(Transport):
     """See the module."""
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.host or not uri.port:
             raise UriError(f"{uri} needs a host and a port: tcp://HOST:PORT")
+        _check_name(uri.host)
         where = f"tcp server {uri.host}:{uri.port}"
         try:
             sock = socket.create_connection((uri.host, uri.port), timeout)
         except OSError as error:
             raise explain(error, f"connecting to the {where}") from error
-        except UnicodeError as error:
-            raise UriError(f"{uri.host!r} is not the name of a host: {error}") from None
         return SocketConnection(_configure(sock), where, accepted=False)
 
     def listen(self, uri: Uri) -> Listener:
         host, port = uri.host or "127.0.0.1", uri.port or 0
+        _check_name(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             sock = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise explain(error, f"listening on {host}:{port}") from error
-        except UnicodeError as error:
-            raise UriError(f"{host!r} is not the name of a host: {error}") from None
         return _TcpListener(sock, Uri("tcp", host=host, port=sock.getsockname()[1]))

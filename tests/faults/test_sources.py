@@ -1,0 +1,215 @@
+"""Sources that fail, and clients that stop half-way."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import DissociatedError, RemoteError, SourceError
+
+from .conftest import Good, wait_until
+from .peer import PATIENCE
+
+Serve = Callable[..., Good]
+
+BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
+
+
+def reader(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(BATCH.schema, batches)
+
+
+def failing(error: BaseException, after: int) -> Callable[[], pa.RecordBatchReader]:
+    def batches() -> Iterator[pa.RecordBatch]:
+        for _ in range(after):
+            yield BATCH
+        raise error
+
+    return lambda: reader(batches())
+
+
+ERRORS = {
+    "ValueError": (ValueError("the query was cancelled"), "ValueError: the query was cancelled"),
+    "KeyError": (KeyError("column"), "KeyError: 'column'"),
+    "no reason": (RuntimeError(), "RuntimeError"),
+    "lone surrogates": (ValueError("\udcff in a path"), "udcff"),
+    "a long reason": (ValueError("x" * 100_000), "x" * 1000),
+    "ArrowInvalid": (pa.ArrowInvalid("not valid"), "not valid"),
+    "MemoryError": (MemoryError("too much"), "too much"),
+    "TimeoutError": (TimeoutError("the database is asleep"), "the database is asleep"),
+    "ours": (dis.errors.StoreError("the store is gone"), "the store is gone"),
+    "StopIteration": (StopIteration(), "StopIteration"),
+}
+
+
+@pytest.mark.parametrize("after", [0, 1, 50])
+@pytest.mark.parametrize("name", ERRORS)
+def test_source_raises(serve: Serve, name: str, after: int) -> None:
+    error, phrase = ERRORS[name]
+    good = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
+    good.server.publish("bad", failing(error, after))
+    for uri in good.server.locations("bad"):
+        stream = dis.open_stream(uri, good.server.ticket("bad"), timeout=PATIENCE)
+        got = 0
+        with pytest.raises(RemoteError) as caught:
+            for batch in stream:
+                assert batch.equals(BATCH)
+                got += 1
+        assert phrase in str(caught.value)
+        assert got == after  # what came before it is whole
+        with pytest.raises(DissociatedError):  # and what follows is no end
+            stream.read_next_batch()
+        del caught, stream
+        good.check()
+
+
+def test_source_cannot_be_opened(serve: Serve) -> None:
+    good = serve("shm:")
+
+    def opens_once() -> pa.RecordBatchReader:
+        opened.append(None)
+        if len(opened) > 1:
+            raise OSError("the table is locked")
+        return reader(iter([BATCH]))
+
+    opened: list[None] = []
+    good.server.publish("bad", opens_once)
+    (uri,) = good.server.locations("bad")
+    assert dis.open_stream(uri, good.server.ticket("bad")).read_all().num_rows == 1000
+    with pytest.raises(RemoteError, match="OSError: the table is locked"):
+        dis.open_stream(uri, good.server.ticket("bad"))
+
+    def never() -> pa.RecordBatchReader:
+        raise ValueError("no such query")
+
+    with pytest.raises(SourceError, match="'worse' failed: ValueError: no such query"):
+        good.server.publish("worse", never)
+    with pytest.raises(SourceError, match="cannot publish a int"):
+        good.server.publish("worse", lambda: 3)
+    assert good.server.names() == ["bad", "good"]
+
+
+def test_source_changes_its_schema(serve: Serve) -> None:
+    good = serve("shm:")
+    tables = iter([pa.table({"a": [1]}), pa.table({"b": ["x"]})])
+    good.server.publish("bad", lambda: next(tables))
+    (uri,) = good.server.locations("bad")
+    assert dis.open_stream(uri, good.server.ticket("bad")).read_all().column_names == ["a"]
+    with pytest.raises(RemoteError, match="now has another schema"):
+        dis.open_stream(uri, good.server.ticket("bad"))
+
+
+def test_source_gives_batches_of_another_schema(serve: Serve) -> None:
+    good = serve("tcp://127.0.0.1:0")
+    other = pa.record_batch({"n": ["x"]})
+    good.server.publish("bad", lambda: reader(iter([BATCH, other])))
+    (uri,) = good.server.locations("bad")
+    stream = dis.open_stream(uri, good.server.ticket("bad"))
+    assert stream.read_next_batch().equals(BATCH)
+    with pytest.raises(RemoteError, match="the source of 'bad' failed"):
+        stream.read_next_batch()
+
+
+def test_one_shot_source_is_used_up(serve: Serve) -> None:
+    good = serve("shm:")
+    good.server.publish("once", reader(iter([BATCH])))
+    (uri,) = good.server.locations("once")
+    assert dis.open_stream(uri, good.server.ticket("once")).read_all().num_rows == 1000
+    with pytest.raises(RemoteError, match="which can be read once, and has been"):
+        dis.open_stream(uri, good.server.ticket("once"))
+
+
+def test_table_that_cannot_be_encoded(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    # libarrow writes no batches of 2**31 rows and more; nulls take no memory.
+    good = serve("shm:", "tcp://127.0.0.1:0")
+    good.server.publish("huge", pa.table({"nothing": pa.nulls(2**31)}))
+    for uri in good.server.locations("huge"):
+        with caplog.at_level(logging.CRITICAL, "dissociated"), pytest.raises(RemoteError, match="failed"):
+            dis.open_stream(uri, good.server.ticket("huge"), timeout=PATIENCE).read_all()
+
+
+def test_slow_source_exceeds_the_client_s_patience(serve: Serve) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
+    go_on = threading.Event()
+
+    def slow() -> Iterator[pa.RecordBatch]:
+        yield BATCH
+        go_on.wait(PATIENCE)
+
+    good.server.publish("slow", lambda: reader(slow()))
+    for uri in good.server.locations("slow"):
+        stream = dis.open_stream(uri, good.server.ticket("slow"), timeout=0.2)
+        assert stream.read_next_batch().equals(BATCH)
+        with pytest.raises(dis.errors.DeadlineExceeded, match=r"silent for 0.2 s"):
+            stream.read_next_batch()
+        del stream
+    go_on.set()
+
+
+# Clients that stop half-way
+
+
+@pytest.mark.parametrize("kind", ["static", "live", "partly inline"])
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_reader_is_dropped(serve: Serve, kind: str, batches: int) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0", "inproc:", inline_limit=1000 if kind == "partly inline" else 0)
+    large = pa.record_batch({"n": pa.array(range(100_000), pa.int64())})
+    small = large.slice(0, 3)
+    table = pa.Table.from_batches([large] * 30 + [small] + [large] * 30)
+    good.server.publish("many", (lambda: table.to_reader()) if kind == "live" else table)
+    for bodies in "any", "packed":
+        for uri in good.server.locations("many", bodies=bodies):
+            stream = dis.open_stream(uri, good.server.ticket("many"), timeout=PATIENCE)
+            held = [stream.read_next_batch() for _ in range(batches)]
+            del stream
+            good.check()
+            for batch in held:
+                assert batch.equals(large)
+            del held
+            if batches:
+                del batch
+            wait_until(good.alone, "everything is given back")
+
+
+def test_columns_that_are_not_there(serve: Serve) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
+    for uri in good.server.locations("good"):
+        with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are n, name") as caught:
+            dis.open_stream(uri, good.server.ticket("good"), columns=["n", "x"])
+        wait_until(good.alone, "the connection is closed although the error is still held")
+        del caught
+
+
+def test_server_closes_under_its_clients(serve: Serve, table: pa.Table) -> None:
+    stuck = threading.Event()
+
+    def source() -> Iterator[pa.RecordBatch]:
+        yield BATCH
+        stuck.wait(PATIENCE)
+
+    server = dis.Server(["shm:", "tcp://127.0.0.1:0", "inproc:"], catalog=None)
+    server.publish("stuck", lambda: reader(source()))
+    server.publish("table", table)
+    held = dis.open_stream(server.locations("table")[0], server.ticket("table")).read_all()
+    streams = [dis.open_stream(uri, server.ticket("stuck"), timeout=PATIENCE) for uri in server.locations("stuck")]
+    for stream in streams:
+        assert stream.read_next_batch().equals(BATCH)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    for stream in streams:
+        with pytest.raises((dis.errors.ConnectionClosed, dis.errors.RemoteProtocolError), match="closed"):
+            stream.read_next_batch()
+    stuck.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert held.equals(table)
+    with pytest.raises(DissociatedError, match="the server is closed"):
+        server.publish("table", table)
+    del held, streams, stream
+    gc.collect()

@@ -1,0 +1,127 @@
+"""The server's ledger against a model of it, and the client's leases, which end with the last array."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pytest
+from conftest import PATIENCE
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from dissociated.errors import RemoteProtocolError
+from dissociated.memory.leases import Ledger, Returns, leased_buffer
+from dissociated.memory.region import Region
+
+ADDRESSES = st.integers(1, 6)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Sends are counted: an address sent twice must come back twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.sent: list[int] = []  # once for each send that was not freed
+
+    @rule(addresses=st.lists(ADDRESSES, max_size=8))
+    def hold(self, addresses: list[int]) -> None:
+        self.ledger.hold(addresses)
+        self.sent += addresses
+
+    @rule(data=st.data())
+    def release_what_is_held(self, data: st.DataObject) -> None:
+        freed = data.draw(st.permutations(self.sent))[: data.draw(st.integers(0, len(self.sent)))]
+        for address in freed:
+            self.sent.remove(address)
+        assert Counter(self.ledger.release(freed)) == Counter(set(freed) - set(self.sent))
+
+    @rule(address=ADDRESSES)
+    def release_what_is_not_held(self, address: int) -> None:
+        freed = [address] * (self.sent.count(address) + 1)
+        with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which it does not hold"):
+            self.ledger.release(freed)
+        self.sent = [one for one in self.sent if one != address]
+
+    @rule()
+    def release_all(self) -> None:
+        assert Counter(self.ledger.release_all()) == Counter(set(self.sent))
+        self.sent.clear()
+
+    @invariant()
+    def counts_addresses(self) -> None:
+        assert len(self.ledger) == len(set(self.sent))
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+def region(size: int = 64) -> Region:
+    return Region(4096, pa.py_buffer(bytes(range(size))))
+
+
+def test_a_lease_ends_with_the_last_array() -> None:
+    returns = Returns()
+    buffer = leased_buffer(region(), (1, 2, 3), returns)
+    whole = pa.Array.from_buffers(pa.int8(), 64, [None, buffer])
+    column = whole.slice(3, 4)
+    del buffer, whole
+    returns.wake()
+    assert returns.take(10) == []
+    assert column.to_pylist() == [3, 4, 5, 6]
+    del column
+    assert returns.take(10) == [1, 2, 3]
+
+
+def test_a_lease_keeps_its_region_mapped() -> None:
+    buffer = leased_buffer(region(), (1,), Returns())
+    assert buffer.to_pybytes() == bytes(range(64))
+    assert buffer.size == 64
+
+
+def test_leases_end_in_any_thread() -> None:
+    returns = Returns()
+
+    def drop(number: int) -> None:
+        del [leased_buffer(region(), (number,), returns)][0]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(drop, range(1000)))
+    taken: list[int] = []
+    while len(taken) < 1000:
+        taken += returns.take(100)
+    assert sorted(taken) == list(range(1000))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1), st.integers(1, 20))
+def test_returns_are_coalesced_and_none_is_lost(leases: list[list[int]], limit: int) -> None:
+    returns = Returns()
+    for addresses in leases:
+        returns.put(tuple(addresses))
+    every = [address for addresses in leases for address in addresses]
+    taken: list[int] = []
+    while len(taken) < len(every):
+        some = returns.take(limit)
+        assert 0 < len(some) < limit + 5
+        assert len(some) >= limit or len(taken) + len(some) == len(every)
+        taken += some
+    assert taken == every
+
+
+def test_waking_ends_a_wait() -> None:
+    returns = Returns()
+    begun = threading.Event()
+
+    def wait() -> list[int]:
+        begun.set()
+        return returns.take(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        assert begun.wait(PATIENCE)
+        returns.wake()
+        assert waiting.result(PATIENCE) == []

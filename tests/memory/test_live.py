@@ -1,0 +1,105 @@
+"""A region for a stream without end gives freed memory back to the system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from dissociated.memory.live import LiveRegion
+
+PAGE = 4096
+MB = 1 << 20
+
+
+@pytest.fixture
+def region() -> Iterator[LiveRegion]:
+    with closing(LiveRegion("test", 10 * PAGE)) as made:
+        yield made
+
+
+def used(region: LiveRegion) -> int:
+    return os.fstat(region.descriptor).st_blocks * 512
+
+
+def read(region: LiveRegion, address: int, length: int) -> bytes:
+    return os.pread(region.descriptor, length, address - region.base)
+
+
+def test_buffers_lie_where_their_addresses_say(region: LiveRegion) -> None:
+    body = [b"0123", b"4567", memoryview(b"89abcdef")]
+    placed = region.place(body, 16, [(0, 3), (0, 0), (8, 8)])
+    (first, three), absent, (last, eight) = placed
+    assert (three, absent, eight) == (3, (0, 0), 8)
+    assert read(region, first, 3) == b"012"
+    assert read(region, last, 8) == b"89abcdef"
+    assert first >= region.base > 0
+
+
+def test_freed_bodies_go_back_to_the_system_and_others_stay(region: LiveRegion) -> None:
+    bodies = [region.place([bytes([n]) * 2 * PAGE], 2 * PAGE, [(0, PAGE), (PAGE, PAGE)]) for n in range(1, 4)]
+    assert (region.unfreed, used(region)) == (6 * PAGE, 6 * PAGE)
+    middle = [address for address, _ in bodies[1]]
+    region.free(middle[:1])
+    assert (region.unfreed, used(region)) == (6 * PAGE, 6 * PAGE)  # the other half is still held
+    region.free(middle[1:])
+    assert (region.unfreed, used(region)) == (4 * PAGE, 4 * PAGE)
+    assert read(region, middle[0], 2 * PAGE) == bytes(2 * PAGE)
+    assert read(region, bodies[0][0][0], 2 * PAGE) == b"\1" * 2 * PAGE
+    assert read(region, bodies[2][0][0], 2 * PAGE) == b"\3" * 2 * PAGE
+
+
+def test_addresses_are_never_used_again(region: LiveRegion) -> None:
+    seen = set()
+    for _ in range(100):
+        ((address, _),) = region.place([b"x" * 100], 100, [(0, 100)])
+        assert address not in seen
+        seen.add(address)
+        region.free([address])
+    assert used(region) == 0
+
+
+def test_room_is_what_is_not_held(region: LiveRegion) -> None:
+    held = [region.place([b"x"], 1, [(0, 1)])[0][0] for _ in range(9)]
+    assert region.has_room(PAGE)
+    assert not region.has_room(PAGE + 1)
+    held.append(region.place([b"x"], 1, [(0, 1)])[0][0])
+    assert not region.has_room(1)
+    region.free(held[:3])
+    assert region.has_room(3 * PAGE)
+    assert not region.has_room(3 * PAGE + 1)
+
+
+def test_there_is_room_for_two_bodies_of_any_size(region: LiveRegion) -> None:
+    """A reader that asks for the next batch still holds the last."""
+    placed = []
+    for _ in range(2):
+        assert region.has_room(MB)
+        placed += region.place([bytes(MB)], MB, [(0, MB)])
+    assert not region.has_room(1)
+    region.free([placed[0][0]])
+    assert region.has_room(MB)
+
+
+def test_a_body_without_bytes_holds_nothing(region: LiveRegion) -> None:
+    assert region.place([], 0, [(0, 0), (0, 0)]) == [(0, 0), (0, 0)]
+    assert region.unfreed == 0
+
+
+def test_an_address_that_two_buffers_share_is_freed_once_for_both(region: LiveRegion) -> None:
+    (first, _), (second, _) = region.place([b"x" * PAGE], PAGE, [(0, 8), (0, 16)])
+    assert first == second
+    region.free([first])
+    assert (region.unfreed, used(region)) == (0, 0)
+
+
+def test_what_is_handed_out_can_be_neither_written_nor_shrunk(region: LiveRegion) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.write(region.descriptor, b"x")
+    with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+        os.ftruncate(region.descriptor, 0)
+    assert fcntl.fcntl(region.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK

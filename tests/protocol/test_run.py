@@ -1,0 +1,164 @@
+"""Runs recognised at once mean what the same messages mean one by one, and nothing doubtful is recognised."""
+
+from __future__ import annotations
+
+import struct
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dissociated.errors import RemoteProtocolError
+from dissociated.message import Run
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.receiver import Receiver
+from dissociated.protocol.run import PackedBatches, SharedBatches, recognise
+
+BASE = 1 << 40  # of the region that shared bodies lie in
+
+
+def batch_headers(batches: list[pa.RecordBatch]) -> list[bytes]:
+    """The flatbuffers of these batches, cut by hand out of what libarrow writes."""
+    headers = []
+    for batch in batches:
+        stream = batch.serialize().to_pybytes()
+        (length,) = struct.unpack_from("<i", stream, 4)
+        headers.append(stream[8 : 8 + length])
+    return headers
+
+
+def body(batch: pa.RecordBatch) -> bytes:
+    stream = batch.serialize().to_pybytes()
+    (length,) = struct.unpack_from("<i", stream, 4)
+    return stream[8 + length :]
+
+
+def numbers(rows: int, nulls: bool = False) -> pa.RecordBatch:
+    values = [None if nulls and row % 3 == 0 else row for row in range(rows)]
+    return pa.record_batch({"a": pa.array(values, pa.int64()), "b": pa.array([float(row) for row in range(rows)])})
+
+
+def shared_run(rows: list[int], first: int = 1) -> Run:
+    """Batches of so many rows without nulls, their bodies one behind the other, address lists by hand."""
+    batches = [numbers(count) for count in rows]
+    untagged, tags, tagged, at = b"", b"", b"", BASE
+    for number, (batch, header) in enumerate(zip(batches, batch_headers(batches), strict=True), first):
+        a, b = 8 * batch.num_rows, 8 * batch.num_rows  # two columns of 8 bytes, each without a bitmap
+        untagged += struct.pack("<BI", 1, number & 0xFFFFFFFF) + header
+        tags += struct.pack("<Q", 1 << 56 | number & 0xFFFFFFFF)
+        tagged += struct.pack("<10Q", a + b, 4, 0, 0, at, a, 0, 0, at + a, b)
+        at += a + b
+    return as_run(len(rows), untagged, tags, tagged)
+
+
+def packed_run(rows: int, count: int, first: int = 1) -> Run:
+    batches = [numbers(rows) for _ in range(count)]
+    untagged = b"".join(
+        struct.pack("<BI", 1, number) + header for number, header in enumerate(batch_headers(batches), first)
+    )
+    tags = struct.pack(f"<{count}Q", *range(first, first + count))
+    return as_run(count, untagged, tags, b"".join(map(body, batches)))
+
+
+def as_run(count: int, untagged: bytes, tags: bytes, tagged: bytes) -> Run:
+    pieces = memoryview(untagged), memoryview(tags), memoryview(tagged)
+    return Run(count, pieces[0], len(untagged) // count, pieces[1], pieces[2], len(tagged) // count)
+
+
+def one_by_one(run: Run, first: int = 1) -> list[Delivery]:
+    """What the Receiver makes of the messages of the run, or the error that it raises."""
+    receiver = Receiver()
+    receiver.want()
+    schema = numbers(0).schema.serialize().to_pybytes()
+    receiver.receive_metadata(b"\x01\0\0\0\0" + schema[8:])
+    assert receiver.next() is not None
+    receiver._next = first
+    delivered = []
+    for message in run.expand():
+        if message.tag is None:
+            receiver.receive_metadata(message.data)
+        else:
+            receiver.receive_body(message.tag, bytes(message.data))
+        if (delivery := receiver.next()) is not None:
+            delivered.append(delivery)
+    return delivered
+
+
+def same(recognised: list[Delivery], received: list[Delivery]) -> bool:
+    return [(d.sequence, d.header, _body(d)) for d in recognised] == [
+        (d.sequence, d.header, _body(d)) for d in received
+    ]
+
+
+def _body(delivery: Delivery) -> object:
+    return delivery.body if isinstance(delivery.body, AddressList) else bytes(delivery.body)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.sampled_from([1, 77, 2**32 - 3, 2**32]))
+def test_a_run_of_shared_bodies_means_what_its_messages_mean(rows: list[int], first: int) -> None:
+    run = shared_run(rows, first)
+    batches = recognise(run, first)
+    assert isinstance(batches, SharedBatches)
+    assert same(list(batches.expand()), one_by_one(run, first))
+    # what is leased is each address that was sent, in order: two for each batch
+    assert batches.leased.tolist() == [
+        address for at, count in zip(batches.body_at.tolist(), rows, strict=True) for address in (at, at + 8 * count)
+    ]
+
+
+@given(st.integers(1, 40), st.integers(1, 20))
+def test_a_run_of_packed_bodies_means_what_its_messages_mean(rows: int, count: int) -> None:
+    run = packed_run(rows, count)
+    batches = recognise(run, 1)
+    assert isinstance(batches, PackedBatches)
+    assert same(list(batches.expand()), one_by_one(run))
+
+
+@given(st.data())
+def test_nothing_is_recognised_that_would_be_refused_or_mean_something_else(data: st.DataObject) -> None:
+    good = data.draw(st.sampled_from([shared_run([5, 9, 2, 30]), packed_run(7, 4)]))
+    pieces = [bytearray(good.untagged), bytearray(good.tags), bytearray(good.tagged)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        piece = data.draw(st.sampled_from(pieces))
+        at = data.draw(st.integers(0, len(piece) - 1))
+        piece[at] = data.draw(st.integers(0, 255))
+    run = as_run(4, *map(bytes, pieces))
+    batches = recognise(run, 1)
+    if batches is None:
+        return
+    try:
+        received = one_by_one(run)
+    except RemoteProtocolError as error:
+        raise AssertionError(f"recognised, but one by one: {error}") from error
+    assert same(list(batches.expand()), received)
+
+
+def test_only_the_number_that_is_due_is_recognised() -> None:
+    assert recognise(shared_run([4] * 3, first=5), 4) is None
+    assert recognise(packed_run(4, 3, first=5), 6) is None
+
+
+def test_different_layouts_are_not_alike() -> None:
+    plain, nullable = batch_headers([numbers(9)])[0], batch_headers([numbers(9, nulls=True)])[0]
+    assert len(plain) == len(nullable)
+    shared = shared_run([9, 9])
+    # null counts may differ; that is still one layout, so it is the address list that says no
+    swapped = bytes(shared.untagged[: shared.untagged_size + 5]) + nullable
+    assert recognise(as_run(2, swapped, bytes(shared.tags), bytes(shared.tagged)), 1) is None
+
+
+@pytest.mark.parametrize("at", [8, 16, 24])  # number of buffers; address and length of an absent one
+def test_a_list_that_disagrees_is_not_recognised(at: int) -> None:
+    run = shared_run([6, 6])
+    tagged = bytearray(run.tagged)
+    tagged[at] ^= 1
+    assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
+
+
+def test_a_scattered_body_is_not_recognised() -> None:
+    run = shared_run([6, 6])
+    tagged = bytearray(run.tagged)
+    struct.pack_into("<Q", tagged, 16 + 3 * 16, BASE + 8 * 6 + 64)  # the last buffer lies 64 bytes further
+    assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None

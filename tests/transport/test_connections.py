@@ -1,0 +1,192 @@
+"""What every transport promises ("Requirements"), between two ends of one connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pytest
+from conftest import PATIENCE, leaving_nothing
+
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError
+from dissociated.message import Incoming, Message, Run
+from dissociated.transport.base import Connection, Listener
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+
+MEDIA = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0", "shm": "shm:"}
+
+
+class Ends(NamedTuple):
+    """The two ends of a connection."""
+
+    client: Connection
+    server: Connection
+
+
+def allocate(tag: int | None, length: int) -> Any:
+    return bytearray(length)
+
+
+def receive(connection: Connection) -> Incoming | None:
+    arrived = connection.receive(PATIENCE, allocate)
+    assert not isinstance(arrived, Run)
+    return arrived
+
+
+def plain(incoming: Incoming | None) -> tuple[int | None, bytes] | None:
+    return None if incoming is None else (incoming.tag, bytes(incoming.data))
+
+
+@pytest.fixture(params=MEDIA)
+def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+    if request.param == "tcp6" and not socket.has_dualstack_ipv6():
+        pytest.skip("this host has no IPv6 loopback address")
+    uri = Uri.parse(MEDIA[request.param])
+    with leaving_nothing(), closing(transport(uri.scheme).listen(uri)) as listening:
+        yield listening
+
+
+def connect(listener: Listener) -> Ends:
+    client = transport(listener.uri.scheme).connect(listener.uri, PATIENCE)
+    server = listener.accept()
+    assert server is not None
+    return Ends(client, server)
+
+
+@pytest.fixture
+def ends(listener: Listener) -> Iterator[Ends]:
+    both = connect(listener)
+    with both.client, both.server:
+        yield both
+
+
+MESSAGES = [
+    Message(None, (b"untagged",)),
+    Message(None, ()),
+    Message(0, (b"tagged",)),
+    Message(2**64 - 1, (b"in ", b"", b"parts of ", pa.py_buffer(b"many "), memoryview(b"kinds"))),
+    Message(7, ()),
+    Message(None, (b"x" * 100_001, b"y" * 33)),
+    Message(8, (bytes(3 << 20), b"end")),
+    *(Message(tag, (str(number).encode(),)) for number in range(1000) for tag in (None, number)),
+]
+PLAIN = [(tag, b"".join(map(bytes, parts))) for tag, parts in MESSAGES]
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["to server", "to client"])
+def test_messages_arrive_whole_and_in_order(ends: Ends, back: bool) -> None:
+    sender, receiver = reversed(ends) if back else ends
+    # A server takes no more metadata than a client has to say.
+    chosen = [index for index, (tag, data) in enumerate(PLAIN) if back or tag is not None or len(data) < 1 << 16]
+    messages, expected = [MESSAGES[index] for index in chosen], [PLAIN[index] for index in chosen]
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, messages, PATIENCE)
+        assert [plain(receive(receiver)) for _ in expected] == expected
+        sending.result(PATIENCE)
+
+
+def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listener: Listener) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        prepared = None
+        for _ in range(3):
+            both = connect(listener)
+            with both.client, both.server:
+                prepared = prepared or both.server.prepare(MESSAGES)
+                sending = pool.submit(both.server.send, prepared, PATIENCE)
+                arrived: list[Any] = []
+                while len(arrived) < len(PLAIN):
+                    one = both.client.receive(PATIENCE, allocate)
+                    arrived += map(plain, one.expand() if isinstance(one, Run) else [one])
+                assert arrived == PLAIN
+                sending.result(PATIENCE)
+
+
+def test_closing_lets_what_was_sent_arrive(ends: Ends) -> None:
+    ends.server.send([Message(None, (b"one",)), Message(2, (b"two",))], PATIENCE)
+    ends.server.close()
+    assert [plain(receive(ends.client)) for _ in range(3)] == [(None, b"one"), (2, b"two"), None]
+    assert receive(ends.client) is None
+
+
+def test_an_abort_arrives_after_what_was_sent(ends: Ends) -> None:
+    ends.server.send([Message(None, (b"one",))], PATIENCE)
+    ends.server.abort("the reason, ünïcödé")
+    ends.server.close()
+    assert plain(receive(ends.client)) == (None, b"one")
+    with pytest.raises(RemoteError, match=r"^the reason, ünïcödé$"):
+        receive(ends.client)
+
+
+def test_a_silent_peer_exceeds_the_deadline_and_may_speak_later(ends: Ends) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"silent for 0\.01 s"):
+        ends.client.receive(0.01, allocate)
+    ends.server.send([Message(None, (b"late",))], PATIENCE)
+    assert plain(receive(ends.client)) == (None, b"late")
+
+
+def test_a_peer_that_takes_nothing_exceeds_the_deadline(ends: Ends) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"took nothing for 0\.01 s"):
+        for _ in range(100):
+            ends.server.send([Message(1, (bytes(1 << 20),))], 0.01)
+
+
+def test_two_sides_that_both_send_do_not_block_each_other(ends: Ends) -> None:
+    """A client gives leases back while the server is still sending."""
+    bodies = [Message(number, (bytes(1 << 20),)) for number in range(100)]
+    frees = [Message(9, (bytes(8),)) for _ in range(2000)]
+    everything_sent = threading.Event()
+
+    def client() -> int:
+        ends.client.send(frees, PATIENCE)
+        everything_sent.set()
+        return sum(len(receive(ends.client).data) for _ in bodies)  # type: ignore[union-attr]
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(client)
+        for body in bodies:
+            ends.server.send([body], PATIENCE)
+        assert receiving.result(PATIENCE) == 100 << 20
+    assert [plain(receive(ends.server)) for _ in frees] == [(9, bytes(8))] * len(frees)
+    assert not ends.server.arrived()
+
+
+def test_interrupting_ends_a_receive_in_another_thread(ends: Ends) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive, ends.client)
+        ends.client.interrupt()
+        try:
+            assert receiving.result(PATIENCE) is None
+        except ConnectionClosed:
+            pass
+
+
+def test_interrupting_ends_a_send_in_another_thread(ends: Ends) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(
+            ends.server.send, [Message(1, (bytes(1 << 28),)), Message(2, (bytes(1 << 28),))], PATIENCE
+        )
+        ends.server.interrupt()
+        with pytest.raises(ConnectionClosed):
+            sending.result(PATIENCE)
+
+
+def test_one_who_stops_receiving_may_go_on_sending(ends: Ends) -> None:
+    ends.server.send([Message(None, (b"hello",))], PATIENCE)
+    assert plain(receive(ends.client)) == (None, b"hello")
+    ends.client.stop_receiving()
+    assert receive(ends.client) is None
+    ends.client.send([Message(3, (b"still here",))], PATIENCE)
+    assert plain(receive(ends.server)) == (3, b"still here")
+
+
+def test_a_closed_listener_accepts_nobody_and_wakes_whoever_waits(listener: Listener) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(listener.accept)
+        listener.close()
+        assert accepting.result(PATIENCE) is None
