@@ -11,6 +11,7 @@ from dissociated.errors import ColumnNotFound, ConnectionClosed, RemoteProtocolE
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
+from dissociated.ipc.reader import peer_blamed
 from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
@@ -103,7 +104,8 @@ def _read_in_place(
 
 
 def _only(schema: bytes, columns: Sequence[str]) -> pa.ipc.IpcReadOptions:
-    fields = column_indices(pa.ipc.read_schema(pa.py_buffer(encapsulate(schema))), columns)
+    with peer_blamed():
+        fields = column_indices(pa.ipc.read_schema(pa.py_buffer(encapsulate(schema))), columns)
     return pa.ipc.IpcReadOptions(included_fields=fields)
 
 

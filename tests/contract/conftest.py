@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
-from arrow_cases import Celsius
-from conftest import connections_left, leaving_nothing
 
 import dissociated as dis
+from arrow_cases import Celsius
+from helpers import connections_left, leaving_nothing
 
 MEDIA = {
     "inproc": "inproc:",

@@ -11,9 +11,9 @@ from itertools import count
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import PATIENCE, Serve
 
 import dissociated as dis
+from helpers import PATIENCE, Serve
 
 from .conftest import MEDIA, Route, listening
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from arrow_cases import ARRAYS, ROWS
 
 import dissociated as dis
+from arrow_cases import ARRAYS, ROWS
 
 from .conftest import Route
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pytest
+
 from arrow_cases import ARRAYS, batches
 
 from .conftest import Route

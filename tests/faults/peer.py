@@ -141,7 +141,8 @@ class RawConnection:
             try:
                 frames.append(self.read_frame())
             except EOFError as error:
-                assert "after 0 of" in str(error), error
+                if "after 0 of" not in str(error):
+                    raise
                 return frames
 
     def read_rest(self) -> bytes:
@@ -256,8 +257,8 @@ def free_of(uri: str) -> int:
 
 
 def play(connection: RawConnection, steps: list[list[Any]], say: Callable[[str], None]) -> None:
-    """Steps: send HEX; region BASE SIZE BACKING (a memfd of zeros, sealed as it must be); read N frames; stream (read to
-    its end); reached (tell the parent); hold (until the peer hangs up); sleep (for ever)."""
+    """Steps: send HEX; region BASE SIZE BACKING (a memfd of zeros, sealed as it must be); read N frames; stream (read
+    to its end); reached (tell the parent); hold (until the peer hangs up); sleep (for ever)."""
 
     for name, *rest in steps:
         if name == "send":

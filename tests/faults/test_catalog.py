@@ -55,7 +55,10 @@ def test_not_a_place(uri: str) -> None:
 def test_silence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         uri = f"grpc://127.0.0.1:{sock.getsockname()[1]}"
-        with dis.connect(uri, timeout=0.3) as client, pytest.raises(DeadlineExceeded, match="did not answer for 0.3 s"):
+        with (
+            dis.connect(uri, timeout=0.3) as client,
+            pytest.raises(DeadlineExceeded, match=r"did not answer for 0.3 s"),
+        ):
             client.describe("numbers")
 
 
@@ -100,7 +103,7 @@ def test_server_is_gone(server: dis.Server) -> None:
         with pytest.raises(CatalogError, match="no catalog answers"):
             client.read("numbers")
         for location in info.endpoints[0].locations[:2]:
-            with pytest.raises(dis.errors.TransportError, match="is it on this host|refused"):
+            with pytest.raises(dis.errors.TransportError, match=r"is it on this host|refused"):
                 dis.open_stream(location, info.endpoints[0].ticket)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from dissociated.errors import RemoteError
 from .conftest import Good, wait_until
 from .peer import (
     ABORT,
+    PATIENCE,
     PREAMBLE,
     REGION,
     RUN,
@@ -37,6 +39,7 @@ from .peer import (
 )
 
 Serve = Callable[..., Good]
+Spawn = Callable[..., subprocess.Popen[str]]
 
 HANDSHAKE = 0.3  # seconds
 
@@ -263,10 +266,8 @@ def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
     (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
     with other(large, scheme) as connection:
         connection.send(want(server.ticket("large"), want_of(uri)))
-        flood = frame(TAGGED, bytes(8), want_of(uri)) * 1000
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            for _ in range(10_000):
-                connection.send(flood)
+            connection.send(frame(TAGGED, bytes(8), want_of(uri)) * 3_000_000)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
@@ -280,8 +281,9 @@ def test_client_takes_nothing(large: Good, scheme: str) -> None:
         expected = whole.read_rest()
     with other(large, scheme) as connection:
         connection.send(request)
+        got = connection.read_exactly(8)
         wait_until(large.alone, "the server has given up")
-        got = connection.read_rest()
+        got += connection.read_rest()
     assert len(got) < len(expected)
     assert expected.startswith(got)
 
@@ -312,3 +314,54 @@ def test_many_at_once(serve: Serve) -> None:
             with connect(uri) as connection:
                 connection.send(request[: n % (len(request) + 1)])
     good.check()
+
+
+# Strangers: other users of the same host, who got at the socket although its mode keeps them out
+
+AS_NOBODY = """
+import os, sys
+import dissociated as dis
+
+path = sys.argv[1]
+if sys.argv[2] == "serve":
+    os.setuid(65534)
+    server = dis.Server([f"shm://{path}"], catalog=None)
+    print("up", flush=True)
+    sys.stdin.read()
+else:
+    os.setuid(65534)
+    try:
+        dis.open_stream(f"shm://{path}?want_data=1", b"ticket", timeout=5)
+    except dis.errors.TransportError as error:
+        print(type(error).__name__, error)
+"""
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+@root_only
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: int) -> None:
+    os.chmod(runtime, 0o755)
+    good = serve(f"shm://{runtime}/own.sock")
+    os.chmod(f"{runtime}/own.sock", mode)
+    out, _ = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "connect").communicate(timeout=PATIENCE)
+    if mode == 0o600:
+        assert out.startswith("TransportError connecting to the shm server"), out
+        assert "Permission denied" in out
+    else:
+        assert out.startswith("ConnectionClosed"), out
+    good.check()
+
+
+@root_only
+def test_server_of_another_user(spawn: Spawn, runtime: str) -> None:
+    os.chmod(runtime, 0o777)
+    process = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "serve")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    with pytest.raises(dis.errors.TransportError, match="runs as another user, whose memory is not to be trusted"):
+        dis.open_stream(f"shm://{runtime}/own.sock?want_data=1", b"ticket")
+    process.kill()
+    process.wait(PATIENCE)
+    os.unlink(f"{runtime}/own.sock")

@@ -109,7 +109,7 @@ def test_one_of_two_refuses(serve: Callable[..., Good], scripted: Start) -> None
     (bodies,) = good.server.locations("good", streams="bodies")
     silent = scripted("tcp", RawConnection.hold)
     for uris in ([metadata, silent.uri], [silent.uri, bodies]):
-        with pytest.raises((RemoteError, DeadlineExceeded), match="no dataset has this ticket|silent"):
+        with pytest.raises((RemoteError, DeadlineExceeded), match=r"no dataset has this ticket|silent"):
             dis.open_stream(uris, b"unknown", timeout=SILENCE)
         silent.wait_done()
     good.check()

@@ -237,7 +237,7 @@ CUTS = [0, 1, 7, 8, 9, 23, 24, 30, len(GOOD) - 8000, len(GOOD) - 4000, len(GOOD)
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_server_closes_in_the_middle(scripted: Start, scheme: str, cut: int) -> None:
     server = scripted(scheme, saying(GOOD[:cut], RawConnection.close))
-    with pytest.raises(dis.DissociatedError, match="the peer closed|does not speak") as caught:
+    with pytest.raises(dis.DissociatedError, match=r"the peer closed|does not speak") as caught:
         read(server.uri)
     assert type(caught.value) in (ConnectionClosed, RemoteProtocolError)
     server.wait_done()
@@ -257,6 +257,23 @@ def test_enormous_body_is_not_allocated(scripted: Start) -> None:
         server = scripted("tcp", saying(PREAMBLE + SCHEMA + head(TAGGED, length, 1)))
         refused(server, RemoteProtocolError, "max_body")
         assert pa.total_allocated_bytes() == before
+
+
+def test_flood_of_metadata(scripted: Start) -> None:
+    # Each with a flatbuffer that is 64 MiB long, and none with its body.
+    def script(connection: RawConnection) -> None:
+        connection.read_frame()
+        connection.send(PREAMBLE + SCHEMA)
+        length = 2**26
+        rest = bytes(length - 5 - len(BATCH_HEADER))
+        for number in range(1, 6):
+            connection.send(head(UNTAGGED, length) + struct.pack("<BI", 1, number) + BATCH_HEADER)
+            connection.send(rest)
+        connection.hold()
+
+    refused(
+        scripted("shm", script), RemoteProtocolError, "metadata of .* bytes waits for message 1; the cap is 268435456"
+    )
 
 
 def test_max_body(scripted: Start) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from conftest import leaving_nothing
 
 import dissociated as dis
+from helpers import leaving_nothing
 
 Batches = list[tuple[pa.RecordBatch, Any]]
 

@@ -104,7 +104,7 @@ def test_a_stream_that_is_cut_off(at: int) -> None:
 
 @pytest.mark.parametrize("at", range(8, len(FILE), 11))
 def test_a_file_that_is_cut_off(at: int) -> None:
-    with pytest.raises(StoreError, match="cut off|outside"):
+    with pytest.raises(StoreError, match=r"cut off|outside"):
         messages(FILE[:at])
 
 

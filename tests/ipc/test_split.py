@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from arrow_cases import ARRAYS, ROWS, batches
 
+from arrow_cases import ARRAYS, ROWS, batches
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.protocol.header import HeaderType
 

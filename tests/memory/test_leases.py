@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
-from conftest import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -16,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.leases import Ledger, Returns, leased_buffer
 from dissociated.memory.region import Region
+from helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -58,7 +60,7 @@ def test_extents_lie_within_their_region(address: int, length: int) -> None:
     within = region(1000, 100)
     if not length:
         assert within.offsets([address], [length]) == [0]
-    elif 1000 <= address and address + length <= 1100:
+    elif address >= 1000 and address + length <= 1100:
         assert within.offsets([address], [length]) == [address - 1000]
     else:
         with pytest.raises(RemoteProtocolError, match=r"leaves <Region 0x3e8 to 0x44c>"):
@@ -94,7 +96,7 @@ def test_gathering_does_not_leave_the_body(at: int) -> None:
 def test_bases_are_never_given_twice() -> None:
     sizes = [0, 1, 4095, 4096, 4097, 1 << 40, 0, 1]
     spans = [(reserve_base(size), size) for size in sizes]
-    for (base, size), (following, _) in zip(spans, spans[1:], strict=False):
+    for (base, size), (following, _) in pairwise(spans):
         assert base > 0
         assert base % 4096 == 0
         assert following > base + size

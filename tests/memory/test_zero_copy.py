@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import Serve, connections_left, serving
 
 import dissociated as dis
+from helpers import Serve, connections_left, serving
 
 from .maps import origins, shared_bytes
 
@@ -155,30 +155,30 @@ def test_memory_of_a_live_stream_is_held_while_a_slice_of_it_is(serve: Serve) ->
     server = serve("shm:", live_limit=3 * MB)
     schema = pa.schema([("n", pa.int64())])
     numbers = (pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(1, 60))
-    server.publish("data", pa.RecordBatchReader.from_batches(schema, numbers))
-    reader = read(server)
+    server.publish("slices", pa.RecordBatchReader.from_batches(schema, numbers))
+    reader = read(server, "slices")
     kept = reader.read_next_batch()["n"].slice(1000, 5)
     for number, batch in enumerate(reader, 2):
         assert batch["n"].unique().to_pylist() == [number]
     del reader, batch
     assert kept.to_pylist() == [1] * 5
-    assert origins([pa.record_batch({"n": kept})]) == {("r--s", "/memfd:dissociated:data (deleted)")}
-    assert shared_bytes("data") >= MB
+    assert origins([pa.record_batch({"n": kept})]) == {("r--s", "/memfd:dissociated:slices (deleted)")}
+    assert shared_bytes("slices") >= MB
     assert server.connections == 1
     del kept
     assert connections_left(server) == 0
-    assert shared_bytes("data") == 0
+    assert shared_bytes("slices") == 0
 
 
 def test_an_endless_stream_needs_no_more_than_its_limit(serve: Serve) -> None:
     """800 MB through 32 MB."""
     server = serve("shm:", live_limit=32 * MB)
     batch = pa.record_batch({"n": np.arange(4 * MB // 8)})
-    server.publish("data", pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in range(200))))
+    server.publish("endless", pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in range(200))))
     most = count = 0
-    for count, arrived in enumerate(read(server), 1):  # noqa: B007
+    for count, arrived in enumerate(read(server, "endless"), 1):  # noqa: B007
         assert arrived["n"][-1].as_py() == 4 * MB // 8 - 1
-        most = max(most, shared_bytes("data"))
+        most = max(most, shared_bytes("endless"))
     assert count == 200
     assert 4 * MB <= most <= 32 * MB
 
@@ -187,12 +187,12 @@ def test_a_reader_that_keeps_everything_gets_everything(serve: Serve) -> None:
     """What exceeds the limit comes inline, into the reader's own memory."""
     server = serve("shm:", live_limit=4 * MB)
     sent = [pa.record_batch({"n": np.full(MB // 8, number)}) for number in range(20)]
-    server.publish("data", lambda: live(sent))
-    arrived = list(read(server))
+    server.publish("hoarded", lambda: live(sent))
+    arrived = list(read(server, "hoarded"))
     assert arrived == sent
     shared = [permissions == "r--s" for batch in arrived for permissions, _ in origins([batch])]
     assert shared == [True] * 4 + [False] * 16
-    assert shared_bytes("data") == 4 * MB
+    assert shared_bytes("hoarded") == 4 * MB
 
 
 def test_bodies_larger_than_the_limit_are_shared_two_at_a_time(serve: Serve) -> None:
@@ -203,8 +203,8 @@ def test_bodies_larger_than_the_limit_are_shared_two_at_a_time(serve: Serve) -> 
             yield pa.record_batch({"n": np.full(2 * MB // 8, number)})
 
     schema = pa.schema([("n", pa.int64())])
-    server.publish("data", pa.RecordBatchReader.from_batches(schema, large()))
-    for number, batch in enumerate(read(server)):
+    server.publish("large", pa.RecordBatchReader.from_batches(schema, large()))
+    for number, batch in enumerate(read(server, "large")):
         assert batch["n"].unique().to_pylist() == [number]
-        assert origins([batch]) == {("r--s", "/memfd:dissociated:data (deleted)")}
-        assert shared_bytes("data") <= 4 * MB
+        assert origins([batch]) == {("r--s", "/memfd:dissociated:large (deleted)")}
+        assert shared_bytes("large") <= 4 * MB

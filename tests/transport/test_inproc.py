@@ -4,12 +4,12 @@ from contextlib import closing
 
 import pyarrow as pa
 import pytest
-from conftest import PATIENCE
 
 from dissociated.errors import TransportError, UriError
 from dissociated.message import Message
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from helpers import PATIENCE
 
 INPROC = transport("inproc")
 

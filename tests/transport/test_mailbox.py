@@ -4,10 +4,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE
 
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError
 from dissociated.transport.mailbox import Mailbox
+from helpers import PATIENCE
 
 SOON = 0.01  # seconds, for what must not happen within any time
 

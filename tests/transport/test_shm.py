@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, descriptors
 
 from dissociated.errors import RemoteProtocolError, TransportError, UriError
 from dissociated.memory.shared import Backing, create_memfd, reopen_read_only, seal
@@ -22,6 +21,7 @@ from dissociated.transport.base import Connection
 from dissociated.transport.registry import transport
 from dissociated.transport.shm import runtime_directory
 from dissociated.uri import Uri
+from helpers import PATIENCE, descriptors
 
 SHM = transport("shm")
 PAGE = 4096

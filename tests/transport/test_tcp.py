@@ -4,11 +4,11 @@ import socket
 from contextlib import closing
 
 import pytest
-from conftest import PATIENCE, Serve
 
 from dissociated.errors import TransportError, UriError
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from helpers import PATIENCE, Serve
 
 TCP = transport("tcp")
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.ipc.encapsulated import MAGIC, encapsulate
+from dissociated.ipc.reader import StreamReader
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
@@ -58,7 +59,7 @@ class InPlace:
         readers = []
         for part in self._parts:
             whole = hold(part.region, np.concatenate(part.leased).tolist() if part.leased else [])
-            readers.append(pa.ipc.open_stream(whole.slice(part.start, part.end - part.start), options=options))
+            readers.append(StreamReader(whole.slice(part.start, part.end - part.start), options))
         if len(readers) == 1:
             return readers[0]
         return pa.RecordBatchReader.from_batches(readers[0].schema, (batch for one in readers for batch in one))

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError
 from dissociated.ipc.encapsulated import CONTINUATION, END_OF_STREAM
+from dissociated.ipc.reader import StreamReader
 from dissociated.message import Buffer
 
 _length = struct.Struct("<i")
@@ -85,7 +86,7 @@ def join(messages: Messages, options: pa.ipc.IpcReadOptions | None = None) -> pa
     """A reader over the stream that `messages` make, the schema first.
 
     It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.
-    Whatever they raise comes out of the reader. Raises pyarrow.ArrowInvalid where libarrow finds the content
+    Whatever they raise comes out of the reader. Raises RemoteProtocolError where libarrow finds the content
     invalid.
     """
-    return pa.ipc.open_stream(pa.PythonFile(_Source(messages), mode="r"), options=options)
+    return StreamReader(pa.PythonFile(_Source(messages), mode="r"), options)

@@ -18,26 +18,34 @@ from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
 if TYPE_CHECKING:
     from dissociated.protocol.run import Batches
 
-#: How many messages may wait for one that was overtaken, and how many bytes of bodies.
+#: How many messages may wait for one that was overtaken, and how many bytes of bodies and of metadata.
 MAX_WAITING = 1 << 16
 MAX_WAITING_BYTES = 1 << 32
+MAX_WAITING_METADATA = 1 << 28
 
 
 class Receiver:
     """Takes messages in whatever order they arrive and delivers them in the order they were numbered.
 
     Bodies are opaque: only their length is looked at, and the content of address lists. What waits for its turn
-    is capped by `max_waiting` messages and `max_waiting_bytes` of bodies; a peer that exceeds either breaks the
-    protocol.
+    is capped by `max_waiting` messages, `max_waiting_bytes` of bodies and `max_waiting_metadata` bytes of metadata;
+    a peer that exceeds any of them breaks the protocol.
     """
 
-    def __init__(self, max_waiting: int = MAX_WAITING, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(
+        self,
+        max_waiting: int = MAX_WAITING,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        max_waiting_metadata: int = MAX_WAITING_METADATA,
+    ) -> None:
         self._machine = Machine(Role.RECEIVER)
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
+        self._max_waiting_metadata = max_waiting_metadata
         self._headers: dict[int, tuple[bytes, Header]] = {}
         self._bodies: dict[int, tuple[BodyKind, Buffer]] = {}
         self._waiting_bytes = 0
+        self._waiting_metadata = 0  # bytes
         self._next = 0  # of the message to deliver next
         self._count: int | None = None  # of messages in the stream, known from its end
 
@@ -71,6 +79,12 @@ class Receiver:
             )
         if not parsed.has_body and sequence in self._bodies:
             raise RemoteProtocolError(f"the peer sent a body for message {sequence}, which has none")
+        self._waiting_metadata += len(header)
+        if self._waiting_metadata > self._max_waiting_metadata and sequence != self._next:
+            raise RemoteProtocolError(
+                f"metadata of {self._waiting_metadata} bytes waits for message {self._next}; "
+                f"the cap is {self._max_waiting_metadata}"
+            )
         self._headers[sequence] = header, parsed
 
     def receive_body(self, tag: int, body: Buffer) -> None:
@@ -141,6 +155,7 @@ class Receiver:
                     f"its metadata announced {parsed.body_length}"
                 )
         del self._headers[sequence]
+        self._waiting_metadata -= len(header)
         self._next = sequence + 1
         if self._next == self._count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)

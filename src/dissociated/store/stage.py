@@ -74,7 +74,7 @@ class Stage:
             self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
-        if Path(name).name != name or name in (".", ".."):
+        if Path(name).name != name or name in ("", ".", ".."):
             raise StoreError(f"{name!r} is not the name of a file in the staging directory")
         return self.directory / name
 

@@ -1,0 +1,273 @@
+"""The catalog: what there is and where, for this library's clients and for any client of Arrow Flight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.client import Endpoint, locations
+from dissociated.catalog.service import REUSE_CONNECTION
+from dissociated.store.segment import SegmentWriter
+from dissociated.uri import Uri
+
+TABLE = pa.table(
+    {"n": [1, None, 3], "s": ["a", "b", None], "d": pa.array(["x", "y", "x"]).dictionary_encode()}, metadata={"a": "b"}
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0", "inproc:"]) as running:
+        running.publish("static", TABLE)
+        running.publish("live", TABLE.to_reader)
+        running.publish("ünïcödé / with spaces", TABLE)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    with dis.connect(server.catalog_uri) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def plain(server: dis.Server) -> Iterator[flight.FlightClient]:
+    """A client that knows nothing but Arrow Flight."""
+    with flight.FlightClient(server.catalog_uri) as connected:
+        yield connected
+
+
+def test_list(client: dis.Client) -> None:
+    assert [info.name for info in client.list()] == ["live", "static", "ünïcödé / with spaces"]
+
+
+def test_describe(server: dis.Server, client: dis.Client) -> None:
+    static = client.describe("static")
+    assert static.schema.equals(TABLE.schema, check_metadata=True)
+    assert static.rows == 3
+    assert static.nbytes
+    assert [endpoint.ticket for endpoint in static.endpoints] == [server.ticket("static")]
+    live = client.describe("live")
+    assert live.schema.equals(TABLE.schema, check_metadata=True)
+    assert (live.rows, live.nbytes) == (None, None)
+
+
+@pytest.mark.parametrize("transport", [None, "shm", "tcp", "inproc", "grpc"])
+@pytest.mark.parametrize("name", ["static", "live", "ünïcödé / with spaces"])
+def test_read(client: dis.Client, name: str, transport: str | None) -> None:
+    reader = client.read(name, transport)
+    assert reader.schema.equals(TABLE.schema, check_metadata=True)
+    assert reader.read_all() == TABLE
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
+@pytest.mark.parametrize("columns", [["s"], ["d", "n"], []], ids="-".join)
+def test_read_some_columns(client: dis.Client, transport: str, columns: list[str]) -> None:
+    arrived = client.read("static", transport, columns).read_all()
+    expected = TABLE.select([name for name in TABLE.schema.names if name in columns])
+    assert arrived.schema.equals(expected.schema, check_metadata=True)
+    assert arrived.num_rows == 3
+    assert arrived == expected
+
+
+@pytest.mark.parametrize("transport", [None, "grpc"])
+def test_a_column_that_does_not_exist(client: dis.Client, transport: str | None) -> None:
+    with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are n, s, d"):
+        client.read("static", transport, ["x"])
+
+
+def test_a_dataset_that_does_not_exist(client: dis.Client) -> None:
+    for ask in (client.describe, client.read, client.drop):
+        with pytest.raises(dis.errors.DatasetNotFound, match=r"^no dataset 'it''s' is published here$|no dataset"):
+            ask("it's")
+
+
+def test_a_transport_that_is_not_offered(client: dis.Client) -> None:
+    with pytest.raises(
+        dis.errors.CatalogError, match=r"cannot be reached from here by ucx: it is offered by .*shm, tcp"
+    ):
+        client.read("static", "ucx")
+
+
+def test_the_nearest_transport_is_used(server: dis.Server, client: dis.Client) -> None:
+    """inproc copies nothing: its arrays are those of the table itself."""
+    server.publish("near", pa.table({"n": np.arange(1000)}))
+    reader = client.read("near")
+    sent = server.dataset("near").open_reader().read_all()["n"].chunk(0).buffers()[1]
+    assert reader.read_all()["n"].chunk(0).buffers()[1].address == sent.address
+    server.drop("near")
+
+
+def test_a_source_that_fails_says_why_over_flight_too(server: dis.Server, client: dis.Client) -> None:
+    server.publish("once", TABLE.to_reader())
+    assert client.read("once", "grpc").read_all() == TABLE
+    with pytest.raises(dis.errors.DissociatedError, match="'once' was published from a reader, which can be read once"):
+        client.read("once", "grpc").read_all()
+    server.drop("once")
+
+
+def test_drop(server: dis.Server, client: dis.Client) -> None:
+    server.publish("gone", TABLE)
+    client.drop("gone")
+    assert "gone" not in server.names()
+
+
+def test_no_catalog_there() -> None:
+    with dis.Server(["inproc:"]) as gone:
+        uri = gone.catalog_uri
+    with pytest.raises(dis.errors.CatalogError, match=f"no catalog answers at {uri}: is it running"):
+        dis.connect(uri, timeout=5).list()
+
+
+def test_a_port_in_use(server: dis.Server) -> None:
+    with pytest.raises(dis.errors.TransportError, match=r"the catalog cannot listen at .*: Address already in use"):
+        dis.Server(["inproc:"], catalog=server.catalog_uri)
+
+
+# Writing
+
+
+def write(client: dis.Client, name: str, *numbers: int) -> str:
+    with SegmentWriter(Path(client.stage().directory) / name, pa.schema([("n", pa.int64())])) as writer:
+        writer.write(pa.record_batch({"n": pa.array(numbers, pa.int64())}))
+    return name
+
+
+def read(client: dis.Client, name: str) -> list[int]:
+    numbers: list[int] = client.read(name, "shm").read_all()["n"].to_pylist()
+    return numbers
+
+
+def test_a_commit_shows_all_segments_at_once(client: dis.Client) -> None:
+    schema = pa.schema([("n", pa.int64())])
+    names = [write(client, "a", 1, 2), write(client, "b", 3)]
+    client.commit("written", names, "overwrite", schema)
+    assert read(client, "written") == [1, 2, 3]
+    assert list(Path(client.stage().directory).iterdir()) == []
+    client.commit("written", names, "overwrite", schema)  # said again, as Spark may: nothing happens
+    assert read(client, "written") == [1, 2, 3]
+    client.commit("written", [write(client, "c", 4)], "append", schema)
+    assert read(client, "written") == [1, 2, 3, 4]
+    client.commit("written", [], "overwrite", schema)
+    assert read(client, "written") == []
+    client.drop("written")
+
+
+def test_a_commit_of_what_is_not_there_changes_nothing(client: dis.Client) -> None:
+    schema = pa.schema([("n", pa.int64())])
+    client.commit("kept", [write(client, "d", 1)], "overwrite", schema)
+    with pytest.raises(dis.errors.CatalogError, match="No such file"):
+        client.commit("kept", [write(client, "e", 2), "missing"], "overwrite", schema)
+    assert read(client, "kept") == [1]
+    client.discard(["e", "missing"])
+    assert list(Path(client.stage().directory).iterdir()) == []
+    client.drop("kept")
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/passwd"])
+def test_segments_outside_the_stage_cannot_be_named(client: dis.Client, name: str) -> None:
+    for act in (lambda: client.discard([name]), lambda: client.commit("x", [name], "overwrite", pa.schema([]))):
+        with pytest.raises(dis.errors.CatalogError, match="is not the name of a file in the staging directory"):
+            act()
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"not json", b'{"other": 1}', b"\xff"])
+@pytest.mark.parametrize("action", ["commit", "discard", "drop"])
+def test_actions_without_what_they_take_are_refused(plain: flight.FlightClient, action: str, body: bytes) -> None:
+    with pytest.raises(flight.FlightServerError, match="is not what it takes"):
+        list(plain.do_action(flight.Action(action, body)))
+
+
+def test_an_unknown_action_is_answered_with_those_there_are(plain: flight.FlightClient) -> None:
+    with pytest.raises(flight.FlightServerError, match="no action 'dance'; there are stage, commit"):
+        list(plain.do_action(flight.Action("dance", b"")))
+    assert {action.type for action in plain.list_actions()} == {"stage", "commit", "discard", "drop"}
+
+
+# For any client of Arrow Flight
+
+
+def test_flight_do_get(plain: flight.FlightClient) -> None:
+    for name in ("static", "live"):
+        info = plain.get_flight_info(flight.FlightDescriptor.for_path(name))
+        (endpoint,) = info.endpoints
+        assert plain.do_get(endpoint.ticket).read_all() == TABLE
+
+
+def test_flight_info(server: dis.Server, plain: flight.FlightClient) -> None:
+    for descriptor in (flight.FlightDescriptor.for_path("static"), flight.FlightDescriptor.for_command("static")):
+        info = plain.get_flight_info(descriptor)
+        (endpoint,) = info.endpoints
+        told = [location.uri.decode() for location in endpoint.locations]
+        assert told == [*server.locations("static"), REUSE_CONNECTION]
+        assert all(Uri.parse(uri).want_data is not None for uri in told[:-1])
+        assert info.ordered
+        assert json.loads(info.app_metadata).keys() == {"host", "boot_id"}
+        assert plain.get_schema(descriptor).schema == TABLE.schema
+
+
+@pytest.mark.parametrize(
+    "descriptor",
+    [flight.FlightDescriptor.for_path("no"), flight.FlightDescriptor.for_command("no")],
+    ids=["path", "command"],
+)
+def test_flight_names_what_does_not_exist(plain: flight.FlightClient, descriptor: Any) -> None:
+    for ask in (plain.get_flight_info, plain.get_schema):
+        with pytest.raises(KeyError, match="no dataset 'no' is published here"):
+            ask(descriptor)
+
+
+def test_flight_takes_names_of_one_part(plain: flight.FlightClient) -> None:
+    with pytest.raises(flight.FlightServerError, match="path of one part"):
+        plain.get_flight_info(flight.FlightDescriptor.for_path("a", "b"))
+
+
+def test_flight_knows_no_other_tickets(plain: flight.FlightClient) -> None:
+    with pytest.raises(KeyError, match="no dataset has this ticket"):
+        plain.do_get(flight.Ticket(b"guessed")).read_all()
+
+
+# Locations
+
+
+@pytest.mark.parametrize(
+    ("told", "ways"),
+    [
+        (["tcp://h:1?want_data=1"], [["tcp://h:1?want_data=1"]]),
+        (["tcp://h:1", "nonsense:", "grpc://h:1", REUSE_CONNECTION, "ucx://h:1?want_data=x"], []),
+        (
+            ["shm:///s?want_data=1", "tcp://h:1?want_data=1"],
+            [["shm:///s?want_data=1"], ["tcp://h:1?want_data=1"]],
+        ),
+        (  # exactly two of one scheme that differ in want_data: metadata and bodies, as the C++ reference does it
+            ["tcp://h:1?want_data=1", "tcp://h:1?want_data=2"],
+            [["tcp://h:1?want_data=1", "tcp://h:1?want_data=2"]],
+        ),
+        (  # the same want_data: alternatives
+            ["tcp://h:1?want_data=1", "tcp://g:1?want_data=1"],
+            [["tcp://h:1?want_data=1"], ["tcp://g:1?want_data=1"]],
+        ),
+        (
+            ["tcp://h:1?want_data=2&stream=bodies", "tcp://h:1?want_data=1&stream=metadata"],
+            [["tcp://h:1?want_data=1&stream=metadata", "tcp://h:1?want_data=2&stream=bodies"]],
+        ),
+        (
+            ["tcp://h:1?want_data=1&stream=metadata", "shm:///s?want_data=2&stream=bodies", "tcp://h:1?want_data=3"],
+            [
+                ["tcp://h:1?want_data=3"],
+                ["tcp://h:1?want_data=1&stream=metadata", "shm:///s?want_data=2&stream=bodies"],
+            ],
+        ),
+        (["tcp://h:1?want_data=1&stream=bodies"], []),
+    ],
+)
+def test_locations_are_alternatives_or_pairs(told: list[str], ways: list[list[str]]) -> None:
+    assert [[str(uri) for uri in uris] for uris in locations(Endpoint(b"", tuple(told)))] == ways

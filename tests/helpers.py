@@ -1,0 +1,61 @@
+"""What every test may use: one way to wait, and an account of what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+
+import dissociated as dis
+
+#: Seconds that anything awaited may take. Nothing waits this long but a test that fails.
+PATIENCE = 20.0
+
+#: Makes a server, of shm and tcp unless it is told otherwise, and without a catalog.
+Serve = Callable[..., dis.Server]
+
+
+def serving(server: dis.Server) -> set[threading.Thread]:
+    """The threads that serve a connection each."""
+    with server._lock:
+        return set(server._connections.values())
+
+
+def connections_left(server: dis.Server, but: Iterable[threading.Thread] = ()) -> int:
+    """How many connections of `server` are still open, after each had time to end, `but` these."""
+    _join(serving(server).difference(but))
+    return server.connections
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    end = monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, end - monotonic()))
+
+
+def descriptors() -> dict[int, str]:
+    """The open descriptors of this process, and what they refer to."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[int(entry.name)] = os.readlink(entry)
+        except FileNotFoundError:
+            pass  # the one that lists the directory
+    return found
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Fails if a thread or a descriptor is left that was not there before."""
+    gc.collect()
+    threads, before = set(threading.enumerate()), descriptors()
+    yield
+    gc.collect()
+    _join(set(threading.enumerate()) - threads)
+    assert not set(threading.enumerate()) - threads, "threads are left behind"
+    left = {number: target for number, target in descriptors().items() if number not in before}
+    assert not left, "descriptors are left behind"

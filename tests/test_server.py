@@ -1,0 +1,200 @@
+"""A server: what it publishes, where, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.uri import Uri
+from helpers import PATIENCE, Serve, connections_left, descriptors, leaving_nothing, serving
+
+TABLE = pa.table({"n": [1, 2, 3]})
+
+
+def read(server: dis.Server, name: str = "data") -> pa.Table:
+    return dis.open_stream(server.locations(name)[0], server.ticket(name)).read_all()
+
+
+def test_locations(serve: Serve) -> None:
+    server = serve("shm:", "tcp://127.0.0.1:0", "inproc://here")
+    server.publish("data", TABLE)
+    shm, tcp, inproc = map(Uri.parse, server.locations("data"))
+    assert (shm.scheme, tcp.scheme, inproc.scheme) == ("shm", "tcp", "inproc")
+    assert (inproc.host, tcp.host) == ("here", "127.0.0.1")
+    assert tcp.port
+    assert Path(shm.path).is_socket()
+    assert shm.free_data is not None  # only there are addresses to free
+    assert (tcp.free_data, inproc.free_data) == (None, None)
+
+
+def test_locations_of_single_streams_say_so(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("data", TABLE)
+    seen = set()
+    for streams in ("both", "metadata", "bodies"):
+        for bodies in ("any", "packed"):
+            (uri,) = map(Uri.parse, server.locations("data", streams=streams, bodies=bodies))
+            assert uri.parameters.get("stream", "both") == streams
+            seen.add(uri.want_data)
+    assert len(seen) == 6
+
+
+def test_what_is_not_published_is_not_found(serve: Serve) -> None:
+    server = serve("inproc:")
+    for ask in (server.locations, server.ticket, server.drop, server.dataset):
+        with pytest.raises(dis.errors.DatasetNotFound, match="no dataset 'data' is published here"):
+            ask("data")
+    assert issubclass(dis.errors.DatasetNotFound, KeyError)
+
+
+def test_names_are_sorted(serve: Serve) -> None:
+    server = serve("inproc:")
+    for name in ("b", "ä", "a", "c"):
+        server.publish(name, TABLE)
+    server.drop("c")
+    assert server.names() == ["a", "b", "ä"]
+
+
+def test_a_chosen_ticket(serve: Serve) -> None:
+    server = serve("inproc:")
+    server.publish("data", TABLE, ticket=b"chosen")
+    assert server.ticket("data") == b"chosen"
+    server.publish("data", TABLE.slice(1), ticket=b"chosen")  # replaces itself
+    assert dis.open_stream(server.locations("data")[0], b"chosen").read_all() == TABLE.slice(1)
+    with pytest.raises(dis.DissociatedError, match="another dataset than 'other' has this ticket already"):
+        server.publish("other", TABLE, ticket=b"chosen")
+    assert server.names() == ["data"]
+    server.drop("data")
+    server.publish("other", TABLE, ticket=b"chosen")
+    assert read(server, "other") == TABLE
+
+
+def test_a_server_without_a_catalog_says_so(serve: Serve) -> None:
+    with pytest.raises(dis.DissociatedError, match="made without a catalog"):
+        _ = serve("inproc:").catalog_uri
+
+
+@pytest.mark.parametrize("listen", [["gopher:"], ["tcp://127.0.0.1:0", "not a uri at all"]])
+def test_a_uri_that_cannot_be_used(serve: Serve, listen: list[str]) -> None:
+    with pytest.raises(dis.errors.UriError):
+        serve(*listen)
+
+
+def test_closing_twice_does_nothing(serve: Serve) -> None:
+    server = serve("shm:", "tcp://127.0.0.1:0")
+    server.close()
+    server.close()
+    with pytest.raises(dis.DissociatedError, match="the server is closed"):
+        server.publish("data", TABLE)
+
+
+def test_closing_ends_everything_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    with leaving_nothing():
+        server = dis.Server([f"shm://{tmp_path}/socket", "tcp://127.0.0.1:0"], catalog=None)
+        server.publish("data", TABLE.to_reader())
+        port = Uri.parse(server.locations("data")[1]).port
+        reader = dis.open_stream(server.locations("data")[0], server.ticket("data"))
+        silent = socket.create_connection(("127.0.0.1", port))
+        server.close()
+        assert list(tmp_path.iterdir()) == []
+        with silent, suppress(ConnectionResetError):  # which is what it gets if nobody had accepted it yet
+            while silent.recv(1 << 16):  # it is told why, and then no more
+                pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        del reader
+
+
+def test_what_clients_have_mapped_outlives_the_server(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("data", TABLE)
+    arrived = read(server)
+    server.close()
+    assert arrived == TABLE
+
+
+def test_a_client_that_says_nothing_is_sent_away(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0", handshake_timeout=0.05)
+    server.publish("data", TABLE)
+    uri = Uri.parse(server.locations("data")[0])
+    with socket.create_connection((uri.host, uri.port), PATIENCE) as silent:
+        content = b""
+        while received := silent.recv(1 << 16):
+            content += received
+    assert b"silent for 0.05 s" in content
+    assert read(server) == TABLE
+
+
+def test_a_client_that_takes_nothing_is_sent_away(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0", stall_timeout=0.05)
+    server.publish("data", pa.table({"b": [bytes(1 << 20)] * 64}))
+    uri = server.locations("data")[0]
+    reader = dis.open_stream(uri, server.ticket("data"))
+    assert connections_left(server) == 0
+    with pytest.raises(dis.errors.TransportError, match="closed the connection"):
+        reader.read_all()
+
+
+def test_a_client_that_holds_memory_for_too_long_is_sent_away(serve: Serve) -> None:
+    """It can still read what it has mapped."""
+    server = serve("shm:", lease_timeout=0.05)
+    server.publish("data", TABLE)
+    arrived = read(server)
+    assert connections_left(server) == 0
+    assert arrived == TABLE
+
+
+def test_more_connections_than_are_allowed_are_refused_with_a_reason(serve: Serve) -> None:
+    server = serve("shm:", max_connections=2)
+    server.publish("data", TABLE)
+    first = read(server)  # the connection stays open while this is used
+    of_first = serving(server)
+    second = read(server)
+    with pytest.raises(dis.errors.RemoteError, match="takes no more connections"):
+        read(server)
+    assert first == TABLE
+    del first
+    assert connections_left(server, but=serving(server) - of_first) == 1
+    assert read(server) == second
+
+
+def test_publishing_from_many_threads(serve: Serve) -> None:
+    server = serve("inproc:")
+
+    def publish(number: int) -> list[int]:
+        server.publish("shared", TABLE)
+        server.publish(str(number), pa.table({"n": [number]}))
+        numbers: list[int] = read(server, str(number))["n"].to_pylist()
+        return numbers
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(publish, range(200))) == [[number] for number in range(200)]
+    assert server.names() == sorted([*map(str, range(200)), "shared"])
+
+
+def test_a_table_is_copied_into_shared_memory_once(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("copied once", TABLE)
+
+    def memfds() -> int:
+        return len({os.stat(f"/proc/self/fd/{number}").st_ino for number in shared("copied once")})
+
+    arrived = [read(server, "copied once") for _ in range(5)]
+    assert memfds() == 1
+    assert arrived == [TABLE] * 5
+    del arrived
+    server.drop("copied once")
+    assert connections_left(server) == 0
+    assert memfds() == 0
+
+
+def shared(name: str) -> list[int]:
+    """The descriptors of memfds of this name."""
+    return [number for number, target in descriptors().items() if target == f"/memfd:dissociated:{name} (deleted)"]
