@@ -31,6 +31,11 @@ def connections_left(server: dis.Server, but: Iterable[threading.Thread] = ()) -
     return server.connections
 
 
+def clients_end() -> None:
+    """Wait for the threads of clients whose arrays have all been dropped: they let go of the memory last."""
+    _join(thread for thread in threading.enumerate() if thread.name == "give back")
+
+
 def _join(threads: Iterable[threading.Thread]) -> None:
     end = monotonic() + PATIENCE
     for thread in threads:

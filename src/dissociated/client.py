@@ -16,6 +16,7 @@ from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
 from dissociated.stream import Deliveries, Stream
+from dissociated.transport.base import seconds
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -48,6 +49,7 @@ def open_stream(
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, ColumnNotFound. Reading may raise these too, and RemoteProtocolError.
     """
+    timeout = seconds(timeout)
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
@@ -117,7 +119,7 @@ def column_indices(schema: pa.Schema, columns: Sequence[str]) -> list[int]:
         if not found:
             raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(schema.names)}")
         fields += found
-    return sorted(fields)
+    return sorted(set(fields))
 
 
 def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:

@@ -64,19 +64,20 @@ class LiveDataset(Dataset):
         options: pa.ipc.IpcWriteOptions | None = None,
         one_shot: bool = False,
     ) -> None:
-        self._first: pa.RecordBatchReader | None = open_reader()
-        super().__init__(name, self._first.schema)
+        first = open_reader()
+        super().__init__(name, first.schema)
+        self._first = first if one_shot else None
         self._open_reader = open_reader
         self._one_shot = one_shot
         self._lock = threading.Lock()
         self.options = options
 
     def open_reader(self) -> pa.RecordBatchReader:
-        with self._lock:
-            reader, self._first = self._first, None
-        if reader is not None:
-            return reader
         if self._one_shot:
+            with self._lock:
+                reader, self._first = self._first, None
+            if reader is not None:
+                return reader
             raise SourceError(
                 f"{self.name!r} was published from a reader, which can be read once, and has been: "
                 "publish a Table, a file, or a callable that gives a new reader each time"
@@ -175,6 +176,7 @@ class TableDataset(StaticDataset):
         self._options = options
         self._packed: list[StaticMessage] | None = None
         self._segments: SegmentsDataset | None = None
+        self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
 
     def open_reader(self) -> pa.RecordBatchReader:
         return self._table.to_reader()
@@ -186,7 +188,7 @@ class TableDataset(StaticDataset):
             return self._packed
 
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
-        with self._lock:
+        with self._copying:
             if self._segments is None:
                 segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
                 self._segments = SegmentsDataset(self.name, [segment])
@@ -249,7 +251,8 @@ def dataset(name: str, source: Source, options: pa.ipc.IpcWriteOptions | None = 
 
     A Table or a RecordBatch is held. A path to an Arrow IPC stream or file is mapped and served from where it
     lies; one to a Parquet file is read anew by each client. A RecordBatchReader can be read by one client, once.
-    A callable is called for each client, and gives any of these. Anything else with `__arrow_c_stream__` (a
+    A callable is called once to learn the schema and again for each client; it gives a reader, or anything with
+    `__arrow_c_stream__`, and the same stream each time. Anything else with `__arrow_c_stream__` (a
     DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time.
 
     Raises SourceError for what is none of these.

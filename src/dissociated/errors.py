@@ -9,7 +9,6 @@
     │   └── ConnectionClosed     the peer is gone, or this side closed the connection
     ├── RemoteError              the peer ended the stream and said why
     ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
-    ├── LeaseError               memory that is not held, or no longer
     ├── SourceError              what was given to publish cannot be read
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
@@ -17,7 +16,8 @@
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
     └── JavaNotFound             there is no Java that Spark could run on
 
-Anything else that escapes is a bug of ours.
+Anything else that escapes is a bug of ours, but for what libraries make of these: DuckDB and Polars pull batches
+through the Arrow C interface, and raise errors of their own that quote ours.
 """
 
 from __future__ import annotations
@@ -57,10 +57,6 @@ class RemoteError(DissociatedError):
 
 class DeadlineExceeded(DissociatedError, TimeoutError):
     """The peer was silent for longer than the caller was ready to wait."""
-
-
-class LeaseError(DissociatedError):
-    """An address was used or given back by someone who does not hold it."""
 
 
 class SourceError(DissociatedError):

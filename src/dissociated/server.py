@@ -31,7 +31,8 @@ from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
 from dissociated.store.segment import Segment
-from dissociated.transport.base import Connection, Listener
+from dissociated.store.stage import host_name
+from dissociated.transport.base import Connection, Listener, seconds
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -49,7 +50,8 @@ _TAGS = Tags(
     free_data=_FREE,
 )
 
-_MAX_REQUEST = 1 << 20  # bytes of a message from a client
+_MAX_REQUEST = 1 << 16  # bytes of a message from a client
+_ANY_INTERFACE = ("0.0.0.0", "::")
 _JOIN_TIMEOUT = 5.0
 _PAUSE = 0.2  # seconds, before the next try to accept
 
@@ -62,6 +64,8 @@ class Server:
     what it wants, `stall_timeout` for one that takes nothing, `lease_timeout` for one that holds memory and says
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
+
+    Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
     Use it as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen.
     """
@@ -77,16 +81,19 @@ class Server:
         live_limit: int = 1 << 28,
         inline_limit: int = 0,
         max_connections: int = 1024,
+        advertise: str | None = None,
     ) -> None:
-        self.handshake_timeout = handshake_timeout
-        self.stall_timeout = stall_timeout
-        self.lease_timeout = lease_timeout
+        self.handshake_timeout = seconds(handshake_timeout)
+        self.stall_timeout = seconds(stall_timeout)
+        self.lease_timeout = seconds(lease_timeout)
+        self.advertise = advertise or host_name()
         self.live_limit = live_limit
         self.inline_limit = inline_limit
         self.max_connections = max_connections
         self._lock = threading.Lock()
         self._datasets: dict[str, Dataset] = {}
         self._by_ticket: dict[bytes, Dataset] = {}
+        self._changing = threading.Lock()  # held by whoever replaces what a name means
         self._connections: dict[Connection, threading.Thread] = {}
         self._listeners: list[Listener] = []
         self._acceptors: list[threading.Thread] = []
@@ -129,20 +136,22 @@ class Server:
         made = dataset(name, source, options)
         if ticket is not None:
             made.ticket = ticket
-        self._adopt(made)
+        with self._changing:
+            self._adopt(made)
 
     def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
         """Make segments available under `name`, whole and at once.
 
         With `append` they follow the segments that have that name already; there must be only segments.
         """
-        with self._lock:
-            existing = self._datasets.get(name)
-        if append and existing is not None:
-            if not isinstance(existing, SegmentsDataset):
-                raise DissociatedError(f"{name!r} was not written in segments, so nothing can be appended to it")
-            segments = [*existing.segments, *segments]
-        self._adopt(SegmentsDataset(name, segments))
+        with self._changing:
+            with self._lock:
+                existing = self._datasets.get(name) if append else None
+            if existing is not None:
+                if not isinstance(existing, SegmentsDataset):
+                    raise DissociatedError(f"{name!r} was not written in segments, so nothing can be appended to it")
+                segments = [*existing.segments, *segments]
+            self._adopt(SegmentsDataset(name, segments))
 
     def _adopt(self, new: Dataset) -> None:
         with self._lock:
@@ -158,7 +167,7 @@ class Server:
 
     def drop(self, name: str) -> None:
         """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
-        with self._lock:
+        with self._changing, self._lock:
             old = self._datasets.pop(name, None)
             if old is None:
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
@@ -213,7 +222,7 @@ class Server:
         shares = transport(uri.scheme).shares_memory and streams & Streams.BODIES and not packed
         located = Uri(
             uri.scheme,
-            host=uri.host,
+            host=self.advertise if uri.host in _ANY_INTERFACE else uri.host,
             port=uri.port,
             path=uri.path,
             want_data=want_data,
@@ -315,7 +324,7 @@ class _Session:
         self._connection = connection
         self._sender = Sender(_TAGS)
         self._ledger = Ledger()
-        self._region: LiveRegion | None = None
+        self._regions: list[LiveRegion] = []  # of a live stream; bodies go to the last
         self._inline = False  # a live region was full, and no free has come since
 
     def run(self) -> None:
@@ -340,8 +349,8 @@ class _Session:
             raise
         finally:
             self._ledger.release_all()
-            if self._region is not None:
-                self._region.close()
+            for region in self._regions:
+                region.close()
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
         incoming = self._receive(self._server.handshake_timeout)
@@ -388,10 +397,12 @@ class _Session:
         A client that holds everything until the stream ends would wait for us, and we for it. So if no free comes
         for a second, bodies go inline, and the client's own memory is the limit, until one comes.
         """
-        if self._region is None:
-            self._region = LiveRegion(name, self._server.live_limit)
-            self._connection.share(self._region.descriptor, self._region.base, self._region.size, self._region.backing)
-        while not self._region.has_room(length):
+        if not self._regions or not self._regions[-1].fits(length):
+            self._open_region(name)
+        region = self._regions[-1]
+        if not region.fits(length):
+            return False
+        while not region.has_room(length):
             if self._inline:
                 return False
             try:
@@ -404,10 +415,18 @@ class _Session:
             self._freed(incoming)
         return True
 
+    def _open_region(self, name: str) -> None:
+        # What is held of the regions before counts no longer; a client that holds on to it has only its own memory.
+        for used_up in [region for region in self._regions if not region.unfreed]:
+            self._regions.remove(used_up)
+            used_up.close()
+        region = LiveRegion(name, self._server.live_limit)
+        self._regions.append(region)
+        self._connection.share(region.descriptor, region.base, region.size, region.backing)
+
     def _place(self, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
-        assert self._region is not None
         offsets, lengths = buffer_extents(message.header, message.parsed)
-        placed = self._region.place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
+        placed = self._regions[-1].place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
         self._ledger.hold(address for address, length in placed if length)
         return Body(BodyKind.ADDRESSES, (encode_addresses(placed),))
 
@@ -422,9 +441,9 @@ class _Session:
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
         assert isinstance(event, AddressesFreed)  # the table allows nothing else now
         gone = self._ledger.release(event.addresses)
-        if self._region is not None:
-            self._region.free(gone)
-            self._inline = False
+        for region in self._regions:
+            region.free(gone)
+        self._inline = False
 
     def _receive(self, timeout: float) -> Incoming | None:
         incoming = self._connection.receive(timeout, _allocate)

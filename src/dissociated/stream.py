@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
@@ -19,7 +19,7 @@ from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import buffer_extents, relocate
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import Batches, SharedBatches
+from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
 
@@ -29,6 +29,7 @@ _MAX_AHEAD = 1 << 26  # bytes that one of two connections may be ahead of the ot
 _FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
 
 Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
+D = TypeVar("D", bound=Delivery | PackedBatches | SharedBatches)
 
 
 class Stream:
@@ -53,11 +54,8 @@ class Stream:
         try:
             with _arrivals(self._connections, self._allocate, self._timeout) as receive:
                 while not receiver.complete:
-                    delivery = receiver.next()
-                    if delivery is not None:
-                        if isinstance(delivery.body, AddressList):
-                            leases.expect(len(delivery.body.leased))
-                        yield delivery
+                    if (delivery := receiver.next()) is not None:
+                        yield self._delivered(delivery)
                         continue
                     incoming = receive(receiver.needs_body)
                     if incoming is None:
@@ -65,22 +63,36 @@ class Stream:
                     elif isinstance(incoming, Run):
                         batches = receiver.receive_run(incoming)
                         if batches is not None:
-                            if isinstance(batches, SharedBatches):
-                                leases.expect(len(batches.leased))
-                            yield batches
+                            yield self._delivered(batches)
                             continue
                         for message in incoming.expand():
                             _receive(receiver, message)
+                            if (delivery := receiver.next()) is not None:
+                                yield self._delivered(delivery)
                     else:
                         _receive(receiver, incoming)
             stopped = False
         except DissociatedError:
+            receiver.fail()
             leases.abandon()
             raise
         finally:
             for connection in self._connections[:-1]:
                 connection.close()
             leases.finish(stopped)
+
+    def _delivered(self, item: D) -> D:
+        """Take note of what `item` leases. Raises RemoteProtocolError where a body is larger than is taken."""
+        if not isinstance(item, Delivery):
+            length = int(item.body_length.max()) if isinstance(item, SharedBatches) else item.parsed.body_length
+            leased = len(item.leased) if isinstance(item, SharedBatches) else 0
+        else:
+            length = item.parsed.body_length
+            leased = len(item.body.leased) if isinstance(item.body, AddressList) else 0
+        if length > self._max_body:
+            raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
+        self._leases.expect(leased)
+        return item
 
     def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
         """The same messages, with their bodies where libarrow shall find them."""
@@ -121,14 +133,15 @@ class Stream:
         return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
-        announced = None if tag is None else self._receiver.announced_length(tag)
-        if announced is not None and announced != length:
-            raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
+        if tag is not None:  # the framing caps the length of a run
+            announced = self._receiver.announced_length(tag)
+            if announced is not None and announced != length:
+                raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
+            if length > self._max_body:
+                raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
         return self._allocate_packed(length)
 
     def _allocate_packed(self, length: int) -> pa.Buffer:
-        if length > self._max_body:
-            raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
         try:
             return pa.allocate_buffer(length)
         except MemoryError:
@@ -161,6 +174,8 @@ def _arrivals(connections: Sequence[Connection], allocate: Allocate, timeout: fl
     finally:
         for pump in pumps:
             pump.stop()
+        for pump in pumps:
+            pump.join()
 
 
 class _Pump:
@@ -180,11 +195,17 @@ class _Pump:
             self.arrived.close()
         except DissociatedError as error:
             self.arrived.close(error)
+        except BaseException as error:
+            self.arrived.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
+            raise
 
     def stop(self) -> None:
         self.arrived.close()
         self._connection.stop_receiving()
-        self._thread.join()
+
+    def join(self) -> None:
+        if self._thread is not threading.current_thread():  # as where the reader is collected in that thread
+            self._thread.join()
 
 
 class _Leases:

@@ -35,7 +35,7 @@ from .peer import (
 Serve = Callable[..., Good]
 Spawn = Callable[..., subprocess.Popen[str]]
 
-SILENCE = 0.3  # seconds
+SILENCE = 0.2  # seconds
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -278,7 +278,7 @@ def test_client_is_killed(serve: Serve, spawn: Spawn, scheme: str, stage: str) -
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_client_is_stopped(serve: Serve, spawn: Spawn, stage: str) -> None:
-    good = serve("tcp://127.0.0.1:0", handshake_timeout=SILENCE, stall_timeout=SILENCE)
+    good = serve("tcp://127.0.0.1:0", handshake_timeout=0.5, stall_timeout=0.5)
     good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
     (uri,) = good.server.locations("large")
     steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["sleep"]]

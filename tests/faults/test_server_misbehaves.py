@@ -32,7 +32,7 @@ from .peer import (
     run,
 )
 
-SILENCE = 0.3  # seconds that these clients wait
+SILENCE = 0.2  # seconds that these clients wait
 
 Start = Callable[[str, Script], RawServer]
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import Serve, connections_left, serving
+from helpers import Serve, clients_end, connections_left, serving
 
 from .maps import origins, shared_bytes
 
@@ -167,6 +167,7 @@ def test_memory_of_a_live_stream_is_held_while_a_slice_of_it_is(serve: Serve) ->
     assert server.connections == 1
     del kept
     assert connections_left(server) == 0
+    clients_end()
     assert shared_bytes("slices") == 0
 
 

@@ -12,11 +12,14 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
-from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, UriError
+from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, RemoteError, TransportError, UriError
 from dissociated.transport import registry
+from dissociated.transport.base import seconds
 from dissociated.uri import Uri
 
 T = TypeVar("T")
+
+_MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class CatalogClient:
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
-        self._timeout = timeout
+        self._timeout = seconds(timeout)
         self.uri = uri
         self._client = self._call(lambda: flight.FlightClient(uri))
 
@@ -72,7 +75,13 @@ class CatalogClient:
     def do_get(self, ticket: bytes) -> pa.RecordBatchReader:
         """The stream over Flight itself: slower than anything else here, and always there."""
         wanted = self._flight.Ticket(ticket)
-        return self._call(lambda: self._client.do_get(wanted).to_reader())
+        reader = self._call(lambda: self._client.do_get(wanted).to_reader())
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            while (batch := self._call(lambda: next(reader, None))) is not None:
+                yield batch
+
+        return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
     def stage(self) -> StagePlace:
         """Where writers on the catalog's host put segments."""
@@ -143,7 +152,20 @@ class Client(CatalogClient):
         `open_stream` raises.
         """
         info = self.describe(name)
-        readers = [self._open(endpoint, name, transport, columns, max_body) for endpoint in info.endpoints]
+        for _ in range(_MAX_REPLACED):
+            try:
+                return self._read(info, transport, columns, max_body)
+            except RemoteError:
+                found = self.describe(name)
+                if found.endpoints == info.endpoints:
+                    raise
+                info = found  # it was replaced after we had looked it up
+        return self._read(info, transport, columns, max_body)
+
+    def _read(
+        self, info: DatasetInfo, scheme: str | None, columns: Sequence[str] | None, max_body: int
+    ) -> pa.RecordBatchReader:
+        readers = [self._open(endpoint, info.name, scheme, columns, max_body) for endpoint in info.endpoints]
         if len(readers) == 1:
             return readers[0]
         schema = readers[0].schema if readers else info.schema
@@ -158,14 +180,18 @@ class Client(CatalogClient):
         usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
-            offered = ", ".join(sorted({Uri.parse(one).scheme for one in endpoint.locations}))
+            offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
             raise CatalogError(
                 f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
             )
-        nearest = max(reachable, key=lambda uris: registry.transport(uris[-1].scheme).nearness)
-        return open_stream(
-            [str(uri) for uri in nearest], endpoint.ticket, columns=columns, timeout=self._timeout, max_body=max_body
-        )
+        reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        while True:
+            nearest = [str(uri) for uri in reachable.pop()]
+            try:
+                return open_stream(nearest, endpoint.ticket, columns=columns, timeout=self._timeout, max_body=max_body)
+            except TransportError:
+                if not reachable:
+                    raise
 
     def __enter__(self) -> Client:
         return self

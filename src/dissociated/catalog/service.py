@@ -43,7 +43,7 @@ _MAX_REMEMBERED = 1024  # commits, so that one that is sent twice is done once
 
 
 class CatalogService:
-    """Serves the catalog of `server` at `uri`, on a thread of its own. Raises TransportError if it cannot listen."""
+    """Serves the catalog of `server` at `uri`, on threads of gRPC's own. Raises TransportError if it cannot listen."""
 
     def __init__(self, server: Server, uri: str) -> None:
         self._stage = Stage()
@@ -54,8 +54,7 @@ class CatalogService:
             raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
         scheme, _, host = uri.partition("://")
         self.uri = f"{scheme}://{host.rpartition(':')[0] or host}:{self._flight.port}"
-        self._thread = threading.Thread(target=self._flight.serve, name="catalog", daemon=True)
-        self._thread.start()
+        # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
 
     def close(self) -> None:
         """Stop answering. Calls that run are waited for, but not for ever: a client may have stopped reading."""
@@ -65,13 +64,12 @@ class CatalogService:
         if stopping.is_alive():
             _log.warning("%s: a client still reads, or does not; its stream is left to end by itself", self.uri)
         else:
-            self._thread.join()
-        self._stage.close()
+            self._stage.close()
 
 
 def _check_free(uri: str) -> None:
     located = Uri.parse(uri)
-    if not located.scheme.startswith("grpc"):
+    if located.scheme not in ("grpc", "grpc+tcp") or not located.host:
         raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT")
     try:
         family = socket.AF_INET6 if ":" in located.host else socket.AF_INET

@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 with a sentence on stderr, 2 for a wrong command line."""
+    import pyarrow as pa
+
     from dissociated.errors import DissociatedError
 
     parsed = parser().parse_args(arguments)
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has had enough; do not complain about it again while Python shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (DissociatedError, OSError) as error:
+    except (DissociatedError, OSError, pa.ArrowException) as error:
         print(f"dissociated: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     from dissociated.server import Server
 
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file and each client needs some
     sources = _sources(arguments.path)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -90,7 +90,7 @@ class InPlace:
         return part.end <= part.region.size
 
     def _add_batches(self, batches: SharedBatches) -> bool:
-        part = self._part(int(batches.body_at[0]))
+        part = self._part(int(batches.leased[0]))
         if part is None:
             return False
         width = batches.headers.shape[1]
@@ -108,7 +108,7 @@ class InPlace:
             return False
         part.leased.append(batches.leased)
         part.end = int(ends[-1])
-        self._metadata |= batches.has_metadata
+        self._metadata |= batches.parsed.has_metadata
         return True
 
     def _part(self, address: int) -> _Part | None:

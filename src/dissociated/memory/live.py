@@ -16,8 +16,8 @@ from dissociated.memory.shared import Backing, create_memfd, explained, reopen_r
 from dissociated.message import Buffer
 
 _PAGE = mmap.PAGESIZE
-#: Costs nothing until it is written. A stream that has used it up goes on with bodies inline.
-_SPAN = 1 << 40
+#: Costs address space alone, in both processes, until it is written.
+_SPAN = 1 << 36
 
 
 class _Body:
@@ -54,13 +54,15 @@ class LiveRegion:
             seal(self._writable, Backing.LIVE)
             self.descriptor = reopen_read_only(self._writable)
             undo.callback(os.close, self.descriptor)
-            self._mapping = mmap.mmap(self._writable, _SPAN)
             undo.pop_all()
 
+    def fits(self, length: int) -> bool:
+        """Whether a body of `length` bytes may ever be written: offsets only grow, and end."""
+        return self._offset + _pages(length) <= _SPAN
+
     def has_room(self, length: int) -> bool:
-        """Whether a body of `length` bytes may be written now."""
-        size = _pages(length)
-        return self._offset + size <= _SPAN and (self._unfreed_bodies < 2 or self.unfreed + size <= self.limit)
+        """Whether a body of `length` bytes may be written now, by what is not freed."""
+        return self._unfreed_bodies < 2 or self.unfreed + _pages(length) <= self.limit
 
     def place(self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Write a body and return address and length of each of its buffers, given their offsets in it."""
@@ -78,18 +80,20 @@ class LiveRegion:
         return placed
 
     def free(self, addresses: Iterable[int]) -> None:
-        """Nobody holds these addresses any more."""
+        """Nobody holds these addresses any more. Those of other regions are passed over."""
         for address in addresses:
-            body = self._bodies.pop(address)
+            body = self._bodies.pop(address, None)
+            if body is None:
+                continue
             body.held -= 1
             if not body.held:
-                self._mapping.madvise(mmap.MADV_REMOVE, body.offset, body.size)
+                with mmap.mmap(self._writable, body.size, offset=body.offset) as pages:
+                    pages.madvise(mmap.MADV_REMOVE)
                 self.unfreed -= body.size
                 self._unfreed_bodies -= 1
 
     def close(self) -> None:
-        """Give back the descriptors and this side's mapping."""
-        self._mapping.close()
+        """Give back the descriptors."""
         os.close(self.descriptor)
         os.close(self._writable)
 

@@ -83,32 +83,33 @@ class AddressSpace:
     """The regions that a peer has shared on one connection. A region once added stays."""
 
     def __init__(self, max_regions: int = 4096) -> None:
-        self._bases: list[int] = []
-        self._regions: list[Region] = []
+        #: Bases and regions, in order. Replaced, never changed, so that another thread may look.
+        self._sorted: tuple[list[int], list[Region]] = [], []
         self._max_regions = max_regions
 
     @property
     def static(self) -> bool:
         """Whether there are regions, and what lies in them stays as it is."""
-        return bool(self._regions) and all(region.static for region in self._regions)
+        _, regions = self._sorted
+        return bool(regions) and all(region.static for region in regions)
 
     def add(self, region: Region) -> None:
         """Make `region` known. Raises RemoteProtocolError if it overlaps another, or there are too many."""
-        if len(self._regions) == self._max_regions:
+        bases, regions = self._sorted
+        if len(regions) == self._max_regions:
             raise RemoteProtocolError(f"the peer shared more than {self._max_regions} regions on one connection")
-        at = bisect_right(self._bases, region.base)
-        neighbours = self._regions[max(at - 1, 0) : at + 1]
-        for other in neighbours:
+        at = bisect_right(bases, region.base)
+        for other in regions[max(at - 1, 0) : at + 1]:
             if region.base < other.base + other.size and other.base < region.base + region.size:
                 raise RemoteProtocolError(f"the peer shared {region!r}, which overlaps {other!r}")
-        self._bases.insert(at, region.base)
-        self._regions.insert(at, region)
+        self._sorted = [*bases[:at], region.base, *bases[at:]], [*regions[:at], region, *regions[at:]]
 
     def find(self, address: int) -> Region:
         """The region that `address` lies in. Raises RemoteProtocolError if there is none."""
-        at = bisect_right(self._bases, address) - 1
+        bases, regions = self._sorted
+        at = bisect_right(bases, address) - 1
         if at >= 0:
-            region = self._regions[at]
+            region = regions[at]
             if address < region.base + region.size:
                 return region
         raise RemoteProtocolError(f"the peer sent the address {address:#x}, which lies in no region it shared")

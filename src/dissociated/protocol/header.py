@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from dissociated.errors import RemoteProtocolError
@@ -160,7 +161,7 @@ def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
     """Which bytes (from, to) of a record batch's flatbuffer differ between batches of one layout.
 
     These are its row count, null counts, buffers and the length of its body. Empty for any other message, and
-    where a scalar is left out.
+    where a scalar is left out or these overlap.
     """
     if parsed.type is not HeaderType.RECORD_BATCH or parsed.body_length_at < 0:
         return []
@@ -171,12 +172,15 @@ def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
         if not length_at or not nodes_at:
             return []
         nodes = _follow(header, table + nodes_at)
-        return [
+        spans = [
             (parsed.body_length_at, parsed.body_length_at + 8),
             (table + length_at, table + length_at + 8),
             (nodes + 4, nodes + 4 + _NODE * _u32(header, nodes)[0]),
             (parsed.buffers_at, parsed.buffers_at + _BUFFER * parsed.buffer_count),
         ]
+        ordered = sorted(spans)
+        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ordered))
+        return spans if apart and ordered[-1][1] <= len(header) else []
     except (struct.error, IndexError):
         return []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.message import Buffer, Run
@@ -11,12 +10,10 @@ from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
+from dissociated.protocol.run import Batches, recognise
 from dissociated.protocol.sequence import unwrap
 from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
-
-if TYPE_CHECKING:
-    from dissociated.protocol.run import Batches
 
 #: How many messages may wait for one that was overtaken, and how many bytes of bodies and of metadata.
 MAX_WAITING = 1 << 16
@@ -117,8 +114,6 @@ class Receiver:
 
         Returns None where that cannot be, for whatever reason: then its messages are to be received one by one.
         """
-        from dissociated.protocol.run import recognise  # NumPy is loaded for those who meet a run
-
         if self._machine.state is not State.STREAMING or not self._next or self._headers or self._bodies:
             return None
         batches = recognise(run, self._next)

@@ -46,8 +46,9 @@ class PackedBatches(NamedTuple):
         """The same messages one by one."""
         length = self.parsed.body_length
         for index, row in enumerate(self.headers):
+            header = row.tobytes()
             body = self.bodies[index * length : (index + 1) * length]
-            yield Delivery(self.sequence + index, row.tobytes(), self.parsed, body)
+            yield Delivery(self.sequence + index, header, _as_expected(header, self.parsed), body)
 
 
 class SharedBatches(NamedTuple):
@@ -62,17 +63,25 @@ class SharedBatches(NamedTuple):
     body_at: Uint64s
     body_length: Uint64s
     leased: Uint64s
-    has_metadata: bool
+    parsed: Header
 
     def expand(self) -> Iterator[Delivery]:
         """The same messages one by one."""
         for index, row in enumerate(self.headers):
             header = row.tobytes()
-            parsed = parse_header(header)
+            parsed = _as_expected(header, self.parsed)
             offsets, lengths = buffer_extents(header, parsed)
             start = int(self.body_at[index])
             addresses = tuple(start + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
             yield Delivery(self.sequence + index, header, parsed, AddressList(addresses, lengths))
+
+
+def _as_expected(header: bytes, first: Header) -> Header:
+    """Read one of the like headers: what varies between them must not have been what tells how to read them."""
+    parsed = parse_header(header)
+    if parsed._replace(body_length=0) != first._replace(body_length=0):
+        raise RemoteProtocolError("the peer sent a run of messages that are not alike")
+    return parsed
 
 
 def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
@@ -117,7 +126,8 @@ def _shared(
     present = lengths > 0
     body_at = np.where(present, addresses - offsets, 0).max(axis=1, initial=0)
     agrees = (
-        (lists[:, 0] == lengths.sum(axis=1, dtype=np.uint64)).all()
+        (addresses >= offsets)[present].all()  # no sum may wrap around
+        and (lists[:, 0] == lengths.sum(axis=1, dtype=np.uint64)).all()
         and (lists[:, 1] == parsed.buffer_count).all()
         and (lists[:, 3::2] == lengths).all()
         and present.any(axis=1).all()
@@ -126,7 +136,7 @@ def _shared(
     )
     if not agrees:
         return None
-    return SharedBatches(sequence, headers, body_at, body_length, addresses[present], parsed.has_metadata)
+    return SharedBatches(sequence, headers, body_at, body_length, addresses[present], parsed)
 
 
 def _kind_in_order(run: Run, untagged: Bytes, sequence: int) -> BodyKind | None:

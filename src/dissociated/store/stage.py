@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 from pathlib import Path
 
 from dissociated.errors import StoreError
@@ -38,27 +39,32 @@ class Stage:
         self._base = base
         self._directory: Path | None = None
         self._lock: int | None = None  # a descriptor
+        self._making = threading.Lock()
+        self._pid = os.getpid()
 
     @property
     def directory(self) -> Path:
         """Where to write. Raises StoreError where there can be no such directory."""
-        if self._directory is None:
-            base = self._base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
-            home = base / f"dissociated-{os.geteuid()}"
-            with explained(f"the staging directory below {home}"):
-                home.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if home.lstat().st_uid != os.geteuid():
-                    raise StoreError(f"{home} belongs to somebody else")
-                alone = _lock(home, wait=True)  # so that nobody takes what is being made for abandoned
-                try:
-                    _remove_abandoned(home)
-                    directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
-                    directory.mkdir(mode=0o700)
-                    self._lock = _lock(directory)
-                finally:
-                    os.close(alone)
-                self._directory = directory
-        return self._directory
+        with self._making:  # the catalog answers several writers at once
+            return self._directory or self._make()
+
+    def _make(self) -> Path:
+        base = self._base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+        home = base / f"dissociated-{os.geteuid()}"
+        with explained(f"the staging directory below {home}"):
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if home.lstat().st_uid != os.geteuid():
+                raise StoreError(f"{home} belongs to somebody else")
+            alone = _lock(home, wait=True)  # so that nobody takes what is being made for abandoned
+            try:
+                _remove_abandoned(home)
+                directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
+                directory.mkdir(mode=0o700)
+                self._lock = _lock(directory)
+            finally:
+                os.close(alone)
+        self._directory = directory
+        return directory
 
     def take(self, names: list[str]) -> list[Segment]:
         """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be opened."""
@@ -81,7 +87,8 @@ class Stage:
     def close(self) -> None:
         """Remove the directory and what is in it."""
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            if self._pid == os.getpid():  # not in a process that was forked from the one that made it
+                shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
             if self._lock is not None:
                 os.close(self._lock)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from dissociated.errors import TransportError
+from dissociated.errors import LocalProtocolError, TransportError
 from dissociated.memory.region import AddressSpace
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.uri import Uri
@@ -24,6 +24,17 @@ from dissociated.uri import Uri
 #: Supplies the memory for a tagged message, given its tag and length in bytes, or for a run of messages, which has
 #: no tag; raises to refuse it.
 Allocate: TypeAlias = Callable[[int | None, int], Buffer]
+
+
+#: Longer than anybody waits, and short enough for every clock in the kernel and in Python.
+_MAX_SECONDS = 1e6
+
+
+def seconds(timeout: float) -> float:
+    """A timeout that every clock can count. Raises LocalProtocolError for what is no positive number."""
+    if not timeout > 0:
+        raise LocalProtocolError(f"a timeout is a positive number of seconds, not {timeout}")
+    return min(timeout, _MAX_SECONDS)
 
 
 class Connection(ABC):

@@ -129,7 +129,7 @@ class _ShmListener(SocketListener):
     def close(self) -> None:
         super().close()
         try:
-            if os.stat(self.uri.path).st_ino == self._inode:
+            if self._pid == os.getpid() and os.stat(self.uri.path).st_ino == self._inode:
                 os.unlink(self.uri.path)
         except OSError:
             pass  # somebody else removed it
@@ -172,11 +172,8 @@ class ShmTransport(Transport):
             with _alone_in(Path(path).parent) as directory:
                 for other in [path] if uri.path else map(str, directory.glob("*.sock")):
                     _remove_stale(other)
-                previous = os.umask(0o177)
-                try:
-                    sock.bind(path)
-                finally:
-                    os.umask(previous)
+                os.fchmod(sock.fileno(), 0o600)  # which the name made by bind takes over
+                sock.bind(path)
                 sock.listen(128)
         except OSError as error:
             sock.close()
@@ -227,6 +224,7 @@ def _remove_stale(path: str) -> None:
     if not os.path.exists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    probe.setblocking(False)  # a server that lives may be too busy to answer
     try:
         probe.connect(path)
     except ConnectionRefusedError:

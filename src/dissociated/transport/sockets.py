@@ -22,6 +22,7 @@ from dissociated.errors import (
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framing import (
+    HEAD_SIZE,
     MAX_CONTROL,
     MAX_UNTAGGED,
     PREAMBLE,
@@ -38,7 +39,7 @@ from dissociated.uri import Uri
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
-_MAX_ARRIVED = 1 << 12  # messages kept that arrived while sending
+_MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
 _timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
@@ -74,8 +75,9 @@ class SocketConnection(Connection):
         self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
         self._greeted = False
         self._torn = False  # whether a send broke off, so that nothing may follow
-        self._arrived: deque[Frame | None] = deque()
+        self._arrived: deque[Frame] = deque()
         self._accepted = accepted
+        self._pid = os.getpid()
         self._silence = 0.0  # the deadline that the kernel knows
 
     def __repr__(self) -> str:
@@ -94,7 +96,7 @@ class SocketConnection(Connection):
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         while True:
             if self._arrived:
-                frame = self._arrived.popleft()
+                frame: Frame | None = self._arrived.popleft()
             else:
                 try:
                     frame = self._reader.read(timeout, allocate)
@@ -142,7 +144,8 @@ class SocketConnection(Connection):
             pass  # not connected any more
 
     def close(self) -> None:
-        self.interrupt()
+        if self._pid == os.getpid():  # a process that was forked closes its copy, not the connection
+            self.interrupt()
         self._socket.close()
         self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
 
@@ -182,12 +185,12 @@ class SocketConnection(Connection):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         event = events[0][1]
         if event & select.POLLIN and not event & select.POLLOUT:
-            if len(self._arrived) == _MAX_ARRIVED:
-                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
             frame = self._reader.read(timeout, _refuse)
             if frame is None:
                 raise ConnectionClosed(f"{self._peer} closed the connection")
             self._arrived.append(frame)
+            if sum(HEAD_SIZE + len(kept.payload) for kept in self._arrived) > _MAX_ARRIVED:
+                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
         self._set_silence(timeout)
@@ -218,6 +221,7 @@ class SocketListener(Listener):
     def __init__(self, sock: socket.socket, uri: Uri) -> None:
         self.uri = uri
         self._socket = sock
+        self._pid = os.getpid()
 
     def accept(self) -> Connection | None:
         while True:
@@ -241,8 +245,9 @@ class SocketListener(Listener):
         raise NotImplementedError
 
     def close(self) -> None:
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
-        except OSError:
-            pass
+        if self._pid == os.getpid():  # a process that was forked closes its copy, and others go on listening
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+            except OSError:
+                pass
         self._socket.close()
