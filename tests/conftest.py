@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runtime_directory() -> Iterator[None]:
+    """Sockets of this run's own: whoever makes one looks whether those beside it are still in use."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ def test_a_source_that_failed_does_not_look_complete_to_one_who_goes_on(direct: 
 
 
 def test_a_source_that_fails_to_open_again_says_why(direct: Route) -> None:
-    readers = [TABLE.to_reader()]
+    readers = [TABLE.to_reader(), TABLE.to_reader()]  # the first is for the schema
     direct.publish(lambda: readers.pop())
     assert direct.open().read_all() == TABLE
     with pytest.raises(dis.errors.RemoteError, match="source of 'data' failed: IndexError: pop from empty list"):
@@ -166,7 +166,7 @@ def test_a_source_that_fails_to_open_again_says_why(direct: Route) -> None:
 
 
 def test_a_source_whose_schema_has_changed_says_so(direct: Route) -> None:
-    tables = [pa.table({"other": [1]}), TABLE]
+    tables = [pa.table({"other": [1]}), TABLE, TABLE]  # the last is for the schema
     direct.publish(lambda: tables.pop())
     assert direct.open().read_all() == TABLE
     with pytest.raises(dis.errors.RemoteError, match="source of 'data' now has another schema"):

@@ -22,7 +22,6 @@ from dissociated.errors import (
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framing import (
-    HEAD_SIZE,
     MAX_CONTROL,
     MAX_UNTAGGED,
     PREAMBLE,
@@ -40,6 +39,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
+_OVERHEAD = 256  # bytes that keeping a message takes beside its own
 _timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
@@ -76,6 +76,8 @@ class SocketConnection(Connection):
         self._greeted = False
         self._torn = False  # whether a send broke off, so that nothing may follow
         self._arrived: deque[Frame] = deque()
+        self._arrived_bytes = 0
+        self._arrived_bytes = 0
         self._accepted = accepted
         self._pid = os.getpid()
         self._silence = 0.0  # the deadline that the kernel knows
@@ -97,6 +99,10 @@ class SocketConnection(Connection):
         while True:
             if self._arrived:
                 frame: Frame | None = self._arrived.popleft()
+                if not self._arrived:
+                    self._arrived_bytes = 0
+                assert frame is not None
+                self._arrived_bytes -= _OVERHEAD + len(frame.payload)
             else:
                 try:
                     frame = self._reader.read(timeout, allocate)
@@ -189,7 +195,8 @@ class SocketConnection(Connection):
             if frame is None:
                 raise ConnectionClosed(f"{self._peer} closed the connection")
             self._arrived.append(frame)
-            if sum(HEAD_SIZE + len(kept.payload) for kept in self._arrived) > _MAX_ARRIVED:
+            self._arrived_bytes += _OVERHEAD + len(frame.payload)
+            if self._arrived_bytes > _MAX_ARRIVED:
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
