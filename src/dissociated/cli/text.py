@@ -15,7 +15,7 @@ def size(nbytes: float | None) -> str:
     while nbytes >= 999.5 and unit < len(_UNITS) - 1:
         nbytes /= 1000
         unit += 1
-    return f"{nbytes:.0f} B" if not unit else f"{nbytes:.3g} {_UNITS[unit]}"
+    return f"{nbytes:.0f} B" if not unit else f"{nbytes:#.3g}".rstrip(".") + f" {_UNITS[unit]}"
 
 
 def count(number: int | None) -> str:
