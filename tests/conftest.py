@@ -27,12 +27,21 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _runtime_directory() -> Iterator[None]:
-    """Sockets of this run's own: whoever makes one looks whether those beside it are still in use."""
+def _sockets() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sockets_of_the_run() -> Iterator[None]:
+    yield from _sockets()
+
+
+@pytest.fixture(autouse=True)
+def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
+    """A place of its own: a server that makes a socket knocks at those beside it, to see who still lives."""
+    yield from _sockets()
 
 
 @pytest.fixture

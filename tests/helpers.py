@@ -61,6 +61,7 @@ def leaving_nothing() -> Iterator[None]:
     yield
     gc.collect()
     _join(set(threading.enumerate()) - threads)
-    assert not set(threading.enumerate()) - threads, "threads are left behind"
+    left_threads = set(threading.enumerate()) - threads
+    assert not left_threads, "threads are left behind"
     left = {number: target for number, target in descriptors().items() if number not in before}
     assert not left, "descriptors are left behind"

@@ -61,6 +61,26 @@ def short(path: Path) -> str:
     return str(path.relative_to(ROOT)).removeprefix("arrow-ipc-stream/integration/")
 
 
+DAMAGED = (
+    [path for name in ("stream", "file") for path in ROOT.glob(f"arrow-ipc-{name}/*") if path.is_file()] if ROOT else []
+)
+
+
+def test_damaged_streams_are_refused_when_they_are_published_or_read(server: dis.Server) -> None:
+    """What the Arrow project's fuzzers found. Nobody is harmed who does something else meanwhile."""
+    assert DAMAGED
+    server.publish("good", pa.table({"n": [1, 2, 3]}))
+    for path in DAMAGED:
+        try:
+            server.publish("damaged", path)
+            for uri in server.locations("damaged"):
+                list(dis.open_stream(uri, server.ticket("damaged")))
+        except dis.DissociatedError:
+            pass
+        for uri in server.locations("good"):
+            assert dis.open_stream(uri, server.ticket("good")).read_all().num_rows == 3
+
+
 def test_there_are_some() -> None:
     assert GOLDEN, f"no golden streams below {ROOT}: is it the directory `data` of apache/arrow-testing?"
 
