@@ -136,7 +136,7 @@ def _check(route: Route) -> Iterator[Route]:
         pytest.fail("connections are left open")
 
 
-@pytest.fixture(scope="session", params=WAYS, ids=str)
+@pytest.fixture(scope="module", params=WAYS, ids=str)
 def _any_route(request: pytest.FixtureRequest) -> Iterator[Route]:
     yield from _run(request.param)
 
@@ -147,7 +147,7 @@ def route(_any_route: Route) -> Iterator[Route]:
     yield from _check(_any_route)
 
 
-@pytest.fixture(scope="session", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
+@pytest.fixture(scope="module", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
 def _direct_route(request: pytest.FixtureRequest) -> Iterator[Route]:
     yield from _run(request.param)
 
