@@ -374,9 +374,9 @@ class _Session:
                 region = segment.region
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)
         for group in wanted.groups(self._connection, streams, mapped, self._server.inline_limit):
+            self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
             self._connection.send(group.prepared, self._server.stall_timeout)
             self._sender.sent(group.messages)
-            self._ledger.hold(group.leased)
             self._take_frees()
 
     def _send_live(self, wanted: LiveDataset, streams: Streams, mapped: bool) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias, TypeVar
+from functools import cache
+from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 
@@ -26,6 +30,7 @@ from dissociated.transport.mailbox import Mailbox
 _log = logging.getLogger(__name__)
 
 _MAX_AHEAD = 1 << 26  # bytes that one of two connections may be ahead of the other
+_ENDING = 5.0  # seconds that threads may take to end with the interpreter
 _FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
 
 Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
@@ -178,13 +183,45 @@ def _arrivals(connections: Sequence[Connection], allocate: Allocate, timeout: fl
             pump.join()
 
 
+class _Helper(threading.Thread):
+    """A thread of a stream. It is stopped, and waited for, before the interpreter goes.
+
+    A daemon thread that comes back from the system then is ended wherever it is. Within libarrow, where the last
+    reference to a region unmaps it, that would bring down the process.
+    """
+
+    def __init__(self, owner: _Pump | _Leases, run: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
+        super().__init__(target=run, args=arguments, name=name, daemon=True)
+        self._owner = weakref.ref(owner)
+        _end_at_exit()
+
+    def stop(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.stop()
+
+
+@cache
+def _end_at_exit() -> None:
+    atexit.register(_end_helpers)
+
+
+def _end_helpers() -> None:
+    helpers = [thread for thread in threading.enumerate() if isinstance(thread, _Helper)]
+    for helper in helpers:
+        helper.stop()
+    end = time.monotonic() + _ENDING
+    for helper in helpers:
+        helper.join(max(0.0, end - time.monotonic()))
+
+
 class _Pump:
     """A thread that receives from one of two connections, so that neither can hold up the other."""
 
     def __init__(self, connection: Connection, allocate: Allocate, timeout: float) -> None:
         self.arrived: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
         self._connection = connection
-        self._thread = threading.Thread(target=self._run, args=(allocate, timeout), name="receive", daemon=True)
+        self._thread = _Helper(self, self._run, (allocate, timeout), "receive")
         self._thread.start()
 
     def _run(self, allocate: Allocate, timeout: float) -> None:
@@ -200,6 +237,7 @@ class _Pump:
             raise
 
     def stop(self) -> None:
+        """Make the thread end."""
         self.arrived.close()
         self._connection.stop_receiving()
 
@@ -226,7 +264,7 @@ class _Leases:
         """So many addresses have been delivered. Each will come through `lease` or `give_back`, once."""
         self._leased += count
         if count and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="give back", daemon=True)
+            self._thread = _Helper(self, self._run, (), "give back")
             self._thread.start()
 
     def lease(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
@@ -259,6 +297,12 @@ class _Leases:
         """The stream has failed: disconnect, which gives back everything. What is mapped stays readable."""
         self._abandoned = True
         self._connection.interrupt()
+
+    def stop(self) -> None:
+        """Make the thread end, whatever is still held."""
+        self.abandon()
+        self._finished = True
+        self._returns.wake()
 
     def _run(self) -> None:
         returned = 0

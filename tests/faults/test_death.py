@@ -368,3 +368,48 @@ def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn) -> 
         assert line(process) == "reached"
         assert process.wait(PATIENCE) == 0
         wait_until(good.alone, "the server has noticed")
+
+
+#: Its memory takes its time to be unmapped, by whichever thread is the last to hold it, and outlasts the main thread.
+SLOW = textwrap.dedent(
+    """
+    import mmap, sys, threading, time
+    import pyarrow as pa
+    import dissociated as dis
+    import dissociated.transport.shm as shm
+
+    class Slow(mmap.mmap):
+        def __del__(self):
+            begun.set()
+            for _ in range(300):  # coming back to the interpreter again and again, to find it gone
+                time.sleep(0.001)
+
+    begun = threading.Event()
+
+    shm.map_received = lambda descriptor, size, *_: pa.py_buffer(
+        Slow(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    )
+
+    uri, ticket, batches = sys.argv[1:]
+    dis.open_stream(uri, bytes.fromhex(ticket)).read_all()
+    begun.wait()
+    """
+)
+
+
+def test_interpreter_ends_while_memory_is_given_back(serve: Serve, spawn: Spawn) -> None:
+    good = serve("shm:")
+    (uri,) = good.server.locations("good")
+    process = spawn("-c", SLOW, uri, good.server.ticket("good").hex(), "0")
+    assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("bodies", ["any", "packed"])
+def test_interpreter_ends_while_two_connections_are_open(serve: Serve, spawn: Spawn, bodies: str) -> None:
+    good = serve("shm:")
+    good.server.publish("large", pa.Table.from_batches([pa.record_batch({"n": range(1 << 16)})] * 400))
+    uris = [good.server.locations("large", streams=one, bodies=bodies)[0] for one in ("metadata", "bodies")]
+    script = CLIENT.replace("sys.stdin.read()", "").replace("(uri,", "(uri.split(),")
+    process = spawn("-c", script, " ".join(uris), good.server.ticket("large").hex(), "1")
+    assert line(process) == "reached"
+    assert process.wait(PATIENCE) == 0

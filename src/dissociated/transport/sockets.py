@@ -37,6 +37,7 @@ from dissociated.uri import Uri
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_LOOK_AGAIN = 1.0  # seconds
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
 _OVERHEAD = 256  # bytes that keeping a message takes beside its own
@@ -186,9 +187,12 @@ class SocketConnection(Connection):
         """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT | (select.POLLIN if self._accepted else 0))
-        events = poll.poll(timeout * 1000)
-        if not events:
-            raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+        waited = 0.0
+        while not (events := poll.poll(min(timeout - waited, _LOOK_AGAIN) * 1000)):
+            waited += _LOOK_AGAIN
+            if waited >= timeout:
+                raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+            self._socket.send(b"", _SEND_FLAGS)  # poll does not tell that a Unix peer has stopped receiving; this does
         event = events[0][1]
         if event & select.POLLIN and not event & select.POLLOUT:
             frame = self._reader.read(timeout, _refuse)
