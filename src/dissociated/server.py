@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -115,6 +117,7 @@ class Server:
             thread = threading.Thread(target=self._accept, args=(listener,), name=f"accept {listener.uri}", daemon=True)
             thread.start()
             self._acceptors.append(thread)
+        atexit.register(self.close)  # threads that outlive the interpreter could bring it down
 
     # What is published
 
@@ -304,8 +307,10 @@ class Server:
             self._by_ticket.clear()
         for connection in connections:
             connection.interrupt()
+        end = time.monotonic() + _JOIN_TIMEOUT
         for thread in (*connections.values(), *self._acceptors):
-            thread.join(_JOIN_TIMEOUT)
+            thread.join(max(0.0, end - time.monotonic()))
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Server:
         return self
