@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -252,8 +253,9 @@ class SocketListener(Listener):
             if connection is not None:
                 return connection
 
+    @abstractmethod
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
-        raise NotImplementedError
+        """The connection, or None where it is refused."""
 
     def close(self) -> None:
         if self._pid == os.getpid():  # a process that was forked closes its copy, and others go on listening
