@@ -162,3 +162,21 @@ def test_a_scattered_body_is_not_recognised() -> None:
     tagged = bytearray(run.tagged)
     struct.pack_into("<Q", tagged, 16 + 3 * 16, BASE + 8 * 6 + 64)  # the last buffer lies 64 bytes further
     assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
+
+
+def test_an_address_before_its_offset_does_not_wrap_around() -> None:
+    run = shared_run([6, 6])
+    tagged = bytearray(run.tagged)
+    for at in (16 + 16, 16 + 3 * 16, run.tagged_size + 16 + 16, run.tagged_size + 16 + 3 * 16):
+        struct.pack_into("<Q", tagged, at, 8)  # the second column's offset is 48
+    assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
+
+
+def test_what_tells_how_to_read_a_header_must_not_vary() -> None:
+    run = packed_run(6, 2)
+    untagged = bytearray(run.untagged)
+    header = bytes(untagged[5 : run.untagged_size])
+    nodes = header.index(struct.pack("<IQQQQ", 2, 6, 0, 6, 0))  # two columns of six rows without nulls
+    for row in range(2):
+        struct.pack_into("<I", untagged, row * run.untagged_size + 5 + nodes, 200)  # would span all that follows
+    assert recognise(as_run(2, bytes(untagged), bytes(run.tags), bytes(run.tagged)), 1) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -79,3 +80,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="staging directory below"):
         _ = Stage(tmp_path / "file").directory
+
+
+def test_writers_that_ask_at_once_get_one_directory(tmp_path: Path) -> None:
+    for attempt in range(10):
+        with closing(Stage(tmp_path / str(attempt))) as stage, ThreadPoolExecutor(8) as writers:
+            assert len(set(writers.map(lambda _: stage.directory, range(8)))) == 1
