@@ -165,11 +165,17 @@ def test_a_scattered_body_is_not_recognised() -> None:
 
 
 def test_an_address_before_its_offset_does_not_wrap_around() -> None:
+    # Both buffers lie 64 bytes further in their body than their addresses could: the body would begin before 0.
     run = shared_run([6, 6])
-    tagged = bytearray(run.tagged)
-    for at in (16 + 16, 16 + 3 * 16, run.tagged_size + 16 + 16, run.tagged_size + 16 + 3 * 16):
-        struct.pack_into("<Q", tagged, at, 8)  # the second column's offset is 48
-    assert recognise(as_run(2, bytes(run.untagged), bytes(run.tags), bytes(tagged)), 1) is None
+    untagged, tagged = bytearray(run.untagged), bytearray(run.tagged)
+    extents = struct.pack("<8Q", 0, 0, 0, 48, 48, 0, 48, 48)
+    for row in range(2):
+        at = untagged.index(extents, row * run.untagged_size)
+        struct.pack_into("<8Q", untagged, at, 0, 0, 64, 48, 0, 0, 112, 48)
+        length = untagged.index(struct.pack("<Q", 96), row * run.untagged_size)
+        struct.pack_into("<Q", untagged, length, 160)
+        struct.pack_into("<10Q", tagged, row * run.tagged_size, 96, 4, 0, 0, 8, 48, 0, 0, 56, 48)
+    assert recognise(as_run(2, bytes(untagged), bytes(run.tags), bytes(tagged)), 1) is None
 
 
 def test_what_tells_how_to_read_a_header_must_not_vary() -> None:
