@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dissociated.dataset import Dataset, dataset
+from dissociated.dataset import Dataset, SegmentsDataset, dataset
 from dissociated.errors import SourceError, StoreError
+from dissociated.store.segment import Segment, SegmentWriter
 
 TABLE = pa.table({"n": [1, 2, 3], "s": ["a", None, "c"]}, metadata={"a": "b"})
 
@@ -116,3 +117,12 @@ def test_a_reader_is_given_once() -> None:
     made.open_reader()
     with pytest.raises(SourceError, match="which can be read once, and has been"):
         made.open_reader()
+
+
+def test_more_segments_than_can_be_shared_are_refused(tmp_path: Path) -> None:
+    with SegmentWriter(tmp_path / "one", TABLE.schema) as writer:
+        writer.write(TABLE.to_batches()[0])
+    one = Segment.open(tmp_path / "one")
+    assert SegmentsDataset("many", [one] * 4096).rows == 4096 * TABLE.num_rows
+    with pytest.raises(SourceError, match=r"'many' would have 4097 segments; at most 4096 .* df\.coalesce"):
+        SegmentsDataset("many", [one] * 4097)

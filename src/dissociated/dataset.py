@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError, SourceError
 from dissociated.ipc.split import SplitMessage, split
+from dissociated.memory.region import MAX_REGIONS
 from dissociated.message import Buffer, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
@@ -198,10 +199,15 @@ class TableDataset(StaticDataset):
 class SegmentsDataset(StaticDataset):
     """Segments, one after the other.
 
-    Raises SourceError where their schemas differ.
+    Raises SourceError where their schemas differ, or there are too many.
     """
 
     def __init__(self, name: str, segments: Sequence[Segment]) -> None:
+        if len(segments) > MAX_REGIONS:
+            raise SourceError(
+                f"{name!r} would have {len(segments)} segments; at most {MAX_REGIONS} can be shared: "
+                "write it in fewer, from Spark after df.coalesce(...)"
+            )
         self.segments = segments
         first = segments[0]
         for other in segments[1:]:

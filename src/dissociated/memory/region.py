@@ -79,10 +79,14 @@ class Region:
         return packed
 
 
+#: How many regions one connection may share, and so how many segments a dataset may have.
+MAX_REGIONS = 4096
+
+
 class AddressSpace:
     """The regions that a peer has shared on one connection. A region once added stays."""
 
-    def __init__(self, max_regions: int = 4096) -> None:
+    def __init__(self, max_regions: int = MAX_REGIONS) -> None:
         #: Bases and regions, in order. Replaced, never changed, so that another thread may look.
         self._sorted: tuple[list[int], list[Region]] = [], []
         self._max_regions = max_regions
