@@ -11,12 +11,14 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, SourceError
+from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS
 from dissociated.message import Buffer, Message
@@ -246,7 +248,7 @@ class SegmentsDataset(StaticDataset):
 
 
 def _open_ipc(memory: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    if memory[:6].to_pybytes() == b"ARROW1":
+    if first_message_at(memoryview(memory)):
         file = pa.ipc.open_file(memory)
         return (file.get_batch(index) for index in range(file.num_record_batches))
     return iter(pa.ipc.open_stream(memory))
@@ -276,11 +278,18 @@ def dataset(name: str, source: Source, options: pa.ipc.IpcWriteOptions | None = 
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)
-    try:
+    with source_blamed(name):
         return LiveDataset(name, lambda: _reader(source() if callable(source) else source), options)
+
+
+@contextmanager
+def source_blamed(name: str) -> Iterator[None]:
+    """Turn whatever the source of `name` raises into a SourceError, whose reason a client can be told."""
+    try:
+        yield
     except DissociatedError:
         raise
-    except Exception as error:
+    except Exception as error:  # it is the publisher's code: anything may come out of it
         raise SourceError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error
 
 

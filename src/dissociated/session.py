@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dissociated.dataset import Dataset, LiveDataset, StaticDataset
+from dissociated.dataset import Dataset, LiveDataset, StaticDataset, source_blamed
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
     DissociatedError,
     RemoteProtocolError,
-    SourceError,
 )
 from dissociated.ipc.split import SplitMessage
 from dissociated.memory.leases import Ledger
@@ -136,7 +135,7 @@ class Session:
         region = self._regions[-1]
         if not region.fits(length):
             return False
-        while not region.has_room(length):
+        while not region.has_room(length, beside=sum(other.unfreed for other in self._regions[:-1])):
             if self._inline:
                 return False
             try:
@@ -150,7 +149,6 @@ class Session:
         return True
 
     def _open_region(self, name: str) -> None:
-        # What is held of the regions before counts no longer; a client that holds on to it has only its own memory.
         for used_up in [region for region in self._regions if not region.unfreed]:
             self._regions.remove(used_up)
             used_up.close()
@@ -201,10 +199,5 @@ def _allocate(tag: int | None, length: int) -> Buffer:
 
 
 def _blamed(wanted: LiveDataset) -> Iterator[SplitMessage]:
-    """The messages of `wanted`. What its source raises becomes a reason that the client is told."""
-    try:
+    with source_blamed(wanted.name):
         yield from wanted.messages()
-    except DissociatedError:
-        raise
-    except Exception as error:
-        raise SourceError(f"the source of {wanted.name!r} failed: {type(error).__name__}: {error}") from error

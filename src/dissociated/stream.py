@@ -23,7 +23,7 @@ from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import buffer_extents, relocate
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
+from dissociated.protocol.run import Batches
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
 
@@ -34,7 +34,7 @@ _ENDING = 5.0  # seconds that threads may take to end with the interpreter
 _FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
 
 Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
-D = TypeVar("D", bound=Delivery | PackedBatches | SharedBatches)
+D = TypeVar("D", bound=Delivery | Batches)
 
 
 class Stream:
@@ -88,16 +88,13 @@ class Stream:
 
     def _delivered(self, item: D) -> D:
         """Take note of what `item` leases. Raises RemoteProtocolError where a body is larger than is taken."""
-        if not isinstance(item, Delivery):
-            length = int(item.body_length.max()) if isinstance(item, SharedBatches) else item.parsed.body_length
-            leased = len(item.leased) if isinstance(item, SharedBatches) else 0
-        else:
-            length = item.parsed.body_length
-            leased = len(item.body.leased) if isinstance(item.body, AddressList) else 0
+        self._check_size(item.largest_body)
+        self._leases.expect(item.lease_count)
+        return item
+
+    def _check_size(self, length: int) -> None:
         if length > self._max_body:
             raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
-        self._leases.expect(leased)
-        return item
 
     def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
         """The same messages, with their bodies where libarrow shall find them."""
@@ -142,8 +139,7 @@ class Stream:
             announced = self._receiver.announced_length(tag)
             if announced is not None and announced != length:
                 raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
-            if length > self._max_body:
-                raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
+            self._check_size(length)
         return self._allocate_packed(length)
 
     def _allocate_packed(self, length: int) -> pa.Buffer:

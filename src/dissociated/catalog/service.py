@@ -19,6 +19,7 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -78,6 +79,17 @@ def _check_free(uri: str) -> None:
         raise TransportError(f"the catalog cannot listen at {uri}: {error.strerror or error}") from None
 
 
+@contextmanager
+def _told_by_flight() -> Iterator[None]:
+    """Turn our errors into those that Flight carries to the client: a KeyError arrives as "not found"."""
+    try:
+        yield
+    except DatasetNotFound as error:
+        raise KeyError(str(error)) from None
+    except DissociatedError as error:
+        raise flight.FlightServerError(str(error)) from None
+
+
 class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
     def __init__(self, server: Server, stage: Stage, uri: str) -> None:
         self._server = server
@@ -108,12 +120,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
         return flight.SchemaResult(self._described(descriptor).schema)
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        try:
+        with _told_by_flight():
             return flight.RecordBatchStream(self._server.by_ticket(ticket.ticket).open_reader())
-        except DatasetNotFound as error:
-            raise KeyError(str(error)) from None
-        except DissociatedError as error:
-            raise flight.FlightServerError(str(error)) from None
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [(name, description) for name, (_, description) in self._actions.items()]
@@ -122,15 +130,14 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
         found = self._actions.get(action.type)
         if found is None:
             raise flight.FlightServerError(f"no action {action.type!r}; there are {', '.join(self._actions)}")
-        try:
-            body = json.loads(action.body.to_pybytes() or b"{}")
-            return [json.dumps(found[0](body)).encode()]
-        except DatasetNotFound as error:
-            raise KeyError(str(error)) from None
-        except DissociatedError as error:
-            raise flight.FlightServerError(str(error)) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise flight.FlightServerError(f"the body of {action.type!r} is not what it takes: {error!r}") from None
+        with _told_by_flight():
+            try:
+                body = json.loads(action.body.to_pybytes() or b"{}")
+                return [json.dumps(found[0](body)).encode()]
+            except DissociatedError:
+                raise
+            except (ValueError, KeyError, TypeError) as error:
+                raise flight.FlightServerError(f"the body of {action.type!r} is not what it takes: {error!r}") from None
 
     def _described(self, descriptor: flight.FlightDescriptor) -> Dataset:
         if descriptor.descriptor_type == flight.DescriptorType.PATH and len(descriptor.path) == 1:
@@ -139,10 +146,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
             name = descriptor.command.decode(errors="replace")
         else:
             raise flight.FlightServerError("a dataset is described by a path of one part, or a command: its name")
-        try:
+        with _told_by_flight():
             return self._server.dataset(name)
-        except DatasetNotFound as error:
-            raise KeyError(str(error)) from None
 
     def _info(self, dataset: Dataset) -> flight.FlightInfo:
         locations = [*self._server.locations(dataset.name), REUSE_CONNECTION]

@@ -39,14 +39,18 @@ def encapsulate(header: bytes) -> bytes:
     return CONTINUATION + _length.pack(len(header) + padding) + header + bytes(padding)
 
 
+def first_message_at(memory: memoryview) -> int:
+    """Where the first message of an IPC stream or file begins: a file has its magic before it."""
+    return 8 if bytes(memory[: len(MAGIC)]) == MAGIC else 0
+
+
 def walk(memory: memoryview) -> Iterator[Encapsulated]:
     """The messages of an IPC stream or file, in order of position. No body is touched.
 
     Raises StoreError for anything else, and for one that is cut off in the middle.
     """
-    at, end = 0, len(memory)
-    if bytes(memory[: len(MAGIC)]) == MAGIC:
-        at, end = 8, _footer_at(memory)
+    at = first_message_at(memory)
+    end = _footer_at(memory) if at else len(memory)
     while at < end:
         try:
             (length,) = _marker.unpack_from(memory, at)

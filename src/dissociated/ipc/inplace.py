@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from dissociated.ipc.encapsulated import MAGIC, encapsulate
+from dissociated.ipc.encapsulated import encapsulate, first_message_at
 from dissociated.ipc.reader import StreamReader
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
@@ -116,8 +116,7 @@ class InPlace:
         region = self._space.find(address)
         if self._parts and self._parts[-1].region is region:
             return self._parts[-1]
-        memory = memoryview(region.memory)
-        start = 8 if bytes(memory[: len(MAGIC)]) == MAGIC else 0
+        start = first_message_at(memoryview(region.memory))
         part = _Part(region, start, start + len(self._schema))
         if any(other.region is region for other in self._parts) or not part.holds(start, self._schema):
             return None

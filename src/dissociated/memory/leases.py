@@ -1,7 +1,8 @@
 """Who still holds which address.
 
 The server counts sends: an address sent twice must come back twice. The client holds a lease for each message
-and gives it back when the last array that lies in the message's body is collected.
+and gives it back when the last array that lies in the message's body is collected; a segment that libarrow reads in
+place is one lease.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class LiveRegion:
         """Whether a body of `length` bytes may ever be written: offsets only grow, and end."""
         return self._offset + _pages(length) <= _SPAN
 
-    def has_room(self, length: int) -> bool:
-        """Whether a body of `length` bytes may be written now, by what is not freed."""
-        return self._unfreed_bodies < 2 or self.unfreed + _pages(length) <= self.limit
+    def has_room(self, length: int, beside: int = 0) -> bool:
+        """Whether a body of `length` bytes may be written now, by what is not freed, here and `beside` this region."""
+        return self._unfreed_bodies < 2 or beside + self.unfreed + _pages(length) <= self.limit
 
     def place(self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Write a body and return address and length of each of its buffers, given their offsets in it."""

@@ -42,3 +42,13 @@ class Delivery(NamedTuple):
     header: bytes
     parsed: Header
     body: Buffer | AddressList | None
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes of the body, as its metadata announced them."""
+        return self.parsed.body_length
+
+    @property
+    def lease_count(self) -> int:
+        """How many addresses must be given back."""
+        return len(self.body.leased) if isinstance(self.body, AddressList) else 0

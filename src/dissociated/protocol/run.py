@@ -42,6 +42,16 @@ class PackedBatches(NamedTuple):
     parsed: Header
     bodies: memoryview
 
+    @property
+    def largest_body(self) -> int:
+        """Bytes of each body."""
+        return self.parsed.body_length
+
+    @property
+    def lease_count(self) -> int:
+        """How many addresses must be given back: packed bodies have none."""
+        return 0
+
     def expand(self) -> Iterator[Delivery]:
         """The same messages one by one."""
         length = self.parsed.body_length
@@ -64,6 +74,16 @@ class SharedBatches(NamedTuple):
     body_length: Uint64s
     leased: Uint64s
     parsed: Header
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes of the largest body."""
+        return int(self.body_length.max())
+
+    @property
+    def lease_count(self) -> int:
+        """How many addresses must be given back."""
+        return len(self.leased)
 
     def expand(self) -> Iterator[Delivery]:
         """The same messages one by one."""

@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 
 from dissociated.errors import StoreError
@@ -18,6 +19,7 @@ from dissociated.store.segment import Segment
 _MEMORY = Path("/dev/shm")
 
 
+@cache
 def boot_id() -> str:
     """Tells this boot of this host from every other: two processes with the same one can share memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
