@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +40,26 @@ def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pyte
     assert number == 99
     for number, batch in enumerate(kept):
         assert batch["n"][0].as_py() == batch["n"][-1].as_py() == number
+
+
+def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_SPAN", 1 << 20)
+    monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
+    held: list[int] = []  # bytes, after each body that was shared
+    place = Session._place
+
+    def placed(session: Session, *arguments: Any) -> Any:
+        body = place(session, *arguments)
+        held.append(sum(region.unfreed for region in session._regions))
+        return body
+
+    monkeypatch.setattr(Session, "_place", placed)
+    server = serve("shm:", live_limit=1 << 21)
+    server.publish("live", lambda: live_source(100))  # 8 MB
+    kept = list(dis.open_stream(server.locations("live")[0], server.ticket("live")))
+    assert [batch["n"][-1].as_py() for batch in kept] == list(range(100))
+    assert len(held) > 13  # more than one region took
+    assert max(held) <= (1 << 21) + 2 * 81_920  # a region takes two bodies in any case
 
 
 def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
