@@ -16,6 +16,7 @@ from dissociated import errors
 from dissociated.catalog.client import Client, DatasetInfo, connect
 from dissociated.client import open_stream
 from dissociated.errors import DissociatedError
+from dissociated.ipc.options import ReadOptions, WriteOptions
 from dissociated.server import Server
 
 __version__ = "0.1.0"
@@ -24,7 +25,9 @@ __all__ = [
     "Client",
     "DatasetInfo",
     "DissociatedError",
+    "ReadOptions",
     "Server",
+    "WriteOptions",
     "connect",
     "errors",
     "open_stream",

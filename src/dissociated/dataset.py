@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError, SourceError
 from dissociated.ipc.encapsulated import first_message_at
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS
 from dissociated.message import Buffer, Message
@@ -64,7 +65,7 @@ class LiveDataset(Dataset):
         self,
         name: str,
         open_reader: OpenReader,
-        options: pa.ipc.IpcWriteOptions | None = None,
+        options: WriteOptions | None = None,
         one_shot: bool = False,
     ) -> None:
         first = open_reader()
@@ -171,7 +172,7 @@ def _encode(
 class TableDataset(StaticDataset):
     """A Table. It is sent from where it lies; the first client that can map memory gets it copied there, once."""
 
-    def __init__(self, name: str, table: pa.Table, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
         super().__init__(name, table.schema)
         self.rows = table.num_rows
         self.nbytes = table.nbytes
@@ -254,7 +255,7 @@ def _open_ipc(memory: pa.Buffer) -> Iterator[pa.RecordBatch]:
     return iter(pa.ipc.open_stream(memory))
 
 
-def dataset(name: str, source: Source, options: pa.ipc.IpcWriteOptions | None = None) -> Dataset:
+def dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:
     """A dataset of whatever `source` is.
 
     A Table or a RecordBatch is held. A path to an Arrow IPC stream or file is mapped and served from where it
@@ -312,7 +313,7 @@ def _is_parquet(path: Path) -> bool:
         raise SourceError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parquet(name: str, path: Path, options: pa.ipc.IpcWriteOptions | None) -> Dataset:
+def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     import pyarrow.parquet
 
     def open_reader() -> pa.RecordBatchReader:

@@ -10,6 +10,7 @@ import pytest
 
 from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError
 from dissociated.ipc.join import join
+from dissociated.ipc.options import ReadOptions
 
 Pairs = Generator[tuple[bytes, pa.Buffer | None], None, None]
 
@@ -114,7 +115,7 @@ def test_an_error_keeps_nothing_alive() -> None:
 
 def test_some_fields() -> None:
     feed = Feed(encoded(BATCH))
-    reader = join(iter(feed), pa.ipc.IpcReadOptions(included_fields=[2]))
+    reader = join(iter(feed), ReadOptions(included_fields=[2]))
     assert list(reader) == [BATCH.select(["s"])]
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 
 from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
 from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, RemoteError, TransportError, UriError
+from dissociated.ipc.options import ReadOptions
 from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
@@ -72,10 +74,11 @@ class CatalogClient:
         descriptor = self._flight.FlightDescriptor.for_path(name)
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
-    def do_get(self, ticket: bytes) -> pa.RecordBatchReader:
+    def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
         """The stream over Flight itself: slower than anything else here, and always there."""
         wanted = self._flight.Ticket(ticket)
-        reader = self._call(lambda: self._client.do_get(wanted).to_reader())
+        told = self._flight.FlightCallOptions(read_options=(options or ReadOptions()).to_pyarrow())
+        reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
 
         def batches() -> Iterator[pa.RecordBatch]:
             while (batch := self._call(lambda: next(reader, None))) is not None:
@@ -143,39 +146,38 @@ class Client(CatalogClient):
         transport: str | None = None,
         columns: Sequence[str] | None = None,
         *,
+        options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema. Raises DatasetNotFound, ColumnNotFound, and what
-        `open_stream` raises.
+        top-level columns, in the order of the schema; `options` say how batches are decoded. Raises DatasetNotFound,
+        ColumnNotFound, and what `open_stream` raises.
         """
+        wanted = partial(self._open, name, transport, columns, options, max_body)
         info = self.describe(name)
         for _ in range(_MAX_REPLACED):
             try:
-                return self._read(info, transport, columns, max_body)
+                return _chained(info, [wanted(endpoint) for endpoint in info.endpoints])
             except RemoteError:
                 found = self.describe(name)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return self._read(info, transport, columns, max_body)
-
-    def _read(
-        self, info: DatasetInfo, scheme: str | None, columns: Sequence[str] | None, max_body: int
-    ) -> pa.RecordBatchReader:
-        readers = [self._open(endpoint, info.name, scheme, columns, max_body) for endpoint in info.endpoints]
-        if len(readers) == 1:
-            return readers[0]
-        schema = readers[0].schema if readers else info.schema
-        return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
+        return _chained(info, [wanted(endpoint) for endpoint in info.endpoints])
 
     def _open(
-        self, endpoint: Endpoint, name: str, scheme: str | None, columns: Sequence[str] | None, max_body: int
+        self,
+        name: str,
+        scheme: str | None,
+        columns: Sequence[str] | None,
+        options: ReadOptions | None,
+        max_body: int,
+        endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
-            reader = self.do_get(endpoint.ticket)
+            reader = self.do_get(endpoint.ticket, options)
             return reader if columns is None else _select(reader, columns)
         usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
@@ -188,7 +190,14 @@ class Client(CatalogClient):
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
-                return open_stream(nearest, endpoint.ticket, columns=columns, timeout=self._timeout, max_body=max_body)
+                return open_stream(
+                    nearest,
+                    endpoint.ticket,
+                    columns=columns,
+                    options=options,
+                    timeout=self._timeout,
+                    max_body=max_body,
+                )
             except TransportError:
                 if not reachable:
                     raise
@@ -200,6 +209,13 @@ class Client(CatalogClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.RecordBatchReader:
+    if len(readers) == 1:
+        return readers[0]
+    schema = readers[0].schema if readers else info.schema
+    return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
 def connect(catalog_uri: str, *, timeout: float = TIMEOUT) -> Client:

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.ipc.encapsulated import encapsulate, first_message_at
-from dissociated.ipc.reader import StreamReader
+from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.reader import PeerReader
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
@@ -52,14 +53,14 @@ class InPlace:
             return self._add_batches(item)
         return not isinstance(item, PackedBatches) and self._add_message(item)
 
-    def reader(self, hold: Hold, options: pa.ipc.IpcReadOptions | None) -> pa.RecordBatchReader | None:
+    def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
         """A reader over all of it, by libarrow; None where it cannot be read so."""
         if not self._parts or (self._metadata and len(self._parts) > 1):
             return None  # a chain of readers would lose the metadata of single batches
         readers = []
         for part in self._parts:
             whole = hold(part.region, np.concatenate(part.leased).tolist() if part.leased else [])
-            readers.append(StreamReader(whole.slice(part.start, part.end - part.start), options))
+            readers.append(PeerReader(whole.slice(part.start, part.end - part.start), options))
         if len(readers) == 1:
             return readers[0]
         return pa.RecordBatchReader.from_batches(readers[0].schema, (batch for one in readers for batch in one))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dissociated.ipc.encapsulated import CONTINUATION
+from dissociated.ipc.options import WriteOptions
 from dissociated.message import Buffer
 from dissociated.protocol.header import Header, parse_header
 
@@ -73,19 +74,22 @@ class _Sink:
 class Splitter:
     """Encodes record batches of one stream, one after the other.
 
-    `options` are libarrow's; the legacy format has no place in this protocol and is not used.
+    Raises FormatError where a field nests deeper than `options` allow.
     """
 
-    def __init__(self, schema: pa.Schema, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.schema = schema
+        self.options = options or WriteOptions()
+        self.options.check_depth(schema)
+        told = self.options.to_pyarrow()
         # libarrow writes the schema together with the first batch. A receiver should not have to wait for that:
         # a writer of its own, closed at once, gives the very same message now.
         eager = _Sink()
-        pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=options).close()
+        pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=told).close()
         self._schema_message = eager.take()[0]
         self._schema_written = False
         self._sink = _Sink()
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), schema, options=options)
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), schema, options=told)
 
     @property
     def schema_message(self) -> SplitMessage:
@@ -102,7 +106,7 @@ class Splitter:
         return messages
 
 
-def split(reader: pa.RecordBatchReader, options: pa.ipc.IpcWriteOptions | None = None) -> Iterator[SplitMessage]:
+def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
     """Every message of the stream that `reader` gives, schema first."""
     splitter = Splitter(reader.schema, options)
     yield splitter.schema_message

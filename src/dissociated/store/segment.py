@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from dissociated.errors import RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate, walk
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.region import Region, reserve_base
 from dissociated.memory.shared import (
@@ -66,9 +67,7 @@ class Segment:
         return cls(descriptor, os.fspath(path), Backing.FILE)
 
     @classmethod
-    def in_memory(
-        cls, name: str, reader: pa.RecordBatchReader, options: pa.ipc.IpcWriteOptions | None = None
-    ) -> Segment:
+    def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
         with explained(f"shared memory for {name}"):
             writable = create_memfd(name)
@@ -125,7 +124,7 @@ class SegmentWriter:
     exception discards it. Raises StoreError where the file exists already or there is no space left.
     """
 
-    def __init__(self, path: str | Path, schema: pa.Schema, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def __init__(self, path: str | Path, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.path = Path(path)
         self.rows = 0
         self._splitter = Splitter(schema, options)
