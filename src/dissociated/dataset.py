@@ -22,7 +22,7 @@ from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS
-from dissociated.message import Buffer, Message
+from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.header import Header
@@ -99,7 +99,8 @@ class LiveDataset(Dataset):
 class StaticMessage(NamedTuple):
     """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
 
-    `segment` numbers the segment that it lies in.
+    `segment` numbers the segment that it lies in, and `file` is the packed body there, if it is worth sending from
+    the file.
     """
 
     header: bytes
@@ -107,6 +108,7 @@ class StaticMessage(NamedTuple):
     packed: Sequence[Buffer] | None
     extents: Sequence[tuple[int, int]] | None = None
     segment: int = 0
+    file: FileSpan | None = None
 
 
 class Group(NamedTuple):
@@ -162,6 +164,8 @@ def _encode(
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
                 leased += (address for address, length in message.extents if length)
+            elif message.file is not None and connection.sends_files:
+                body = Body(BodyKind.PACKED, (message.file,))
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
@@ -228,6 +232,7 @@ class SegmentsDataset(StaticDataset):
                 (segment.body(message),) if message.parsed.has_body else None,
                 segment.addresses(message) if message.parsed.has_body else None,
                 index,
+                segment.span(message),
             )
             for index, segment in enumerate(segments)
             for message in segment.messages
