@@ -16,8 +16,9 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from dissociated.errors import RemoteProtocolError, SourceError, StoreError
-from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate, walk
+from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
+from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate
+from dissociated.ipc.index import Index
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.region import Region, reserve_base
@@ -55,11 +56,11 @@ class Segment:
                 size = os.fstat(descriptor).st_size
                 self.region = Region(reserve_base(size), map_read_only(descriptor, size))
             self._memory = memoryview(self.region.memory)
-            self.messages: list[Encapsulated] = list(walk(self._memory))
-            if not self.messages or self.messages[0].parsed.type is not HeaderType.SCHEMA:
-                raise StoreError("not an Arrow IPC stream: it does not begin with a schema")
-            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.messages[0].header)))
-        except (StoreError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
+            self.index = Index(self._memory)
+            if not self.index or self.index[0].type is not HeaderType.SCHEMA:
+                raise FormatError("not an Arrow IPC stream: it does not begin with a schema")
+            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.index.message(0).header)))
+        except (StoreError, FormatError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
@@ -84,6 +85,14 @@ class Segment:
         return cls(descriptor, name, Backing.SEALED)
 
     @cached_property
+    def messages(self) -> list[Encapsulated]:
+        """The messages, in the order in which they are sent. Raises StoreError where one is damaged."""
+        try:
+            return [self.index.message(number) for number in range(len(self.index))]
+        except FormatError as error:
+            raise StoreError(f"{self.name}: {error}") from None
+
+    @cached_property
     def rows(self) -> int:
         """How many rows all record batches have together."""
         try:
@@ -94,7 +103,7 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """How many bytes the bodies have together."""
-        return sum(message.parsed.body_length for message in self.messages)
+        return self.index.body_size
 
     def body(self, message: Encapsulated) -> Buffer:
         """The packed body of `message`, which lies in the mapping."""
