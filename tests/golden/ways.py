@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,13 @@ import pyarrow as pa
 import dissociated as dis
 from helpers import PATIENCE
 
+from .careless import serve
+
 #: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
 ROOT = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
 NO_ROOT = "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
 
+MAX_BODY = 1 << 28  # bytes
 LISTEN = ("shm:", "tcp://127.0.0.1:0", "inproc:")
 
 
@@ -89,13 +93,24 @@ def live(scheme: str, bodies: str) -> Read:
     return read
 
 
+def careless(scheme: str, bodies: str) -> Read:
+    """Sent by a server that looks at nothing."""
+
+    def read(_: dis.Server, path: Path) -> Arrived:
+        listener, uri = serve(scheme, path, by_address=bodies == "any")
+        with closing(listener):
+            return read_all(dis.open_stream(uri, b"data", timeout=PATIENCE, max_body=MAX_BODY))
+
+    return read
+
+
 def _at(server: dis.Server, scheme: str, **wanted: Any) -> str:
     (uri,) = (uri for uri in server.locations("data", **wanted) if uri.startswith(f"{scheme}:"))
     return uri
 
 
 def _ask(server: dis.Server, uri: str | list[str]) -> Arrived:
-    return read_all(dis.open_stream(uri, server.ticket("data"), timeout=PATIENCE, max_body=1 << 28))
+    return read_all(dis.open_stream(uri, server.ticket("data"), timeout=PATIENCE, max_body=MAX_BODY))
 
 
 def _reader(path: Path) -> pa.RecordBatchReader:
@@ -118,5 +133,9 @@ _SERVED = {
     for bodies in ("any", "packed")
 }
 _APART = {f"apart-{scheme}": apart(scheme) for scheme in ("shm", "tcp", "inproc")}
+_CARELESS = {
+    f"careless-{scheme}-{bodies}": careless(scheme, bodies)
+    for scheme, bodies in (("shm", "any"), ("shm", "packed"), ("tcp", "packed"), ("inproc", "packed"))
+}
 
-WAYS: dict[str, Read] = {"libarrow": by_libarrow, "in-process": in_process, **_SERVED, **_APART}
+WAYS: dict[str, Read] = {"libarrow": by_libarrow, "in-process": in_process, **_SERVED, **_APART, **_CARELESS}
