@@ -72,7 +72,7 @@ def _batch(schema: pa.Schema, fields: Sequence[Json], described: Json, dictionar
     rows = pa.array([{}] * described["count"], pa.struct([]))
     if columns:
         rows = pa.StructArray.from_arrays(columns, [str(number) for number in range(len(columns))])
-    # pyarrow knows no arrays of some intervals: integers stand for them, until here all get the types they shall have.
+    # Here all get the types that they shall have, and no integer stands for an interval any more.
     exported = ctypes.create_string_buffer(_SIZE_OF_C_ARRAY)
     rows._export_to_c(ctypes.addressof(exported))
     batch = pa.RecordBatch._import_from_c(ctypes.addressof(exported), schema)
@@ -158,8 +158,6 @@ def _interval(unit: str) -> pa.DataType:
     return pa.DataType._import_from_c(ctypes.addressof(schema))
 
 
-#: Integers as wide as the intervals that pyarrow knows no arrays of.
-_STAND_INS = {"YEAR_MONTH": pa.int32(), "DAY_TIME": pa.int64()}
 #: `struct ArrowArray`: five integers and five pointers.
 _SIZE_OF_C_ARRAY = 80
 
@@ -217,7 +215,7 @@ def _array(field: Json, column: Json, dictionaries: _Dictionaries) -> pa.Array:
         return _plain_array(field, column, dictionaries)
     indices = [_validity(column), _fixed(encoding["indexType"], column["DATA"])]
     dictionary = dictionaries[encoding["id"]]
-    return pa.DictionaryArray.from_buffers(_field(field).type, column["count"], indices, dictionary)
+    return pa.DictionaryArray.from_buffers(_field(_stand_in(field)).type, column["count"], indices, dictionary)
 
 
 def _plain_array(field: Json, column: Json, dictionaries: _Dictionaries) -> pa.Array:
@@ -225,10 +223,15 @@ def _plain_array(field: Json, column: Json, dictionaries: _Dictionaries) -> pa.A
         _array(*pair, dictionaries) for pair in zip(field["children"], column.get("children", ()), strict=True)
     ]
     buffers = _buffers(field["type"], column)
-    type_ = _value_type(field)
-    if field["type"]["name"] == "interval":
-        type_ = _STAND_INS.get(field["type"]["unit"], type_)
-    return pa.Array.from_buffers(type_, column["count"], buffers, children=children)
+    return pa.Array.from_buffers(_value_type(_stand_in(field)), column["count"], buffers, children=children)
+
+
+def _stand_in(field: Json) -> Json:
+    """The same field with integers instead of the intervals that pyarrow knows no arrays of."""
+    type_ = field["type"]
+    if type_["name"] == "interval" and type_["unit"] != "MONTH_DAY_NANO":
+        type_ = {"name": "int", "bitWidth": {"YEAR_MONTH": 32, "DAY_TIME": 64}[type_["unit"]], "isSigned": True}
+    return {**field, "type": type_, "children": [_stand_in(child) for child in field["children"]]}
 
 
 def _buffers(type_: Json, column: Json) -> list[pa.Buffer | None]:
