@@ -85,9 +85,7 @@ def serve(scheme: str, path: Path, by_address: bool) -> tuple[Listener, str]:
     listener = transport(scheme).listen(Uri.parse(ANY[scheme]))
     threading.Thread(target=_serve, args=(listener, path.read_bytes(), by_address), name="careless").start()
     located = listener.uri
-    return listener, str(
-        Uri(scheme, host=located.host, port=located.port, path=located.path, want_data=7, free_data=9)
-    )
+    return listener, str(Uri(scheme, host=located.host, port=located.port, path=located.path, want_data=7, free_data=9))
 
 
 def _serve(listener: Listener, content: bytes, by_address: bool) -> None:

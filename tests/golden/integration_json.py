@@ -219,9 +219,7 @@ def _array(field: Json, column: Json, dictionaries: _Dictionaries) -> pa.Array:
 
 
 def _plain_array(field: Json, column: Json, dictionaries: _Dictionaries) -> pa.Array:
-    children = [
-        _array(*pair, dictionaries) for pair in zip(field["children"], column.get("children", ()), strict=True)
-    ]
+    children = [_array(*pair, dictionaries) for pair in zip(field["children"], column.get("children", ()), strict=True)]
     buffers = _buffers(field["type"], column)
     return pa.Array.from_buffers(_value_type(_stand_in(field)), column["count"], buffers, children=children)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
@@ -35,13 +35,14 @@ def test_damage_is_refused_or_can_be_found(ways: list[str]) -> None:
         input="\n".join(map(str, DAMAGED)),
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=9 * DEADLINE,
     )
     lines = [line.split("\t") for line in run.stdout.splitlines()]
     begun = [(way, path) for what, way, path, *_ in lines if what == "begin"]
     ended = {(way, path): end[0] for what, way, path, *end in lines if what == "end"}
-    assert [one for one in begun if one not in ended] == [], f"the process died of it:\n{run.stderr}"
+    deadly = [one for one in begun if one not in ended]
+    assert not deadly, f"the process died of {deadly}:\n{run.stderr}"
     assert run.returncode == 0, run.stderr
     assert {one: end for one, end in ended.items() if end.startswith("other")} == {}
     assert ended.keys() == {(way, str(path)) for way in ways for path in DAMAGED}
