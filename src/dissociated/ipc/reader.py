@@ -8,14 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
 
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
 @contextmanager
 def peer_blamed() -> Iterator[None]:
-    """Turn what libarrow raises about content into a RemoteProtocolError."""
+    """Turn what libarrow raises about content into a RemoteProtocolError; into a TransportError, if memory is short."""
     try:
         yield
     except _COMPLAINTS as error:
@@ -23,14 +23,15 @@ def peer_blamed() -> Iterator[None]:
 
 
 def _ours(error: Exception) -> Exception:
-    # Ours pass: they come from below, through libarrow. So do an interruption, and memory that has run out.
-    if isinstance(error, (DissociatedError, MemoryError, pa.ArrowCancelled)):
+    if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
+    if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
+        return TransportError(f"there is no memory for what the peer sent: {error}")
     return RemoteProtocolError(f"the peer sent what libarrow cannot read: {error}")
 
 
 class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
-    """Raises RemoteProtocolError where libarrow finds the content invalid."""
+    """Raises RemoteProtocolError where libarrow finds the content invalid, TransportError where it has no memory."""
 
     def __init__(self, source: Any, options: pa.ipc.IpcReadOptions | None = None) -> None:
         with peer_blamed():
