@@ -243,8 +243,9 @@ class SegmentsDataset(StaticDataset):
         return pa.RecordBatchReader.from_batches(self.schema, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        for segment in self.segments:
-            yield from _open_ipc(segment.region.memory)
+        with source_blamed(self.name):
+            for segment in self.segments:
+                yield from _open_ipc(segment.region.memory)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
