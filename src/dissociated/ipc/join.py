@@ -83,9 +83,7 @@ class _Source:
         return False
 
 
-def join(
-    messages: Messages, options: ReadOptions | None = None, kind: type[StreamReader] = PeerReader
-) -> StreamReader:
+def join(messages: Messages, options: ReadOptions | None = None, kind: type[StreamReader] = PeerReader) -> StreamReader:
     """A reader over the stream that `messages` make, the schema first.
 
     It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dissociated.errors import RemoteProtocolError
+from dissociated.message import Buffer
 
 _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
@@ -62,7 +63,7 @@ class Header(NamedTuple):
         return self.type is not HeaderType.SCHEMA
 
 
-def parse_header(header: bytes) -> Header:
+def parse_header(header: Buffer) -> Header:
     """Read the flatbuffer of a `Message`. Raises RemoteProtocolError for anything that is not one."""
     try:
         return _parse(header)
