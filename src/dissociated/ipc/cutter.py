@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeAlias
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
 from dissociated.message import Buffer
-from dissociated.protocol.header import HeaderType, parse_header
+from dissociated.protocol.header import HeaderType, parse_envelope
 
 _length = struct.Struct("<i")
+_marker_and_length = struct.Struct("<ii")
 _PREFIX = 4
 _MAGIC = MAGIC + b"\0\0"
 
@@ -86,6 +87,8 @@ class Cutter:
         What follows the end of the stream is passed over. Raises FormatError for what is no stream.
         """
         while self._size:
+            if self._step is Cutter._prefix and (message := self._at_once(piece)) is not None:
+                return message
             part = piece.take(self.required)
             if len(part) < self._size:
                 self._arrived += part
@@ -97,6 +100,24 @@ class Cutter:
                 return message
         piece.take(len(piece.bytes))
         return None
+
+    def _at_once(self, piece: Piece) -> Cut | None:
+        """The next message, if all of it lies in `piece`, without its steps; None for what is out of the ordinary."""
+        view, at = piece.bytes, piece.at + 2 * _PREFIX
+        if self._arrived or at > len(view):
+            return None
+        marker, length = _marker_and_length.unpack_from(view, piece.at)
+        body_at = at + length
+        if marker != -1 or not 0 < length <= self._max_metadata or body_at > len(view):
+            return None
+        header = view[at:body_at]
+        type_, body_length = self._envelope(header)
+        end = body_at + body_length
+        if end > len(view):
+            return None
+        piece.at = end
+        self._cut += 1
+        return Cut(type_, header, view[body_at:end] if body_length else None)
 
     def _await(self, step: _Step, size: int) -> None:
         self._step, self._size = step, size
@@ -134,20 +155,24 @@ class Cutter:
         return None
 
     def _metadata(self, part: memoryview) -> Cut | None:
+        self._type, body_length = self._envelope(part)
+        self._header = part
+        if not body_length:
+            return self._body(None)
+        self._await(Cutter._body, body_length)
+        return None
+
+    def _envelope(self, header: memoryview) -> tuple[HeaderType, int]:
         try:
-            parsed = parse_header(part)
+            type_, body_length = parse_envelope(header)
         except RemoteProtocolError:
             raise FormatError(f"the metadata of message {self._cut} is no Arrow IPC message") from None
-        if parsed.body_length > self._max_body:
+        if body_length > self._max_body:
             raise FormatError(
-                f"message {self._cut} announces a body of {parsed.body_length} bytes; "
+                f"message {self._cut} announces a body of {body_length} bytes; "
                 f"at most {self._max_body} are taken (max_body)"
             )
-        self._type, self._header = parsed.type, part
-        if not parsed.body_length:
-            return self._body(None)
-        self._await(Cutter._body, parsed.body_length)
-        return None
+        return type_, body_length
 
     def _body(self, part: memoryview | None) -> Cut:
         self._await(Cutter._prefix, _PREFIX)
