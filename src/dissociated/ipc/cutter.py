@@ -73,7 +73,7 @@ class Cutter:
         self._size = _PREFIX  # of what is awaited
         self._arrived = bytearray()  # of it, where it comes in several pieces
         self._type: HeaderType | None = None
-        self._header = memoryview(b"")
+        self._header: Buffer = b""  # of the message whose body is awaited
         self._cut = 0  # messages
 
     @property
@@ -177,7 +177,8 @@ class Cutter:
     def _body(self, part: memoryview | None) -> Cut:
         self._await(Cutter._prefix, _PREFIX)
         self._cut += 1
-        return Cut(self._type, self._header, part)
+        header, self._header = self._header, b""  # what was fed is not held longer than it is needed
+        return Cut(self._type, header, part)
 
     def end(self) -> bool:
         """Await no more. Whether the stream ends by this; if not, it had ended. Raises FormatError within a message."""
