@@ -295,7 +295,7 @@ def test_batches_lie_in_a_larger_piece() -> None:
     allocated = pa.total_allocated_bytes()
     for piece in (content.slice(0, middle), content.slice(middle)):
         decoder.consume(piece)
-    assert pa.total_allocated_bytes() == allocated
+    assert 0 < pa.total_allocated_bytes() - allocated < content.size // 3
     assert listener.batches == [LARGE, LARGE, LARGE]
     assert [lies_in(batch, content) for batch in listener.batches] == [True, False, True]
 
@@ -304,14 +304,13 @@ def test_small_pieces_are_joined_once() -> None:
     """Were they joined again with each piece, this would copy a tebibyte."""
     content = written(LARGE)
     listener = CollectListener()
-    decoder = StreamDecoder(listener)
-    tracemalloc.start()
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    decoder = StreamDecoder(listener, ReadOptions(memory_pool=pool))
     for at in range(0, len(content), 16):
         decoder.consume(content[at : at + 16])
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert listener.batches == [LARGE]
-    assert peak < 1.5 * len(content)
+    assert len(content) - 10_000 < pool.bytes_allocated() < len(content)  # where the batch lies
+    assert pool.max_memory() < 2 * len(content)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, pa.py_buffer, lambda data: np.frombuffer(data, "<i4")])
@@ -533,7 +532,7 @@ def test_a_body_that_is_too_large_is_refused_when_it_is_announced() -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xff\xff\xff" + struct.pack("<i", 1 << 27), announcing(1 << 33)])
-def test_nothing_is_allocated_for_what_is_only_announced(content: bytes) -> None:
+def test_what_is_allocated_follows_what_has_come_not_what_was_announced(content: bytes) -> None:
     decoder = StreamDecoder(Recorder())
     allocated = pa.total_allocated_bytes()
     tracemalloc.start()
@@ -542,7 +541,7 @@ def test_nothing_is_allocated_for_what_is_only_announced(content: bytes) -> None
         decoder.consume(bytes(1000))
     current, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert pa.total_allocated_bytes() == allocated
+    assert pa.total_allocated_bytes() - allocated <= 1 << 20
     assert current < 500_000
 
 

@@ -13,6 +13,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+import pyarrow as pa
+
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
 from dissociated.message import Buffer
@@ -21,6 +23,8 @@ from dissociated.protocol.header import HeaderType, parse_envelope
 _length = struct.Struct("<i")
 _marker_and_length = struct.Struct("<ii")
 _PREFIX = 4
+#: How much is allocated for a part of which little has come.
+_AT_FIRST = 1 << 20
 _MAGIC = MAGIC + b"\0\0"
 
 
@@ -56,22 +60,44 @@ class Piece:
         return self.bytes[start : self.at]
 
 
+class _Joined:
+    """A part that comes in several pieces. What is allocated follows what has come, not what was announced."""
+
+    def __init__(self, size: int, pool: pa.MemoryPool | None) -> None:
+        self._size = size
+        self._memory = pa.allocate_buffer(min(size, _AT_FIRST), pool, resizable=True)
+        self._view = octets(self._memory)
+        self.arrived = 0
+
+    def add(self, piece: memoryview) -> memoryview | None:
+        """The whole part, once this was the last piece of it."""
+        end = self.arrived + len(piece)
+        if end > len(self._view):
+            self._memory.resize(min(self._size, max(end, 2 * len(self._view))))
+            self._view = octets(self._memory)
+        self._view[self.arrived : end] = piece
+        self.arrived = end
+        return self._view if end == self._size else None
+
+
 #: What to do with the bytes that were awaited.
 _Step: TypeAlias = "Callable[[Cutter, memoryview], Cut | None]"
 
 
 class Cutter:
-    """Follows one stream. Bytes are copied only where a part of a message comes in several pieces, and then once.
+    """Follows one stream.
 
+    Bytes are copied only where a part of a message comes in several pieces, and then to one place, from `pool`.
     Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused when they are announced.
     """
 
-    def __init__(self, max_metadata: int, max_body: int) -> None:
+    def __init__(self, max_metadata: int, max_body: int, pool: pa.MemoryPool | None = None) -> None:
         self._max_metadata = max_metadata
         self._max_body = max_body
+        self._pool = pool
         self._step: _Step = Cutter._start  # not bound to this, which would be a cycle
         self._size = _PREFIX  # of what is awaited
-        self._arrived = bytearray()  # of it, where it comes in several pieces
+        self._joined: _Joined | None = None  # where it comes in several pieces
         self._type: HeaderType | None = None
         self._header: Buffer = b""  # of the message whose body is awaited
         self._cut = 0  # messages
@@ -79,7 +105,7 @@ class Cutter:
     @property
     def required(self) -> int:
         """How many bytes would complete the part that is awaited; 0 after the end of the stream."""
-        return self._size - len(self._arrived)
+        return self._size - (self._joined.arrived if self._joined else 0)
 
     def cut(self, piece: Piece) -> Cut | None:
         """Use as much of `piece` as belongs to one message. The message, or None where it goes on after the piece.
@@ -91,10 +117,10 @@ class Cutter:
                 return message
             part = piece.take(self.required)
             if len(part) < self._size:
-                self._arrived += part
-                if len(self._arrived) < self._size:
+                whole = self._join(part)
+                if whole is None:
                     return None
-                part, self._arrived = memoryview(self._arrived), bytearray()
+                part = whole
             message = self._step(self, part)
             if message is not None:
                 return message
@@ -104,7 +130,7 @@ class Cutter:
     def _at_once(self, piece: Piece) -> Cut | None:
         """The next message, if all of it lies in `piece`, without its steps; None for what is out of the ordinary."""
         view, at = piece.bytes, piece.at + 2 * _PREFIX
-        if self._arrived or at > len(view):
+        if self._joined or at > len(view):
             return None
         marker, length = _marker_and_length.unpack_from(view, piece.at)
         body_at = at + length
@@ -118,6 +144,16 @@ class Cutter:
         piece.at = end
         self._cut += 1
         return Cut(type_, header, view[body_at:end] if body_length else None)
+
+    def _join(self, part: memoryview) -> memoryview | None:
+        if not part:
+            return None
+        if self._joined is None:
+            self._joined = _Joined(self._size, self._pool)
+        whole = self._joined.add(part)
+        if whole is not None:
+            self._joined = None
+        return whole
 
     def _await(self, step: _Step, size: int) -> None:
         self._step, self._size = step, size
@@ -184,7 +220,7 @@ class Cutter:
         """Await no more. Whether the stream ends by this; if not, it had ended. Raises FormatError within a message."""
         if not self._size:
             return False
-        if self._arrived or self._step not in (Cutter._start, Cutter._prefix):
+        if self._joined or self._step not in (Cutter._start, Cutter._prefix):
             raise FormatError(
                 f"the Arrow IPC stream is cut off: {self.required} bytes of message {self._cut} are missing"
             )

@@ -287,7 +287,7 @@ class StreamDecoder(_Decoder):
             self._decoding.end()
 
     def _clear(self) -> None:
-        self._cutter = Cutter(self._max_metadata, self._max_body)
+        self._cutter = Cutter(self._max_metadata, self._max_body, self._options.memory_pool)
 
 
 class DissociatedDecoder(_Decoder):
