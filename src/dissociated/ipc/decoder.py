@@ -235,9 +235,10 @@ class StreamDecoder(_Decoder):
     It takes what libraries wrote before 0.15, a stream whose end is marked with 8 bytes, with 4, or not at all, and
     an IPC file from its first byte on, as the stream that it holds. What follows the end of a stream is passed over.
 
-    Raises FormatError for anything else. After that, and after anything that the listener raises, it takes no more
-    until `reset`. Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused when they
-    are announced; dictionaries that wait for a batch may have as much as both together. Not thread-safe.
+    Raises FormatError for anything else, MemoryError where what a compressed buffer announces cannot be had. After an
+    error, and after anything that the listener raises, it takes no more until `reset`. Metadata of more than
+    `max_metadata` bytes and bodies of more than `max_body` are refused when they are announced; dictionaries that
+    wait for a batch may have as much as both together. Not thread-safe.
     """
 
     def __init__(
