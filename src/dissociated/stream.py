@@ -15,13 +15,13 @@ from typing import Any, TypeAlias, TypeVar
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
+from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import Returns, leased_buffer
 from dissociated.memory.region import Region
 from dissociated.message import Buffer, Incoming, Message, Run
-from dissociated.protocol.bodies import AddressList, encode_free
+from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import buffer_extents, relocate
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.run import Batches
 from dissociated.transport.base import Allocate, Connection
@@ -109,7 +109,7 @@ class Stream:
         try:
             for item in deliveries:
                 for delivery in (item,) if isinstance(item, Delivery) else item.expand():
-                    yield self._attach(delivery)
+                    yield attach(delivery, self.space, self._leases, self._allocate_packed)
         except DissociatedError:
             self._leases.abandon()
             raise
@@ -125,22 +125,6 @@ class Stream:
     def hold(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
         """The whole region as a buffer, at whose end `addresses`, which were delivered, go back."""
         return self._leases.lease(region, addresses)
-
-    def _attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
-        _, header, parsed, body = delivery
-        if not isinstance(body, AddressList):
-            return header, body
-        leased = body.leased
-        if not leased:
-            return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
-        region = self.space.find(leased[0])
-        offsets = region.offsets(body.addresses, body.lengths)
-        if any(offset % 8 for offset in offsets):  # which libarrow refuses: gather them where they should be
-            wanted, _ = buffer_extents(header, parsed)
-            packed = region.gather(offsets, body.lengths, wanted, self._allocate_packed(parsed.body_length))
-            self._leases.give_back(leased)
-            return header, packed
-        return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run

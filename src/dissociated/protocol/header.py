@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dissociated.errors import RemoteProtocolError
+from dissociated.message import Buffer
 
 _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
@@ -62,15 +63,28 @@ class Header(NamedTuple):
         return self.type is not HeaderType.SCHEMA
 
 
-def parse_header(header: bytes) -> Header:
+def parse_header(header: Buffer) -> Header:
     """Read the flatbuffer of a `Message`. Raises RemoteProtocolError for anything that is not one."""
     try:
         return _parse(header)
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise _no_message(error) from None
 
 
-def _parse(header: bytes) -> Header:
+def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
+    """The type of a `Message` and the length of its body alone, which is quicker. Raises RemoteProtocolError."""
+    try:
+        return _envelope(header)[:2]
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None
+
+
+def _no_message(error: Exception) -> RemoteProtocolError:
+    return RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})")
+
+
+def _envelope(header: bytes) -> tuple[HeaderType, int, int, int, int]:
+    """Type and body length; then where the body length, what the type says, and the metadata are, 0 if left out."""
     root = _u32(header)[0]
     _, type_at, table_at, length_at, metadata_at = _fields(header, root, 5)
     type_ = _TYPES.get(header[root + type_at]) if type_at else None
@@ -79,14 +93,19 @@ def _parse(header: bytes) -> Header:
             f"the peer sent an Arrow IPC message of unknown type {header[root + type_at] if type_at else 0}"
         )
     body_length = _read_i64(header, root + length_at)[0] if length_at else 0
-    body_length_at = root + length_at if length_at else -1
     if body_length < 0:
         raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
+    return type_, body_length, length_at and root + length_at, root + table_at, metadata_at
+
+
+def _parse(header: bytes) -> Header:
+    type_, body_length, length_at, table_at, metadata_at = _envelope(header)
+    body_length_at = length_at or -1
     if type_ is HeaderType.SCHEMA:
         if body_length:
             raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
         return Header(type_, 0, body_length_at, 0, 0, metadata_at != 0)
-    table = _follow(header, root + table_at)
+    table = _follow(header, table_at)
     if type_ is HeaderType.DICTIONARY_BATCH:
         _, batch_at = _fields(header, table, 2)
         if not batch_at:
@@ -196,4 +215,4 @@ def row_count(header: bytes) -> int:
         length_at = _fields(header, table, 1)[0]
         return int(_read_i64(header, table + length_at)[0]) if length_at else 0
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise _no_message(error) from None
