@@ -10,6 +10,8 @@
     ├── RemoteError              the peer ended the stream and said why
     ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
     ├── SourceError              what was given to publish cannot be read
+    ├── FormatError              bytes that are no valid Arrow IPC, cut off, or damaged, also a ValueError
+    ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
     ├── CatalogError             the catalog cannot be reached or refuses
@@ -61,6 +63,14 @@ class DeadlineExceeded(DissociatedError, TimeoutError):
 
 class SourceError(DissociatedError):
     """A source that was published cannot be read, or can be read no more."""
+
+
+class FormatError(DissociatedError, ValueError):
+    """Bytes that are no valid Arrow IPC, cut off, or damaged."""
+
+
+class WrongKind(DissociatedError, TypeError):
+    """A dataset holds tensors where record batches were asked for, or the other way round."""
 
 
 class ColumnNotFound(DissociatedError, KeyError):
