@@ -17,6 +17,7 @@ from dissociated.catalog.client import Client, DatasetInfo, connect
 from dissociated.client import open_stream
 from dissociated.errors import DissociatedError
 from dissociated.server import Server
+from dissociated.tensor_client import open_tensors
 
 __version__ = "0.1.0"
 
@@ -28,4 +29,5 @@ __all__ = [
     "connect",
     "errors",
     "open_stream",
+    "open_tensors",
 ]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, ConnectionClosed, RemoteProtocolError, UriError
+from dissociated.errors import ColumnNotFound, ConnectionClosed, RemoteProtocolError, UriError, WrongKind
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
@@ -47,8 +47,29 @@ def open_stream(
     server may be silent, `max_body` the largest body that is taken, in bytes.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
-    refuses, ColumnNotFound. Reading may raise these too, and RemoteProtocolError.
+    refuses, ColumnNotFound, WrongKind where it holds tensors. Reading may raise these too, and RemoteProtocolError.
     """
+    stream = request(uri, ticket, timeout, max_body)
+    deliveries = stream.deliveries()
+    schema = next(deliveries)
+    assert isinstance(schema, Delivery)  # no run begins a stream
+    try:
+        if schema.parsed.is_tensor:
+            raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
+        options = None if columns is None else _only(schema.header, columns)
+        if stream.space.static:
+            reader = _read_in_place(stream, schema, deliveries, options)
+        else:
+            reader = join(stream.attached(_again([schema], deliveries)), options)
+    except BaseException:
+        deliveries.close()
+        stream.settle()
+        raise
+    return _rows_alone(reader) if columns is not None and not columns else reader
+
+
+def request(uri: str | Sequence[str], ticket: bytes, timeout: float, max_body: int) -> Stream:
+    """Connect to the URI, or to both, and ask for the stream `ticket`. Raises as `open_stream` does."""
     timeout = seconds(timeout)
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
@@ -64,20 +85,7 @@ def open_stream(
                 raise
         stream = Stream(opened, uris[-1].free_data, timeout, max_body)
         connections.pop_all()  # the stream owns them now
-    deliveries = stream.deliveries()
-    schema = next(deliveries)
-    assert isinstance(schema, Delivery)  # no run begins a stream
-    try:
-        options = None if columns is None else _only(schema.header, columns)
-        if stream.space.static:
-            reader = _read_in_place(stream, schema, deliveries, options)
-        else:
-            reader = join(stream.attached(_again([schema], deliveries)), options)
-    except BaseException:
-        deliveries.close()
-        stream.settle()
-        raise
-    return _rows_alone(reader) if columns is not None and not columns else reader
+    return stream
 
 
 def _nothing(tag: int | None, length: int) -> Buffer:

@@ -35,6 +35,7 @@ _FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
 
 Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
 D = TypeVar("D", bound=Delivery | Batches)
+T = TypeVar("T")
 
 
 class Stream:
@@ -98,10 +99,14 @@ class Stream:
 
     def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
         """The same messages, with their bodies where libarrow shall find them."""
+        return self.each(deliveries, self._attach)
+
+    def each(self, deliveries: Iterable[Delivery | Batches], make: Callable[[Delivery], T]) -> Generator[T, None, None]:
+        """What `make` makes of each message; it must attach or hold what the message leases."""
         try:
             for item in deliveries:
                 for delivery in (item,) if isinstance(item, Delivery) else item.expand():
-                    yield self._attach(delivery)
+                    yield make(delivery)
         except DissociatedError:
             self._leases.abandon()
             raise
@@ -133,6 +138,17 @@ class Stream:
             self._leases.give_back(leased)
             return header, packed
         return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
+
+    def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
+        """The buffers of a message that came by address, each by itself, where they lie."""
+        body = delivery.body
+        assert isinstance(body, AddressList)
+        if not body.leased:
+            return [pa.py_buffer(b"")] * len(body.lengths)
+        region = self.space.find(body.leased[0])
+        offsets = region.offsets(body.addresses, body.lengths)
+        whole = self.hold(region, body.leased)
+        return [whole.slice(offset, length) for offset, length in zip(offsets, body.lengths, strict=True)]
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run

@@ -6,13 +6,25 @@ import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
-from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, RemoteError, TransportError, UriError
+from dissociated.errors import (
+    CatalogError,
+    DatasetNotFound,
+    DeadlineExceeded,
+    RemoteError,
+    TransportError,
+    UriError,
+    WrongKind,
+)
+from dissociated.ipc.tensor import Tensor
+from dissociated.tensor_client import open_tensors
+from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
@@ -39,6 +51,11 @@ class DatasetInfo:
     rows: int | None
     nbytes: int | None
     endpoints: tuple[Endpoint, ...]
+
+    @property
+    def tensors(self) -> TensorsInfo | None:
+        """What tensors it has; None for a dataset of record batches."""
+        return tensors_of(self.schema)
 
 
 @dataclass(frozen=True)
@@ -151,16 +168,38 @@ class Client(CatalogClient):
         top-level columns, in the order of the schema. Raises DatasetNotFound, ColumnNotFound, and what
         `open_stream` raises.
         """
+        return self._current(name, lambda info: self._read(info, transport, columns, max_body))
+
+    def read_tensors(self, name: str, transport: str | None = None, *, max_body: int = MAX_BODY) -> Iterator[Tensor]:
+        """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
+
+        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. Raises DatasetNotFound,
+        WrongKind where the dataset holds record batches, and what `open_tensors` raises.
+        """
+        if transport == "grpc":
+            raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
+
+        def open_endpoint(uris: Sequence[str], ticket: bytes) -> Iterator[Tensor]:
+            return open_tensors(uris, ticket, timeout=self._timeout, max_body=max_body)
+
+        def read(info: DatasetInfo) -> Iterator[Tensor]:
+            opened = [self._nearest(endpoint, name, transport, open_endpoint) for endpoint in info.endpoints]
+            return chain.from_iterable(opened)
+
+        return self._current(name, read)
+
+    def _current(self, name: str, read: Callable[[DatasetInfo], T]) -> T:
+        """What `read` reads of the dataset `name`, which may be replaced after we have looked it up."""
         info = self.describe(name)
         for _ in range(_MAX_REPLACED):
             try:
-                return self._read(info, transport, columns, max_body)
+                return read(info)
             except RemoteError:
                 found = self.describe(name)
                 if found.endpoints == info.endpoints:
                     raise
-                info = found  # it was replaced after we had looked it up
-        return self._read(info, transport, columns, max_body)
+                info = found
+        return read(info)
 
     def _read(
         self, info: DatasetInfo, scheme: str | None, columns: Sequence[str] | None, max_body: int
@@ -177,6 +216,16 @@ class Client(CatalogClient):
         if scheme == "grpc":
             reader = self.do_get(endpoint.ticket)
             return reader if columns is None else _select(reader, columns)
+
+        def open_endpoint(uris: Sequence[str], ticket: bytes) -> pa.RecordBatchReader:
+            return open_stream(uris, ticket, columns=columns, timeout=self._timeout, max_body=max_body)
+
+        return self._nearest(endpoint, name, scheme, open_endpoint)
+
+    def _nearest(
+        self, endpoint: Endpoint, name: str, scheme: str | None, open_endpoint: Callable[[Sequence[str], bytes], T]
+    ) -> T:
+        """The endpoint, opened where it is nearest."""
         usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
@@ -188,7 +237,7 @@ class Client(CatalogClient):
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
-                return open_stream(nearest, endpoint.ticket, columns=columns, timeout=self._timeout, max_body=max_body)
+                return open_endpoint(nearest, endpoint.ticket)
             except TransportError:
                 if not reachable:
                     raise

@@ -33,7 +33,6 @@ from dissociated.protocol.tensor import (
     encode_tensor,
     parse_tensor,
     row_major,
-    size_in_bytes,
     width,
 )
 
@@ -196,7 +195,7 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
     The index of a sparse tensor is read once, to check it: libarrow writes wherever it says. Raises FormatError.
     """
     found = parse_tensor(header)
-    shape, count = found.shape, found.count
+    shape, count = found.shape, found.non_zero
     names = found.names if any(found.names) else None
     *index, data = buffers
     if found.format is Format.DENSE:
@@ -229,8 +228,7 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
 def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Array:
     """The array in this buffer, which is long enough; a copy only where its address is not one for its type."""
     if 0 in shape:
-        buffer, strides = bytes(size_in_bytes([size or 1 for size in shape], type_) and 8), None
-        return np.ndarray(shape, type_, buffer)
+        strides = row_major(shape, type_)
     return np.require(np.ndarray(shape, type_, buffer, 0, strides), requirements="A")
 
 
@@ -252,12 +250,13 @@ def _taken_apart(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
             f"a {type(tensor).__name__} is no tensor: give a pyarrow.Tensor or one of pyarrow's sparse ones"
         )
     shape = tensor.shape
-    names = tuple(tensor.dim_names) or ("",) * len(shape)
+    names = (*tensor.dim_names, *[""] * len(shape))[: len(shape)]
     if format_ is Format.DENSE:
         array = tensor.to_numpy()
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             array = np.ascontiguousarray(array)
-        header = TensorHeader(format_, _type(array), shape, names, (), (), array.strides)
+        strides = array.strides if array.size else row_major(shape, _type(array))
+        header = TensorHeader(format_, _type(array), shape, names, (), (), strides)
         return header, [array if array.flags.c_contiguous else array.T]
     values, *index = tensor.to_numpy()
     header = TensorHeader(format_, _type(values), shape, names, (), (), (), len(values))
@@ -289,7 +288,7 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
         other = pa.SparseCSFTensor.from_numpy(values, indptr, indices, shape, order, tensor.dim_names)
         if not nan:
             return bool(other.equals(tensor))
-        return other.to_tensor().to_numpy().tobytes() == expanded
+        return bool(other.to_tensor().to_numpy().tobytes() == expanded)
 
     nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # which equals nothing
     if nan:

@@ -18,7 +18,6 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from enum import Enum
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dissociated.errors import FormatError
@@ -63,7 +62,7 @@ class TensorHeader(NamedTuple):
     #: of dense values, or of COO's coordinates
     strides: tuple[int, ...] = ()
     #: of a sparse tensor: how many values there are
-    count: int = 0
+    non_zero: int = 0
     #: of CSR, CSC and CSF
     indptr_type: str = "<i8"
     #: of a sparse tensor
@@ -85,7 +84,9 @@ def width(type_: str) -> int:
 
 
 def row_major(shape: Sequence[int], type_: str) -> tuple[int, ...]:
-    """The strides of an array whose last dimension is next to each other."""
+    """The strides of an array that lies row by row; where there are no values, those that libarrow computes."""
+    if 0 in shape:
+        return (width(type_),) * len(shape)
     return tuple(size_in_bytes(shape[axis + 1 :], type_) for axis in range(len(shape)))
 
 
@@ -214,7 +215,7 @@ def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) 
 
 def _check(found: TensorHeader) -> None:
     """Whether its buffers are as long as they must be, and lie where they can."""
-    shape, count, lengths = found.shape, found.count, found.lengths
+    shape, count, lengths = found.shape, found.non_zero, found.lengths
     if any(offset < 0 or length < 0 for offset, length in zip(found.offsets, lengths, strict=True)):
         raise FormatError("a tensor with a buffer at no possible place")
     if count < 0:
@@ -288,7 +289,7 @@ def _put_sparse(builder: Any, tensor: TensorHeader) -> int:
     builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
     builder.PrependUOffsetTRelativeSlot(1, type_, 0)
     builder.PrependUOffsetTRelativeSlot(2, shape, 0)
-    builder.PrependInt64Slot(3, tensor.count, 0)
+    builder.PrependInt64Slot(3, tensor.non_zero, 0)
     builder.PrependUint8Slot(4, kind, 0)
     builder.PrependUOffsetTRelativeSlot(5, index, 0)
     _put_buffer(builder, 6, tensor.offsets[-1], tensor.lengths[-1])

@@ -22,11 +22,9 @@ from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.region import Region, reserve_base
 from dissociated.memory.shared import (
     Backing,
-    create_memfd,
     explained,
     map_read_only,
-    reopen_read_only,
-    seal,
+    sealed_memfd,
     write_parts,
 )
 from dissociated.message import Buffer
@@ -70,15 +68,7 @@ class Segment:
         cls, name: str, reader: pa.RecordBatchReader, options: pa.ipc.IpcWriteOptions | None = None
     ) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
-        with explained(f"shared memory for {name}"):
-            writable = create_memfd(name)
-        try:
-            with explained(f"shared memory for {name}"):
-                _write(writable, split(reader, options), 0)
-                seal(writable, Backing.SEALED)
-                descriptor = reopen_read_only(writable)
-        finally:
-            os.close(writable)
+        descriptor = sealed_memfd(name, lambda writable: _write(writable, split(reader, options), 0))
         return cls(descriptor, name, Backing.SEALED)
 
     @cached_property
