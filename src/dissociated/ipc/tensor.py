@@ -115,8 +115,15 @@ def _position(sink: Any) -> int:
         return 0
 
 
+def _seekable(source: pa.NativeFile) -> bool:
+    try:
+        return source.tell() >= 0 and bool(source.seekable())
+    except OSError:  # a pipe, which pyarrow takes for a file
+        return False
+
+
 def _skip_padding(source: pa.NativeFile) -> None:
-    if not source.seekable():
+    if not _seekable(source):
         return
     at = source.tell()
     padding = -at % ALIGNMENT
@@ -128,7 +135,7 @@ def _skip_padding(source: pa.NativeFile) -> None:
 
 def _take(source: pa.NativeFile, size: int) -> pa.Buffer:
     """So many bytes, where they lie if that can be. Raises FormatError where there are fewer."""
-    if source.seekable():
+    if _seekable(source):
         content = source.read_buffer(min(size, source.size() - source.tell()))
     else:
         read = bytearray()  # grows as bytes come, not as they are announced
@@ -146,6 +153,8 @@ def _damaged() -> Iterator[None]:
         yield
     except RemoteProtocolError:  # whose words are about a peer
         raise FormatError("no Arrow IPC message, or a damaged one") from None
+    except pa.ArrowException as error:
+        raise FormatError(f"libarrow does not take this tensor: {error}") from None
 
 
 # Messages and tensors
@@ -154,7 +163,8 @@ def _damaged() -> Iterator[None]:
 def split_tensor(tensor: Tensor, options: pa.ipc.IpcWriteOptions | None = None) -> SplitMessage:
     """The message of `tensor`, its body borrowed from it. Within a body that is aligned to 64, so is each buffer.
 
-    The header is padded so that the body is aligned, if the encapsulated message is. Raises SourceError.
+    The header is padded so that the body is aligned, if the encapsulated message is. Raises SourceError where the
+    tensor is such that it could not be read: libarrow makes and takes some whose index leaves them.
     """
     header, arrays = _taken_apart(tensor)
     parts: list[Buffer] = []
@@ -172,9 +182,9 @@ def split_tensor(tensor: Tensor, options: pa.ipc.IpcWriteOptions | None = None) 
     encoded = encode_tensor(header, end, _METADATA_VERSION[version])
     encoded += bytes(-(len(encoded) + _PREFIX) % ALIGNMENT)
     try:
-        parse_tensor(encoded)
+        join_tensor(encoded, arrays)
     except FormatError as error:
-        raise SourceError(f"this tensor cannot be written: it would be {error}") from None
+        raise SourceError(f"this tensor cannot be written: nobody could read {error}") from None
     return SplitMessage(encoded, parse_header(encoded), [part for part in parts if len(part)])
 
 
@@ -195,34 +205,51 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
     The index of a sparse tensor is read once, to check it: libarrow writes wherever it says. Raises FormatError.
     """
     found = parse_tensor(header)
-    shape, count = found.shape, found.non_zero
     names = found.names if any(found.names) else None
-    *index, data = buffers
-    if found.format is Format.DENSE:
-        return pa.Tensor.from_numpy(_array(data, found.type, shape, found.strides), names)
-    values = _array(data, found.type, (count,))
-    if found.format is Format.COO:
-        coordinates = _array(index[0], found.indices_type, (count, len(shape)), found.strides)
-        for axis, size in enumerate(shape):
-            _check_indices(coordinates[:, axis], size)
-        return pa.SparseCOOTensor.from_numpy(values, coordinates, shape, names)
-    levels = found.axis_order if found.format is Format.CSF else (0, 1) if found.format is Format.CSR else (1, 0)
+    with _damaged():
+        if found.format is Format.DENSE:
+            return pa.Tensor.from_numpy(_array(buffers[0], found.type, found.shape, found.strides), names)
+        *index, data = buffers
+        values = _array(data, found.type, (found.non_zero,))
+        if found.format is Format.COO:
+            return pa.SparseCOOTensor.from_numpy(values, _coordinates(found, index[0]), found.shape, names)
+        indptr, indices = _levels(found, index)
+        if found.format is Format.CSF:
+            return pa.SparseCSFTensor.from_numpy(values, indptr, indices, found.shape, found.axis_order, names)
+        matrix = pa.SparseCSRMatrix if found.format is Format.CSR else pa.SparseCSCMatrix
+        return matrix.from_numpy(values, indptr[0], indices[0], found.shape, names)
+
+
+def _coordinates(found: TensorHeader, buffer: Buffer) -> Array:
+    shape = (found.non_zero, len(found.shape))
+    coordinates = _array(buffer, found.indices_type, shape, found.strides)
+    for axis, size in enumerate(found.shape):
+        _check_indices(coordinates[:, axis], size)
+    wanted = row_major(shape, "<i8")
+    if coordinates.dtype == np.int64 and coordinates.strides == wanted:
+        return coordinates
+    # NumPy's own strides of what is empty, or has one row, are not always what libarrow calls contiguous.
+    return np.ndarray(shape, "<i8", np.array(coordinates, "<i8", order="C"), 0, wanted)
+
+
+def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
+    """The indptr and the indices of CSR, CSC and CSF."""
+    shape, types = found.shape, (found.indptr_type, found.indices_type)
     if found.format is Format.CSF:
-        types = [found.indptr_type] * (len(levels) - 1) + [found.indices_type] * len(levels)
-        sizes = [length // width(type_) for length, type_ in zip(found.lengths, types, strict=False)]
-        arrays = [_array(*each) for each in zip(index, types, ((size,) for size in sizes), strict=True)]
-        indptr, indices = arrays[: len(levels) - 1], arrays[len(levels) - 1 :]
-        _check_indices(indices[0], shape[levels[0]])
+        axes = found.axis_order
+        counts = [length // width(types[1]) for length in found.lengths[len(axes) - 1 : -1]]
+        indices = [_array(buffers[len(axes) - 1 + level], types[1], (count,)) for level, count in enumerate(counts)]
+        _check_indices(indices[0], shape[axes[0]])
+        above, below = counts[:-1], indices[1:]
     else:
-        indptr = [_array(index[0], found.indptr_type, (shape[levels[0]] + 1,))]
-        indices = [_array(index[1], found.indices_type, (count,))]
-    for begins, below, axis in zip(indptr, indices[-len(indptr) :], levels[1:], strict=True):
-        _check_begins(begins, len(below))
-        _check_indices(below, shape[axis])
-    if found.format is Format.CSF:
-        return pa.SparseCSFTensor.from_numpy(values, indptr, indices, shape, levels, names)
-    matrix = pa.SparseCSRMatrix if found.format is Format.CSR else pa.SparseCSCMatrix
-    return matrix.from_numpy(values, indptr[0], indices[0], shape, names)
+        axes = (0, 1) if found.format is Format.CSR else (1, 0)
+        indices = below = [_array(buffers[1], types[1], (found.non_zero,))]
+        above = [shape[axes[0]]]
+    indptr = [_array(buffers[level], types[0], (count + 1,)) for level, count in enumerate(above)]
+    for begins, some, axis in zip(indptr, below, axes[1:], strict=True):
+        _check_begins(begins, len(some))
+        _check_indices(some, shape[axis])
+    return indptr, indices
 
 
 def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Array:

@@ -114,7 +114,7 @@ def parse_tensor(header: bytes) -> TensorHeader:
             found = _sparse(message.table(2, 7))
         else:
             raise FormatError("an Arrow IPC message that holds no tensor")
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError) as error:
         raise FormatError(f"a damaged tensor message ({error})") from None
     _check(found)
     return found
