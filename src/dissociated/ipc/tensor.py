@@ -62,7 +62,7 @@ _MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
 def write_tensor(tensor: Tensor, sink: Any, options: pa.ipc.IpcWriteOptions | None = None) -> int:
     """Write `tensor` as one message, and return how many bytes that took, the padding before it included.
 
-    `sink` is a path, a pyarrow.NativeFile or a binary file; one that cannot tell its position is taken to stand at a
+    `sink` is a path, a pyarrow.NativeFile or a buffered binary file; one that cannot tell its position is taken to stand at a
     multiple of 64. Of `options` count the metadata version and the legacy format. A dense tensor is written as it
     lies in memory if that is row-major or column-major, and row-major otherwise.
 
@@ -86,8 +86,8 @@ def read_tensor(source: Any) -> Tensor:
     """The tensor whose message comes next in `source`: a path, a buffer, a pyarrow.NativeFile or a binary file.
 
     Where `source` stands between multiples of 64, padding is passed over. Afterwards it stands behind the body. The
-    tensor's arrays lie in the buffer, in the mapped file (a path is mapped), or in what was read; only coordinates
-    that are not 64-bit signed integers are converted to such, since pyarrow knows no others.
+    tensor's arrays lie in the buffer, in the mapped file (a path is mapped), or in what was read; only indices that
+    are no 64-bit signed integers are converted to such, since pyarrow knows no others.
 
     Raises FormatError where there is no tensor, or one that is cut off or damaged.
     """
@@ -136,7 +136,7 @@ def _skip_padding(source: pa.NativeFile) -> None:
 def _take(source: pa.NativeFile, size: int) -> pa.Buffer:
     """So many bytes, where they lie if that can be. Raises FormatError where there are fewer."""
     if _seekable(source):
-        content = source.read_buffer(min(size, source.size() - source.tell()))
+        content = source.read_buffer(max(0, min(size, source.size() - source.tell())))
     else:
         read = bytearray()  # grows as bytes come, not as they are announced
         while len(read) < size and (piece := source.read(min(size - len(read), _PIECE))):

@@ -243,7 +243,8 @@ def _check(found: TensorHeader) -> None:
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...], type_: str) -> int:
     if len(strides) != len(shape) or min(strides, default=0) < 0:
         raise FormatError(f"a tensor of the shape {shape} with the strides {strides}")
-    return spanned(shape, strides, type_)
+    # Not fewer than its values take, so that no few bytes pass for terabytes by strides of 0.
+    return max(spanned(shape, strides, type_), size_in_bytes(shape, type_))
 
 
 # Writing
