@@ -16,6 +16,7 @@ from dissociated import errors
 from dissociated.catalog.client import Client, DatasetInfo, connect
 from dissociated.client import open_stream
 from dissociated.errors import DissociatedError
+from dissociated.ipc.options import ReadOptions, WriteOptions
 from dissociated.server import Server
 from dissociated.tensor_client import open_tensors
 
@@ -25,7 +26,9 @@ __all__ = [
     "Client",
     "DatasetInfo",
     "DissociatedError",
+    "ReadOptions",
     "Server",
+    "WriteOptions",
     "connect",
     "errors",
     "open_stream",

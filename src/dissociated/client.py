@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, ConnectionClosed, RemoteProtocolError, UriError, WrongKind
+from dissociated.errors import (
+    ColumnNotFound,
+    ConnectionClosed,
+    OptionError,
+    RemoteProtocolError,
+    UriError,
+    WrongKind,
+)
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
-from dissociated.ipc.reader import peer_blamed
+from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.reader import blamed
 from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
@@ -34,6 +43,7 @@ def open_stream(
     ticket: bytes,
     *,
     columns: Sequence[str] | None = None,
+    options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
 ) -> pa.RecordBatchReader:
@@ -43,20 +53,26 @@ def open_stream(
     is given back when the last of them is collected; the connection stays open until then. Dropping the reader
     ends the stream.
 
-    `columns` keeps only these top-level columns, in the order of the schema. `timeout` is how many seconds the
-    server may be silent, `max_body` the largest body that is taken, in bytes.
+    `columns` keeps only these top-level columns, in the order of the schema; so does `included_fields` of `options`,
+    which say how batches are decoded. `timeout` is how many seconds the server may be silent, `max_body` the largest
+    body that is taken, in bytes.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
-    refuses, ColumnNotFound, WrongKind where it holds tensors. Reading may raise these too, and RemoteProtocolError.
+    refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
+    RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
-    stream = request(uri, ticket, timeout, max_body)
+    options = options or ReadOptions()
+    if columns is not None and options.included_fields:
+        raise OptionError("give columns or included_fields, not both")
+    stream = request(uri, ticket, timeout, max_body, options.memory_pool)
     deliveries = stream.deliveries()
     schema = next(deliveries)
     assert isinstance(schema, Delivery)  # no run begins a stream
     try:
         if schema.parsed.is_tensor:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
-        options = None if columns is None else _only(schema.header, columns)
+        if columns is not None or options.included_fields:
+            options = _only(schema.header, columns, options)
         if stream.space.static:
             reader = _read_in_place(stream, schema, deliveries, options)
         else:
@@ -68,7 +84,9 @@ def open_stream(
     return _rows_alone(reader) if columns is not None and not columns else reader
 
 
-def request(uri: str | Sequence[str], ticket: bytes, timeout: float, max_body: int) -> Stream:
+def request(
+    uri: str | Sequence[str], ticket: bytes, timeout: float, max_body: int, pool: pa.MemoryPool | None = None
+) -> Stream:
     """Connect to the URI, or to both, and ask for the stream `ticket`. Raises as `open_stream` does."""
     timeout = seconds(timeout)
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
@@ -83,7 +101,7 @@ def request(uri: str | Sequence[str], ticket: bytes, timeout: float, max_body: i
             except ConnectionClosed:
                 connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
                 raise
-        stream = Stream(opened, uris[-1].free_data, timeout, max_body)
+        stream = Stream(opened, uris[-1].free_data, timeout, max_body, pool)
         connections.pop_all()  # the stream owns them now
     return stream
 
@@ -93,7 +111,7 @@ def _nothing(tag: int | None, length: int) -> Buffer:
 
 
 def _read_in_place(
-    stream: Stream, schema: Delivery, deliveries: Deliveries, options: pa.ipc.IpcReadOptions | None
+    stream: Stream, schema: Delivery, deliveries: Deliveries, options: ReadOptions
 ) -> pa.RecordBatchReader:
     """A reader over a dataset in regions that were shared before it began.
 
@@ -113,10 +131,14 @@ def _read_in_place(
     return join(stream.attached(_again(seen, deliveries)), options)
 
 
-def _only(schema: bytes, columns: Sequence[str]) -> pa.ipc.IpcReadOptions:
-    with peer_blamed():
-        fields = column_indices(pa.ipc.read_schema(pa.py_buffer(encapsulate(schema))), columns)
-    return pa.ipc.IpcReadOptions(included_fields=fields)
+def _only(header: bytes, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
+    """The options that include these columns, and no others, of the schema that has come."""
+    with blamed(RemoteProtocolError):
+        schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
+    if columns is not None:
+        return replace(options, included_fields=column_indices(schema, columns))
+    options.check_fields(schema)
+    return options
 
 
 def column_indices(schema: pa.Schema, columns: Sequence[str]) -> list[int]:

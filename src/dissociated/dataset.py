@@ -19,10 +19,11 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError, SourceError
 from dissociated.ipc.encapsulated import first_message_at
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.memory.shared import Backing
-from dissociated.message import Buffer, Message
+from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.header import Header
@@ -65,7 +66,7 @@ class LiveDataset(Dataset):
         self,
         name: str,
         open_reader: OpenReader,
-        options: pa.ipc.IpcWriteOptions | None = None,
+        options: WriteOptions | None = None,
         one_shot: bool = False,
     ) -> None:
         first = open_reader()
@@ -99,7 +100,8 @@ class LiveDataset(Dataset):
 class StaticMessage(NamedTuple):
     """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
 
-    `segment` numbers the segment that it lies in.
+    `segment` numbers the segment that it lies in, and `file` is the packed body there, if it is worth sending from
+    the file.
     """
 
     header: bytes
@@ -107,6 +109,7 @@ class StaticMessage(NamedTuple):
     packed: Sequence[Buffer] | None
     extents: Sequence[tuple[int, int]] | None = None
     segment: int = 0
+    file: FileSpan | None = None
 
 
 class Group(NamedTuple):
@@ -170,6 +173,8 @@ def _encode(
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
                 leased += (address for address, length in message.extents if length)
+            elif message.file is not None and connection.sends_files:
+                body = Body(BodyKind.PACKED, (message.file,))
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
@@ -180,7 +185,7 @@ def _encode(
 class TableDataset(StaticDataset):
     """A Table. It is sent from where it lies; the first client that can map memory gets it copied there, once."""
 
-    def __init__(self, name: str, table: pa.Table, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
         super().__init__(name, table.schema)
         self.rows = table.num_rows
         self.nbytes = table.nbytes
@@ -236,6 +241,7 @@ class SegmentsDataset(StaticDataset):
                 (segment.body(message),) if message.parsed.has_body else None,
                 segment.addresses(message) if message.parsed.has_body else None,
                 index,
+                segment.span(message),
             )
             for index, segment in enumerate(segments)
             for message in segment.messages
@@ -246,8 +252,9 @@ class SegmentsDataset(StaticDataset):
         return pa.RecordBatchReader.from_batches(self.schema, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        for segment in self.segments:
-            yield from _open_ipc(segment.region.memory)
+        with source_blamed(self.name):
+            for segment in self.segments:
+                yield from _open_ipc(segment.region.memory)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
@@ -263,7 +270,7 @@ def _open_ipc(memory: pa.Buffer) -> Iterator[pa.RecordBatch]:
     return iter(pa.ipc.open_stream(memory))
 
 
-def dataset(name: str, source: Source, options: pa.ipc.IpcWriteOptions | None = None) -> Dataset:
+def dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:
     """A dataset of whatever `source` is.
 
     A Table or a RecordBatch is held. A path to an Arrow IPC stream or file is mapped and served from where it
@@ -327,7 +334,7 @@ def _is_parquet(path: Path) -> bool:
         raise SourceError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _parquet(name: str, path: Path, options: pa.ipc.IpcWriteOptions | None) -> Dataset:
+def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     import pyarrow.parquet
 
     def open_reader() -> pa.RecordBatchReader:

@@ -10,7 +10,8 @@
     ├── RemoteError              the peer ended the stream and said why
     ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
     ├── SourceError              what was given to publish cannot be read
-    ├── FormatError              bytes that are no valid Arrow IPC, cut off, or damaged, also a ValueError
+    ├── FormatError              bytes that are no Arrow IPC, cut off or damaged, or what it cannot hold, a ValueError
+    ├── OptionError              an option with a value that makes no sense, also a ValueError
     ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
@@ -66,7 +67,11 @@ class SourceError(DissociatedError):
 
 
 class FormatError(DissociatedError, ValueError):
-    """Bytes that are no valid Arrow IPC, cut off, or damaged."""
+    """Bytes that are no valid Arrow IPC, are cut off or damaged; or data that cannot be written so."""
+
+
+class OptionError(DissociatedError, ValueError):
+    """An option was given a value that makes no sense."""
 
 
 class WrongKind(DissociatedError, TypeError):

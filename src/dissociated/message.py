@@ -9,15 +9,33 @@ from typing import Any, NamedTuple, TypeAlias
 Buffer: TypeAlias = Any
 
 
+class FileSpan:
+    """Bytes that lie in a file: a part of a message for connections that can send them from there.
+
+    The descriptor is borrowed, like the memory of other parts.
+    """
+
+    __slots__ = ("_length", "descriptor", "offset")
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        self.descriptor = descriptor
+        self.offset = offset
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
 class Message(NamedTuple):
     """A delimited message, tagged or not ("Requirements").
 
-    `tag` is None for an untagged message. `parts` are sent one after the other and arrive as one; they are
+    `tag` is None for an untagged message. `parts` are buffers, or spans of files on a connection that
+    `sends_files`. They are sent one after the other and arrive as one; they are
     borrowed until the send returns and never joined on the way.
     """
 
     tag: int | None
-    parts: Sequence[Buffer]
+    parts: Sequence[Buffer | FileSpan]
 
 
 class Incoming(NamedTuple):

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
 from dissociated.errors import (
     ConnectionClosed,
@@ -20,6 +18,7 @@ from dissociated.errors import (
     DissociatedError,
     TransportError,
 )
+from dissociated.ipc.options import WriteOptions
 from dissociated.protocol.events import Streams
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.store.segment import Segment
@@ -106,14 +105,14 @@ class Server:
         name: str,
         source: Source,
         *,
-        options: pa.ipc.IpcWriteOptions | None = None,
+        options: WriteOptions | None = None,
         ticket: bytes | None = None,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
-        What a source can be: see `dissociated.dataset.dataset`. `options` are libarrow's for writing: compression,
-        dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that publish the
-        same source with one ticket can share the work: metadata from one, bodies from the other.
+        What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
+        alignment, dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that
+        publish the same source with one ticket can share the work: metadata from one, bodies from the other.
         Raises SourceError or StoreError where the source cannot be read.
         """
         made = dataset(name, source, options)

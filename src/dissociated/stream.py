@@ -44,11 +44,19 @@ class Stream:
     Whatever `deliveries` gives and holds addresses must go through `attached` or `hold`, once.
     """
 
-    def __init__(self, connections: Sequence[Connection], free_data: int | None, timeout: float, max_body: int) -> None:
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        free_data: int | None,
+        timeout: float,
+        max_body: int,
+        pool: pa.MemoryPool | None = None,
+    ) -> None:
         self._connections = connections
         self.space = connections[-1].space
         self._timeout = timeout
         self._max_body = max_body
+        self._pool = pool
         self._receiver = Receiver()
         self._receiver.want()
         self._leases = _Leases(connections[-1], free_data, timeout)
@@ -160,7 +168,7 @@ class Stream:
 
     def _allocate_packed(self, length: int) -> pa.Buffer:
         try:
-            return pa.allocate_buffer(length)
+            return pa.allocate_buffer(length, self._pool)
         except MemoryError:
             raise TransportError(
                 f"there is no memory for a body of {length} bytes: read fewer columns, or over shm"

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.dataset import Shared, Source, StaticDataset, StaticMessage
-from dissociated.errors import SourceError
+from dissociated.errors import FormatError, SourceError
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.tensor import FORMATS, Tensor, split_tensor
 from dissociated.store.tensors import TensorSegment
 from dissociated.tensor_info import TensorInfo, schema_of
@@ -24,15 +25,21 @@ def tensors_in(source: Source) -> Sequence[Tensor] | None:
 
 
 class TensorDataset(StaticDataset):
-    """Tensors. They are sent from where they lie; the first client that can map memory gets them copied there, once."""
+    """Tensors. They are sent from where they lie; the first client that can map memory gets them copied there, once.
 
-    def __init__(self, name: str, tensors: Sequence[Tensor], options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    Raises SourceError for one that cannot be written.
+    """
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], options: WriteOptions | None = None) -> None:
         described = [
             TensorInfo(FORMATS[type(one)].value, str(one.type), tuple(one.shape), tuple(one.dim_names))
             for one in tensors
         ]
         super().__init__(name, schema_of(described))
-        self._messages = [split_tensor(one, options) for one in tensors]
+        try:
+            self._messages = [split_tensor(one, options) for one in tensors]
+        except FormatError as error:
+            raise SourceError(f"cannot publish {name!r}: {error}") from None
         self.nbytes = sum(message.parsed.body_length for message in self._messages)
         self._packed = [StaticMessage(*message) for message in self._messages]
         self._mapped: tuple[Sequence[StaticMessage], Sequence[Shared]] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -96,6 +97,9 @@ def test_what_cannot_be_published(server: dis.Server) -> None:
     for source in ([], [DENSE, pa.table({})], [MATRIX]):
         with pytest.raises(SourceError, match=r"cannot publish a list.*or one or more tensors"):
             server.publish("refused", source)
+    outside = pa.SparseCOOTensor.from_numpy(np.array([[1.0]]), np.array([[0, 3]]), (2, 3))
+    with pytest.raises(SourceError, match=r"cannot publish 'refused': .* index outside a dimension of 3"):
+        server.publish("refused", [DENSE, outside])
     with pytest.raises(DissociatedError, match="was not written in segments"):
         server.publish_segments("pair", [], append=True)
 

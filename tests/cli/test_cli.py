@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -157,6 +158,9 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["serve", "/dev/null/..", "."], "dissociated: "),
         (["serve", "pyproject.toml", "--listen", "tcp://127.0.0.1:1:1"], "is not a URI"),
         (["serve", "pyproject.toml"], "not an Arrow IPC stream"),
+        (["inspect", "/no/such/file"], "No such file"),
+        (["inspect", "/dev/null"], "the file is empty"),
+        (["inspect", "pyproject.toml"], "pyproject.toml: not an Arrow IPC stream"),
     ],
 )
 def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, arguments: list[str], sentence: str) -> None:
@@ -168,9 +172,51 @@ def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, arguments: list[str
     assert sentence in line
 
 
+def test_inspect(files: Path) -> None:
+    lines = run("inspect", files / "planes.arrow").stdout.splitlines()
+    assert lines[0].endswith(" metadata V5, little-endian")
+    assert "planes.arrow: Arrow IPC file, " in lines[0]
+    assert lines[1].startswith("1,000 rows in 10 record batches, bodies of ")
+    assert lines[3:6] == ["COLUMN  TYPE", "n       int64", "text    string"]
+    assert lines[7].split() == ["#", "MESSAGE", "OFFSET", "METADATA", "BODY", "ROWS", "BUFFERS"]
+    assert lines[8].split()[:4] == ["0", "schema", "8", lines[8].split()[3]]
+    assert [line.split()[-2:] for line in lines[9:]] == [["100", "5"]] * 10
+
+
+def test_inspect_tells_programs_where_every_buffer_lies(files: Path) -> None:
+    path = files / "planes.arrow"
+    told = json.loads(run("inspect", "--json", path).stdout)
+    content = path.read_bytes()
+    assert (told["format"], told["bytes"], told["rows"]) == ("file", len(content), 1000)
+    batches = [message for message in told["messages"] if message["type"] == "record batch"]
+    numbers = [message["buffers"][1] for message in batches]  # of column n, after its absent bitmap
+    data = b"".join(content[one["offset"] : one["offset"] + one["length"]] for one in numbers)
+    assert data == np.arange(1000).tobytes()
+
+
+def test_inspect_shows_what_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "words.arrows"
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True, compression="zstd", use_legacy_format=True)
+    words = [["a", "b"], ["a", "b", "c"]] + [["a", "b", "c"]] * 30
+    schema = pa.schema({"d": pa.dictionary(pa.int8(), pa.string())}, {"made": "by hand"})
+    with pa.ipc.new_stream(path, schema, options=options) as writer:
+        for some in words:
+            indices = pa.array(range(len(some)), pa.int8())
+            writer.write_batch(pa.record_batch([pa.DictionaryArray.from_arrays(indices, some)], schema=schema))
+    shown = run("inspect", path).stdout
+    assert "95 rows in 32 record batches" in shown
+    assert "compressed by zstd" in shown
+    assert "METADATA OF THE SCHEMA  VALUE\nmade                    by hand" in shown
+    assert "dictionary 0  " in shown
+    assert "dictionary 0, delta  " in shown
+    assert shown.splitlines()[-1] == "and 15 more: --all shows them"
+    assert len(run("inspect", "--all", path).stdout.splitlines()) == len(shown.splitlines()) - 1 + 15
+    assert run("inspect", "--buffers", path).stdout.startswith(f"{shown}\n #  BUFFER  OFFSET  LENGTH\n")
+
+
 def test_help_and_version() -> None:
     assert run("--version").stdout == f"dissociated {dis.__version__}\n"
-    for arguments in ([], ["serve"], ["ls"], ["get"]):
+    for arguments in ([], ["serve"], ["ls"], ["get"], ["inspect"]):
         helped = run(*arguments, "--help")
         assert helped.returncode == 0
         assert helped.stdout.startswith("usage: ")

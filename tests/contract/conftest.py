@@ -71,7 +71,7 @@ class Route:
         for server in self.servers:
             server.close()
 
-    def publish(self, source: Any, name: str = "data", options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def publish(self, source: Any, name: str = "data", options: dis.WriteOptions | None = None) -> None:
         ticket = secrets.token_bytes(16)
         for server in self.servers:
             server.publish(name, source, options=options, ticket=ticket)
@@ -91,9 +91,7 @@ class Route:
     def open(self, name: str = "data", **options: Any) -> pa.RecordBatchReader:
         return dis.open_stream(self.uris(name), self.ticket(name), **options)
 
-    def read(
-        self, source: Any, options: pa.ipc.IpcWriteOptions | None = None
-    ) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+    def read(self, source: Any, options: dis.WriteOptions | None = None) -> tuple[pa.Schema, list[pa.RecordBatch]]:
         """Publish, then read everything: the schema and the batches that arrive, fully validated."""
         self.publish(source, options=options)
         reader = self.open()

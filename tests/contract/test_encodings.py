@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyarrow.ipc import IpcWriteOptions
+
+import dissociated as dis
 
 from .conftest import Route
 
@@ -50,7 +51,7 @@ def test_a_dictionary_that_is_replaced(route: Route) -> None:
 def test_a_dictionary_that_grows(route: Route, type_: pa.DataType) -> None:
     words = [[word] if pa.types.is_list(type_) else word for word in ("a", "bb", "c" * 400, "d", "e")]
     sent = encoded(words[:2], words[:3], words[:3], words, type_=type_)
-    _, arrived = route.read(stream(sent), IpcWriteOptions(emit_dictionary_deltas=True))
+    _, arrived = route.read(stream(sent), dis.WriteOptions(emit_dictionary_deltas=True))
     assert [batch["d"].to_pylist() for batch in arrived] == [
         [*reversed(words[:2]), None],
         [*reversed(words[:3]), None],
@@ -86,13 +87,13 @@ def test_compression(route: Route, codec: str, live: bool) -> None:
     )
     chunks = [sent, sent.slice(0, 0), sent.slice(1, 3), sent.slice(3, 4000)]
     source = stream(chunks) if live else pa.Table.from_batches(chunks)
-    _, arrived = route.read(source, IpcWriteOptions(compression=codec))
+    _, arrived = route.read(source, dis.WriteOptions(codec=codec))
     assert pa.Table.from_batches(arrived) == pa.Table.from_batches(chunks)
 
 
 def test_metadata_version_4(route: Route) -> None:
     sent = pa.table({"n": [1, 2, None], "s": ["a", None, "c"]})
-    _, arrived = route.read(sent, IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4))
+    _, arrived = route.read(sent, dis.WriteOptions(metadata_version=pa.ipc.MetadataVersion.V4))
     assert pa.Table.from_batches(arrived) == sent
 
 

@@ -1,4 +1,4 @@
-"""IPC streams and files are walked as libarrow wrote them; anything else gives a StoreError and nothing worse."""
+"""IPC streams and files are walked as libarrow wrote them; anything else gives a FormatError and nothing worse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dissociated.errors import StoreError
+from dissociated.errors import FormatError
 from dissociated.ipc.encapsulated import Encapsulated, encapsulate, walk
 from dissociated.protocol.header import HeaderType
 
@@ -98,21 +98,21 @@ ENDS = {
 
 @pytest.mark.parametrize("at", [at for at in range(len(STREAM) - 8) if at not in ENDS][::7])
 def test_a_stream_that_is_cut_off(at: int) -> None:
-    with pytest.raises(StoreError, match="cut off"):
+    with pytest.raises(FormatError, match="cut off"):
         messages(STREAM[:at])
 
 
 @pytest.mark.parametrize("at", range(8, len(FILE), 11))
 def test_a_file_that_is_cut_off(at: int) -> None:
-    with pytest.raises(StoreError, match=r"cut off|outside"):
+    with pytest.raises(FormatError, match=r"cut off|outside"):
         messages(FILE[:at])
 
 
 def check(content: bytes) -> None:
-    """The one invariant: messages that lie within, or a StoreError."""
+    """The one invariant: messages that lie within, or a FormatError."""
     try:
         found = messages(content)
-    except StoreError:
+    except FormatError:
         return
     at = 0
     for one in found:

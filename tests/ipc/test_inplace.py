@@ -113,6 +113,7 @@ def test_segments_without_rows_take_part(server: dis.Server, tmp_path: Path, row
     assert read(server, "s").read_all().equals(pa.concat_tables(parts))
 
 
+@pytest.mark.usefixtures("only_in_place")
 def test_metadata_of_batches_survives_several_segments(server: dis.Server, tmp_path: Path) -> None:
     batch = table(1).to_batches()[0]
     paths = [tmp_path / "0", tmp_path / "1"]
@@ -124,6 +125,27 @@ def test_metadata_of_batches_survives_several_segments(server: dis.Server, tmp_p
     reader = read(server, "s")
     found = [reader.read_next_batch_with_custom_metadata()[1][b"from"].decode() for _ in range(20)]
     assert found == [f"{part}.{number}" for part in (0, 1) for number in range(10)]
+
+
+@pytest.mark.usefixtures("only_in_place")
+@pytest.mark.parametrize("segments", [1, 3])
+def test_statistics_count_what_was_read(server: dis.Server, tmp_path: Path, segments: int) -> None:
+    paths = [tmp_path / str(number) for number in range(segments)]
+    for path in paths:
+        with pa.ipc.new_stream(path, pa.schema({"d": pa.dictionary(pa.int8(), pa.string())})) as writer:
+            for words in (["a", "b"], ["c"]):
+                indices = pa.array(range(len(words)), pa.int8())
+                writer.write_batch(pa.record_batch({"d": pa.DictionaryArray.from_arrays(indices, words)}))
+    server.publish_segments("s", [Segment.open(path) for path in paths])
+    reader = read(server, "s")
+    assert reader.read_all()["d"].to_pylist() == ["a", "b", "c"] * segments
+    assert reader.stats == pa.ipc.ReadStats(
+        num_messages=1 + 4 * segments,
+        num_record_batches=2 * segments,
+        num_dictionary_batches=2 * segments,
+        num_dictionary_deltas=0,
+        num_replaced_dictionaries=2 * segments - 1,
+    )
 
 
 def test_small_bodies_may_come_inline_among_the_others() -> None:

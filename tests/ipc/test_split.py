@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from arrow_cases import ARRAYS, ROWS, batches
+from dissociated.errors import SourceError
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.protocol.header import HeaderType
 
@@ -42,16 +46,18 @@ def test_messages_are_those_that_libarrow_writes(type_: str) -> None:
     assert all(one.body is not None for one in got[1:])
 
 
-@pytest.mark.parametrize("options", [{"compression": "zstd"}, {"compression": "lz4"}, {"emit_dictionary_deltas": True}])
-def test_options_reach_libarrow(options: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", [{"codec": "zstd"}, {"codec": "lz4"}, {"emit_dictionary_deltas": True}])
+def test_options_reach_libarrow(options: dict[str, Any]) -> None:
     some = [
         pa.record_batch(
             {"d": pa.DictionaryArray.from_arrays(np.arange(size, dtype=np.int16), [f"word {n}" for n in range(size)])}
         )
         for size in (200, 300)
     ]
-    told = pa.ipc.IpcWriteOptions(**options)
-    got, expected = list(split(reader(*some), told)), written(*some, options=told)
+    told = pa.ipc.IpcWriteOptions(
+        compression=options.get("codec"), emit_dictionary_deltas="emit_dictionary_deltas" in options
+    )
+    got, expected = list(split(reader(*some), WriteOptions(**options))), written(*some, options=told)
     assert [padded(one.header) for one in got] == [one.metadata.to_pybytes() for one in expected]
     assert [body(one) for one in got[1:]] == [one.body.to_pybytes() for one in expected[1:]]
     plain = [len(body(one)) for one in split(reader(*some))]
@@ -128,6 +134,16 @@ def test_a_source_that_raises_raises() -> None:
     assert [next(messages).parsed.type.name for _ in range(2)] == ["SCHEMA", "RECORD_BATCH"]
     with pytest.raises(RuntimeError, match="no more"):
         next(messages)
+
+
+def test_a_batch_whose_offsets_leave_its_values_is_refused() -> None:
+    """libarrow would end the process."""
+    offsets = np.array([0, 1], np.int32)
+    buffers, values = [None, pa.py_buffer(offsets)], pa.array([1, 2], pa.int8())
+    batch = pa.record_batch({"l": pa.Array.from_buffers(pa.list_(pa.int8()), 1, buffers, children=[values])})
+    offsets += 5_000_000  # as it may come from a peer: libarrow's reader does not look
+    with pytest.raises(SourceError, match=r"a record batch is not valid: .*offset"):
+        list(split(reader(batch)))
 
 
 def test_rows_are_not_lost_where_there_is_nothing_else() -> None:

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError
-from dissociated.message import Incoming, Message, Run
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, SourceError
+from dissociated.message import FileSpan, Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -190,3 +191,30 @@ def test_a_closed_listener_accepts_nobody_and_wakes_whoever_waits(listener: List
         accepting = pool.submit(listener.accept)
         listener.close()
         assert accepting.result(PATIENCE) is None
+
+
+def test_a_span_of_a_file_arrives_in_its_place(ends: Ends, tmp_path: Path) -> None:
+    """More of it than a socket takes at once, between parts that lie in memory."""
+    if not ends.server.sends_files:
+        pytest.skip(f"{type(ends.server).__name__} sends no spans of files")
+    content = bytes(range(256)) * 20_000
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file, ThreadPoolExecutor(1) as executor:
+        span = FileSpan(file.fileno(), 1, len(content) - 2)
+        messages = [Message(7, (b"before", span, b"after")), Message(8, (span, span)), Message(None, (b"end",))]
+        sent = executor.submit(ends.server.send, messages, PATIENCE)
+        assert plain(receive(ends.client)) == (7, b"before" + content[1:-1] + b"after")
+        assert plain(receive(ends.client)) == (8, content[1:-1] * 2)
+        assert plain(receive(ends.client)) == (None, b"end")
+        sent.result()
+
+
+def test_a_span_of_a_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: Path) -> None:
+    if not ends.server.sends_files:
+        pytest.skip(f"{type(ends.server).__name__} sends no spans of files")
+    (tmp_path / "file").write_bytes(bytes(1000))
+    with (tmp_path / "file").open("rb") as file, pytest.raises(SourceError, match="become shorter"):
+        ends.server.send([Message(7, (FileSpan(file.fileno(), 0, 2000),))], PATIENCE)
+    ends.server.close()
+    with pytest.raises(ConnectionClosed, match="in the middle of a message"):
+        receive(ends.client)

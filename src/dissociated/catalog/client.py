@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
+from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.tensor import Tensor
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
@@ -89,10 +91,11 @@ class CatalogClient:
         descriptor = self._flight.FlightDescriptor.for_path(name)
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
-    def do_get(self, ticket: bytes) -> pa.RecordBatchReader:
+    def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
         """The stream over Flight itself: slower than anything else here, and always there."""
         wanted = self._flight.Ticket(ticket)
-        reader = self._call(lambda: self._client.do_get(wanted).to_reader())
+        told = self._flight.FlightCallOptions(read_options=(options or ReadOptions()).to_pyarrow())
+        reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
 
         def batches() -> Iterator[pa.RecordBatch]:
             while (batch := self._call(lambda: next(reader, None))) is not None:
@@ -160,15 +163,17 @@ class Client(CatalogClient):
         transport: str | None = None,
         columns: Sequence[str] | None = None,
         *,
+        options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema. Raises DatasetNotFound, ColumnNotFound, and what
-        `open_stream` raises.
+        top-level columns, in the order of the schema; `options` say how batches are decoded. Raises DatasetNotFound,
+        ColumnNotFound, and what `open_stream` raises.
         """
-        return self._current(name, lambda info: self._read(info, transport, columns, max_body))
+        wanted = partial(self._open, name, transport, columns, options, max_body)
+        return _chained(*self._endpoints(name, wanted))
 
     def read_tensors(self, name: str, transport: str | None = None, *, max_body: int = MAX_BODY) -> Iterator[Tensor]:
         """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
@@ -178,52 +183,40 @@ class Client(CatalogClient):
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
+        opened = partial(open_tensors, timeout=self._timeout, max_body=max_body)
+        _, readers = self._endpoints(name, lambda endpoint: self._nearest(name, transport, endpoint, opened))
+        return chain.from_iterable(readers)
 
-        def open_endpoint(uris: Sequence[str], ticket: bytes) -> Iterator[Tensor]:
-            return open_tensors(uris, ticket, timeout=self._timeout, max_body=max_body)
-
-        def read(info: DatasetInfo) -> Iterator[Tensor]:
-            opened = [self._nearest(endpoint, name, transport, open_endpoint) for endpoint in info.endpoints]
-            return chain.from_iterable(opened)
-
-        return self._current(name, read)
-
-    def _current(self, name: str, read: Callable[[DatasetInfo], T]) -> T:
-        """What `read` reads of the dataset `name`, which may be replaced after we have looked it up."""
+    def _endpoints(self, name: str, opened: Callable[[Endpoint], T]) -> tuple[DatasetInfo, list[T]]:
+        """The dataset `name`, and each of its endpoints, opened."""
         info = self.describe(name)
         for _ in range(_MAX_REPLACED):
             try:
-                return read(info)
+                return info, [opened(endpoint) for endpoint in info.endpoints]
             except RemoteError:
                 found = self.describe(name)
                 if found.endpoints == info.endpoints:
                     raise
-                info = found
-        return read(info)
-
-    def _read(
-        self, info: DatasetInfo, scheme: str | None, columns: Sequence[str] | None, max_body: int
-    ) -> pa.RecordBatchReader:
-        readers = [self._open(endpoint, info.name, scheme, columns, max_body) for endpoint in info.endpoints]
-        if len(readers) == 1:
-            return readers[0]
-        schema = readers[0].schema if readers else info.schema
-        return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
+                info = found  # it was replaced after we had looked it up
+        return info, [opened(endpoint) for endpoint in info.endpoints]
 
     def _open(
-        self, endpoint: Endpoint, name: str, scheme: str | None, columns: Sequence[str] | None, max_body: int
+        self,
+        name: str,
+        scheme: str | None,
+        columns: Sequence[str] | None,
+        options: ReadOptions | None,
+        max_body: int,
+        endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
-            reader = self.do_get(endpoint.ticket)
+            reader = self.do_get(endpoint.ticket, options)
             return reader if columns is None else _select(reader, columns)
-
-        def open_endpoint(uris: Sequence[str], ticket: bytes) -> pa.RecordBatchReader:
-            return open_stream(uris, ticket, columns=columns, timeout=self._timeout, max_body=max_body)
-
-        return self._nearest(endpoint, name, scheme, open_endpoint)
+        opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
+        return self._nearest(name, scheme, endpoint, opened)
 
     def _nearest(
-        self, endpoint: Endpoint, name: str, scheme: str | None, open_endpoint: Callable[[Sequence[str], bytes], T]
+        self, name: str, scheme: str | None, endpoint: Endpoint, opened: Callable[[Sequence[str], bytes], T]
     ) -> T:
         """The endpoint, opened where it is nearest."""
         usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
@@ -237,7 +230,7 @@ class Client(CatalogClient):
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
-                return open_endpoint(nearest, endpoint.ticket)
+                return opened(nearest, endpoint.ticket)
             except TransportError:
                 if not reachable:
                     raise
@@ -249,6 +242,13 @@ class Client(CatalogClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.RecordBatchReader:
+    if len(readers) == 1:
+        return readers[0]
+    schema = readers[0].schema if readers else info.schema
+    return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
 def connect(catalog_uri: str, *, timeout: float = TIMEOUT) -> Client:

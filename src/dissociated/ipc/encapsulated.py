@@ -14,12 +14,14 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dissociated.errors import RemoteProtocolError, StoreError
+from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.protocol.header import Header, parse_header
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
 MAGIC = b"ARROW1"
+#: What follows the footer of a file: its length and the magic.
+FOOTER_TAIL = 4 + len(MAGIC)
 
 _marker = struct.Struct("<I")
 _length = struct.Struct("<i")
@@ -44,40 +46,50 @@ def first_message_at(memory: memoryview) -> int:
     return 8 if bytes(memory[: len(MAGIC)]) == MAGIC else 0
 
 
+def footer_at(memory: memoryview) -> int:
+    """Where the footer of an IPC file begins. Raises FormatError for a file that is cut off."""
+    tail = len(memory) - FOOTER_TAIL
+    if tail < 8 or bytes(memory[-len(MAGIC) :]) != MAGIC:
+        raise FormatError("the Arrow IPC file is cut off: it does not end with its magic")
+    begin: int = tail - _length.unpack_from(memory, tail)[0]
+    if not 8 <= begin <= tail:
+        raise FormatError("the Arrow IPC file has a footer that lies outside it")
+    return begin
+
+
+def message_at(memory: memoryview, at: int, end: int) -> Encapsulated | None:
+    """The message that begins at byte `at` and must lie before `end`; None where the stream ends there.
+
+    Its body is not touched. Raises FormatError where there is no message, or a part of one.
+    """
+    begin = at
+    try:
+        (length,) = _marker.unpack_from(memory, at)
+        at += 4
+        if length == 0xFFFFFFFF:
+            (length,) = _marker.unpack_from(memory, at)
+            at += 4
+        if not length:
+            return None
+        body_at = at + length
+        if body_at > end:
+            raise FormatError(f"not an Arrow IPC stream, or cut off: metadata at byte {at} leaves its end")
+        header = bytes(memory[at:body_at])
+        parsed = parse_header(header)
+    except (struct.error, RemoteProtocolError):
+        raise FormatError(f"not an Arrow IPC stream, or cut off: there is no message at byte {begin}") from None
+    if body_at + parsed.body_length > end:
+        raise FormatError(f"the Arrow IPC stream is cut off: a body at byte {body_at} leaves its end")
+    return Encapsulated(header, parsed, body_at)
+
+
 def walk(memory: memoryview) -> Iterator[Encapsulated]:
     """The messages of an IPC stream or file, in order of position. No body is touched.
 
-    Raises StoreError for anything else, and for one that is cut off in the middle.
+    Raises FormatError for anything else, and for one that is cut off in the middle.
     """
     at = first_message_at(memory)
-    end = _footer_at(memory) if at else len(memory)
-    while at < end:
-        try:
-            (length,) = _marker.unpack_from(memory, at)
-            at += 4
-            if length == 0xFFFFFFFF:
-                (length,) = _marker.unpack_from(memory, at)
-                at += 4
-            if not length:
-                return
-            body_at = at + length
-            if body_at > end:
-                raise StoreError(f"not an Arrow IPC stream, or cut off: metadata at byte {at} leaves its end")
-            header = bytes(memory[at:body_at])
-            parsed = parse_header(header)
-        except (struct.error, RemoteProtocolError):
-            raise StoreError(f"not an Arrow IPC stream, or cut off: there is no message at byte {at}") from None
-        at = body_at + parsed.body_length
-        if at > end:
-            raise StoreError(f"the Arrow IPC stream is cut off: a body at byte {body_at} leaves its end")
-        yield Encapsulated(header, parsed, body_at)
-
-
-def _footer_at(memory: memoryview) -> int:
-    tail = len(memory) - len(MAGIC) - _length.size
-    if tail < 8 or bytes(memory[-len(MAGIC) :]) != MAGIC:
-        raise StoreError("the Arrow IPC file is cut off: it does not end with its magic")
-    footer_at: int = tail - _length.unpack_from(memory, tail)[0]
-    if not 8 <= footer_at <= tail:
-        raise StoreError("the Arrow IPC file has a footer that lies outside it")
-    return footer_at
+    end = footer_at(memory) if at else len(memory)
+    while at < end and (message := message_at(memory, at, end)) is not None:
+        yield message
+        at = message.body_at + message.parsed.body_length

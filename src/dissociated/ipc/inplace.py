@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.ipc.encapsulated import encapsulate, first_message_at
-from dissociated.ipc.reader import StreamReader
+from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.reader import PeerReader
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
@@ -37,6 +38,39 @@ class _Part:
         return self.memory[at : at + len(content)].tobytes() == content
 
 
+class _Chain:
+    """Pieces of a stream, each of whole messages, as the file that libarrow reads from."""
+
+    closed = False
+
+    def __init__(self, pieces: Sequence[pa.Buffer]) -> None:
+        self._pieces = [*reversed(pieces)]
+        self._at = 0  # in the last of them
+
+    def read(self, size: int = -1) -> pa.Buffer | bytes:
+        while self._pieces and self._at == self._pieces[-1].size:
+            self._pieces.pop()
+            self._at = 0
+        if not self._pieces:
+            return b""
+        piece = self._pieces[-1].slice(self._at, size)
+        self._at += piece.size
+        return piece
+
+    def close(self) -> None:
+        self.closed = True
+        self._pieces = []
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+
 class InPlace:
     """Follows a stream from its schema on, for as long as all of it lies in place."""
 
@@ -44,7 +78,6 @@ class InPlace:
         self._schema = encapsulate(schema.header)
         self._space = space
         self._parts: list[_Part] = []
-        self._metadata = False  # whether a message has custom metadata
 
     def add(self, item: Delivery | Batches) -> bool:
         """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
@@ -52,17 +85,16 @@ class InPlace:
             return self._add_batches(item)
         return not isinstance(item, PackedBatches) and self._add_message(item)
 
-    def reader(self, hold: Hold, options: pa.ipc.IpcReadOptions | None) -> pa.RecordBatchReader | None:
+    def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
         """A reader over all of it, by libarrow; None where it cannot be read so."""
-        if not self._parts or (self._metadata and len(self._parts) > 1):
-            return None  # a chain of readers would lose the metadata of single batches
-        readers = []
+        if not self._parts:
+            return None
+        pieces: list[pa.Buffer] = []
         for part in self._parts:
             whole = hold(part.region, np.concatenate(part.leased).tolist() if part.leased else [])
-            readers.append(StreamReader(whole.slice(part.start, part.end - part.start), options))
-        if len(readers) == 1:
-            return readers[0]
-        return pa.RecordBatchReader.from_batches(readers[0].schema, (batch for one in readers for batch in one))
+            start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
+            pieces.append(whole.slice(start, part.end - start))
+        return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_Chain(pieces), mode="r"), options)
 
     def _add_message(self, item: Delivery) -> bool:
         if not isinstance(item.body, AddressList):
@@ -86,7 +118,6 @@ class InPlace:
                     return False
             part.leased.append(np.array(item.body.leased, np.uint64))
         part.end = body_at + item.parsed.body_length
-        self._metadata |= item.parsed.has_metadata
         return part.end <= part.region.size
 
     def _add_batches(self, batches: SharedBatches) -> bool:
@@ -108,7 +139,6 @@ class InPlace:
             return False
         part.leased.append(batches.leased)
         part.end = int(ends[-1])
-        self._metadata |= batches.parsed.has_metadata
         return True
 
     def _part(self, address: int) -> _Part | None:

@@ -13,7 +13,8 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError
 from dissociated.ipc.encapsulated import CONTINUATION, END_OF_STREAM
-from dissociated.ipc.reader import StreamReader
+from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.reader import PeerReader
 from dissociated.message import Buffer
 
 _length = struct.Struct("<i")
@@ -82,11 +83,11 @@ class _Source:
         return False
 
 
-def join(messages: Messages, options: pa.ipc.IpcReadOptions | None = None) -> pa.RecordBatchReader:
+def join(messages: Messages, options: ReadOptions | None = None) -> pa.RecordBatchReader:
     """A reader over the stream that `messages` make, the schema first.
 
     It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.
     Whatever they raise comes out of the reader. Raises RemoteProtocolError where libarrow finds the content
     invalid.
     """
-    return StreamReader(pa.PythonFile(_Source(messages), mode="r"), options)
+    return PeerReader(pa.PythonFile(_Source(messages), mode="r"), options)

@@ -1,56 +1,77 @@
-"""libarrow's reader of IPC streams, whose complaints about what a peer sent come out as ours."""
+"""libarrow's reader of IPC streams, whose complaints about content come out as ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError, TransportError
+from dissociated.ipc.options import ReadOptions
 
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
 @contextmanager
-def peer_blamed() -> Iterator[None]:
-    """Turn what libarrow raises about content into a RemoteProtocolError."""
+def blamed(blame: type[DissociatedError]) -> Iterator[None]:
+    """Turn what libarrow raises about content into `blame`, what memory does not suffice for included."""
     try:
         yield
     except _COMPLAINTS as error:
-        raise _ours(error) from None
+        raise _ours(error, blame) from None
 
 
-def _ours(error: Exception) -> Exception:
-    # Ours pass: they come from below, through libarrow. So do an interruption, and memory that has run out.
-    if isinstance(error, (DissociatedError, MemoryError, pa.ArrowCancelled)):
+def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
+    if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
-    return RemoteProtocolError(f"the peer sent what libarrow cannot read: {error}")
+    peer = blame is RemoteProtocolError
+    if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
+        return (TransportError if peer else blame)(
+            f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
+        )
+    return blame(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
 
 
 class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
-    """Raises RemoteProtocolError where libarrow finds the content invalid."""
+    """Reads an IPC stream from whatever pyarrow reads from. `stats` says how much so far.
 
-    def __init__(self, source: Any, options: pa.ipc.IpcReadOptions | None = None) -> None:
-        with peer_blamed():
-            super().__init__(source, options=options)
+    Raises FormatError where the content is invalid, or nests deeper than `options` allow.
+    """
+
+    _blame: ClassVar[type[DissociatedError]] = FormatError
+
+    def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
+        options = options or ReadOptions()
+        with blamed(self._blame):
+            super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
+        options.check_depth(self.schema)
 
     def read_next_batch(self) -> pa.RecordBatch:
         try:
             return super().read_next_batch()
         except _COMPLAINTS as error:
-            raise _ours(error) from None
+            raise _ours(error, self._blame) from None
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
         except _COMPLAINTS as error:
-            raise _ours(error) from None
+            raise _ours(error, self._blame) from None
 
     def read_all(self) -> pa.Table:
         try:
             return super().read_all()
         except _COMPLAINTS as error:
-            raise _ours(error) from None
+            raise _ours(error, self._blame) from None
+
+
+class PeerReader(StreamReader):
+    """The same over what a peer sent.
+
+    Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
+    """
+
+    _blame = RemoteProtocolError

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from dissociated.errors import SourceError
 from dissociated.ipc.encapsulated import CONTINUATION
+from dissociated.ipc.options import WriteOptions
 from dissociated.message import Buffer
 from dissociated.protocol.header import Header, parse_header
 
@@ -73,19 +75,22 @@ class _Sink:
 class Splitter:
     """Encodes record batches of one stream, one after the other.
 
-    `options` are libarrow's; the legacy format has no place in this protocol and is not used.
+    Raises FormatError where a field nests deeper than `options` allow.
     """
 
-    def __init__(self, schema: pa.Schema, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.schema = schema
+        self.options = options or WriteOptions()
+        self.options.check_depth(schema)
+        told = self.options.to_pyarrow()
         # libarrow writes the schema together with the first batch. A receiver should not have to wait for that:
         # a writer of its own, closed at once, gives the very same message now.
         eager = _Sink()
-        pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=options).close()
+        pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=told).close()
         self._schema_message = eager.take()[0]
         self._schema_written = False
         self._sink = _Sink()
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), schema, options=options)
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), schema, options=told)
 
     @property
     def schema_message(self) -> SplitMessage:
@@ -93,7 +98,14 @@ class Splitter:
         return self._schema_message
 
     def split(self, batch: pa.RecordBatch, metadata: pa.KeyValueMetadata | None = None) -> list[SplitMessage]:
-        """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch."""
+        """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch.
+
+        Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
+        """
+        try:
+            batch.validate()
+        except pa.ArrowInvalid as error:
+            raise SourceError(f"a record batch is not valid: {error}") from None
         self._writer.write_batch(batch, custom_metadata=metadata)
         messages = self._sink.take()
         if not self._schema_written:
@@ -102,7 +114,7 @@ class Splitter:
         return messages
 
 
-def split(reader: pa.RecordBatchReader, options: pa.ipc.IpcWriteOptions | None = None) -> Iterator[SplitMessage]:
+def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
     """Every message of the stream that `reader` gives, schema first."""
     splitter = Splitter(reader.schema, options)
     yield splitter.schema_message

@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from dissociated.errors import FormatError, RemoteProtocolError, SourceError
+from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.ipc.encapsulated import CONTINUATION, encapsulate
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage
 from dissociated.message import Buffer
 from dissociated.protocol.header import Header, buffer_extents, parse_header
@@ -59,21 +60,21 @@ _MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
 # Standalone messages
 
 
-def write_tensor(tensor: Tensor, sink: Any, options: pa.ipc.IpcWriteOptions | None = None) -> int:
+def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None) -> int:
     """Write `tensor` as one message, and return how many bytes that took, the padding before it included.
 
-    `sink` is a path, a pyarrow.NativeFile or a buffered binary file; one that cannot tell its position is taken to stand at a
-    multiple of 64. Of `options` count the metadata version and the legacy format. A dense tensor is written as it
-    lies in memory if that is row-major or column-major, and row-major otherwise.
+    `sink` is a path, a pyarrow.NativeFile or a buffered binary file; one that cannot tell its position is taken to
+    stand at a multiple of 64. Of `options` count the metadata version and the legacy format. A dense tensor is
+    written as it lies in memory if that is row-major or column-major, and row-major otherwise.
 
-    Raises SourceError for what is no tensor that can be written.
+    Raises FormatError for what is no tensor that can be written.
     """
     if isinstance(sink, (str, os.PathLike)):
         with pa.OSFile(os.fspath(sink), "wb") as file:
             return write_tensor(tensor, file, options)
     message = split_tensor(tensor, options)
     head = encapsulate(message.header)
-    if options is not None and options.use_legacy_format:
+    if options is not None and options.write_legacy_ipc_format:
         padding = _PREFIX - _LEGACY_PREFIX  # so that the body stays where it is
         head = (len(message.header) + padding).to_bytes(4, "little") + message.header + bytes(padding)
     parts = [bytes(-_position(sink) % ALIGNMENT), head, *(message.body or ())]
@@ -160,10 +161,10 @@ def _damaged() -> Iterator[None]:
 # Messages and tensors
 
 
-def split_tensor(tensor: Tensor, options: pa.ipc.IpcWriteOptions | None = None) -> SplitMessage:
+def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMessage:
     """The message of `tensor`, its body borrowed from it. Within a body that is aligned to 64, so is each buffer.
 
-    The header is padded so that the body is aligned, if the encapsulated message is. Raises SourceError where the
+    The header is padded so that the body is aligned, if the encapsulated message is. Raises FormatError where the
     tensor is such that it could not be read: libarrow makes and takes some whose index leaves them.
     """
     header, arrays = _taken_apart(tensor)
@@ -178,13 +179,13 @@ def split_tensor(tensor: Tensor, options: pa.ipc.IpcWriteOptions | None = None) 
         parts.append(bytes(-end % 8))
         end += -end % 8
     header = header._replace(offsets=(*offsets,), lengths=tuple(array.nbytes for array in arrays))
-    version = pa.ipc.MetadataVersion.V5 if options is None else options.metadata_version
+    version = (options or WriteOptions()).metadata_version
     encoded = encode_tensor(header, end, _METADATA_VERSION[version])
     encoded += bytes(-(len(encoded) + _PREFIX) % ALIGNMENT)
     try:
         join_tensor(encoded, arrays)
     except FormatError as error:
-        raise SourceError(f"this tensor cannot be written: nobody could read {error}") from None
+        raise FormatError(f"this tensor cannot be written: nobody could read {error}") from None
     return SplitMessage(encoded, parse_header(encoded), [part for part in parts if len(part)])
 
 
@@ -273,7 +274,7 @@ def _taken_apart(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
     """All that a message says of `tensor` but for its buffers, and the arrays that these hold."""
     format_ = FORMATS.get(type(tensor))
     if format_ is None:
-        raise SourceError(
+        raise FormatError(
             f"a {type(tensor).__name__} is no tensor: give a pyarrow.Tensor or one of pyarrow's sparse ones"
         )
     shape = tensor.shape
@@ -307,7 +308,7 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
     """Which dimension each level of a CSF tensor is. pyarrow does not tell: it is found by comparing."""
     shape = tensor.shape
     if len(shape) > _MAX_ORDERED:
-        raise SourceError(
+        raise FormatError(
             f"a CSF tensor of {len(shape)} dimensions cannot be written, at most one of {_MAX_ORDERED}: make it COO"
         )
 
@@ -320,7 +321,7 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
     nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # which equals nothing
     if nan:
         if math.prod(shape) * values.itemsize > _MAX_EXPANDED:
-            raise SourceError("a large CSF tensor with NaN among its values cannot be written: make it COO")
+            raise FormatError("a large CSF tensor with NaN among its values cannot be written: make it COO")
         expanded = tensor.to_tensor().to_numpy().tobytes()
     usual = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # what libarrow makes of a dense one
     fits = [
@@ -329,4 +330,4 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
     for order in chain([usual], permutations(range(len(shape)))):
         if all(axis in some for axis, some in zip(order, fits, strict=True)) and same(order):
             return order
-    raise SourceError("a CSF tensor whose indices leave its shape cannot be written")
+    raise FormatError("a CSF tensor whose indices leave its shape cannot be written")

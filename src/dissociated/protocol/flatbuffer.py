@@ -34,6 +34,11 @@ def follow(header: bytes, at: int) -> int:
     return at + int(_u32(header, at)[0])
 
 
+def root(header: bytes) -> int:
+    """Where the root table lies."""
+    return follow(header, 0)
+
+
 class Table(NamedTuple):
     """A flatbuffer table, whose fields are read by their number in its definition."""
 

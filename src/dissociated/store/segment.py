@@ -16,8 +16,10 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from dissociated.errors import RemoteProtocolError, SourceError, StoreError
-from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate, walk
+from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
+from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate
+from dissociated.ipc.index import Index
+from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.region import Region, reserve_base
 from dissociated.memory.shared import (
@@ -27,8 +29,11 @@ from dissociated.memory.shared import (
     sealed_memfd,
     write_parts,
 )
-from dissociated.message import Buffer
+from dissociated.message import Buffer, FileSpan
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
+
+#: From how many bytes on a body is sent from the file.
+_MIN_SPAN = 1 << 17
 
 
 class Segment:
@@ -49,11 +54,11 @@ class Segment:
                 size = os.fstat(descriptor).st_size
                 self.region = Region(reserve_base(size), map_read_only(descriptor, size))
             self._memory = memoryview(self.region.memory)
-            self.messages: list[Encapsulated] = list(walk(self._memory))
-            if not self.messages or self.messages[0].parsed.type is not HeaderType.SCHEMA:
-                raise StoreError("not an Arrow IPC stream: it does not begin with a schema")
-            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.messages[0].header)))
-        except (StoreError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
+            self.index = Index(self._memory)
+            if not self.index or self.index[0].type is not HeaderType.SCHEMA:
+                raise FormatError("not an Arrow IPC stream: it does not begin with a schema")
+            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.index.message(0).header)))
+        except (StoreError, FormatError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
@@ -64,12 +69,18 @@ class Segment:
         return cls(descriptor, os.fspath(path), Backing.FILE)
 
     @classmethod
-    def in_memory(
-        cls, name: str, reader: pa.RecordBatchReader, options: pa.ipc.IpcWriteOptions | None = None
-    ) -> Segment:
+    def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
         descriptor = sealed_memfd(name, lambda writable: _write(writable, split(reader, options), 0))
         return cls(descriptor, name, Backing.SEALED)
+
+    @cached_property
+    def messages(self) -> list[Encapsulated]:
+        """The messages, in the order in which they are sent. Raises StoreError where one is damaged."""
+        try:
+            return [self.index.message(number) for number in range(len(self.index))]
+        except FormatError as error:
+            raise StoreError(f"{self.name}: {error}") from None
 
     @cached_property
     def rows(self) -> int:
@@ -82,11 +93,16 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """How many bytes the bodies have together."""
-        return sum(message.parsed.body_length for message in self.messages)
+        return self.index.body_size
 
     def body(self, message: Encapsulated) -> Buffer:
         """The packed body of `message`, which lies in the mapping."""
         return self._memory[message.body_at : message.body_at + message.parsed.body_length]
+
+    def span(self, message: Encapsulated) -> FileSpan | None:
+        """The packed body of `message` as a span of the file; None for a small one, which memory serves better."""
+        length = message.parsed.body_length
+        return FileSpan(self.descriptor, message.body_at, length) if length >= _MIN_SPAN else None
 
     def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
         """Address and length of each buffer of `message`."""
@@ -115,7 +131,7 @@ class SegmentWriter:
     exception discards it. Raises StoreError where the file exists already or there is no space left.
     """
 
-    def __init__(self, path: str | Path, schema: pa.Schema, options: pa.ipc.IpcWriteOptions | None = None) -> None:
+    def __init__(self, path: str | Path, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.path = Path(path)
         self.rows = 0
         self._splitter = Splitter(schema, options)

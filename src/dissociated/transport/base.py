@@ -42,6 +42,8 @@ class Connection(ABC):
 
     #: Whether regions of memory can be shared over this connection.
     shares_memory: bool = False
+    #: Whether parts of messages may be spans of files.
+    sends_files: bool = False
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.

@@ -10,6 +10,7 @@ import struct
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from dissociated.errors import (
@@ -18,9 +19,10 @@ from dissociated.errors import (
     DissociatedError,
     RemoteError,
     RemoteProtocolError,
+    SourceError,
     TransportError,
 )
-from dissociated.message import Buffer, Incoming, Message, Run
+from dissociated.message import Buffer, FileSpan, Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framing import (
     MAX_CONTROL,
@@ -65,8 +67,10 @@ class SocketConnection(Connection):
     """Framed messages over a connected stream socket, which this object owns.
 
     On an `accepted` connection one thread both sends and receives. A client receives in one thread and gives
-    leases back in another.
+    leases back in another, and sends no spans of files.
     """
+
+    sends_files = True
 
     def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
         super().__init__()
@@ -166,23 +170,45 @@ class SocketConnection(Connection):
             parts = [PREAMBLE, *parts]
         at = offset = 0  # of what is not sent yet: which part, and where in it
         while at < len(parts):
-            window = list(parts[at : at + _IOV_MAX])
-            if offset:
-                window[0] = memoryview(window[0]).cast("B")[offset:]
+            window = parts[at : at + _IOV_MAX]
+            first = window[0]
             try:
-                sent = self._socket.sendmsg(window, (), _SEND_FLAGS)
+                sent = offset + (
+                    self._send_span(first, offset)
+                    if isinstance(first, FileSpan)
+                    else self._send_buffers(window, offset)
+                )
             except BlockingIOError:
                 self._wait_writable(timeout)
                 continue
             self._torn = True
+            offset = 0
             for part in window:
                 if sent < len(part):
-                    offset += sent
+                    offset = sent
                     break
                 sent -= len(part)
                 at += 1
-                offset = 0
         self._torn = False
+
+    def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
+        """Send what the socket takes of these parts, from `offset` in the first on, up to the first span of a file."""
+        buffers = [*takewhile(lambda part: not isinstance(part, FileSpan), window)]
+        flags = _SEND_FLAGS if len(buffers) == len(window) else _SEND_FLAGS | socket.MSG_MORE
+        if offset:
+            buffers[0] = memoryview(buffers[0]).cast("B")[offset:]
+        return self._socket.sendmsg(buffers, (), flags)
+
+    def _send_span(self, span: FileSpan, offset: int) -> int:
+        """Send what the socket takes of a span, straight from the file."""
+        self._socket.setblocking(False)  # there is no flag for a single call
+        try:
+            sent = os.sendfile(self._socket.fileno(), span.descriptor, span.offset + offset, len(span) - offset)
+        finally:
+            self._socket.setblocking(True)
+        if not sent:
+            raise SourceError("a file that is being served has become shorter")
+        return sent
 
     def _wait_writable(self, timeout: float) -> None:
         """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""

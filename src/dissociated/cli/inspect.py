@@ -1,0 +1,179 @@
+"""dissociated inspect: what lies where in an Arrow IPC stream or file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dissociated.cli import text
+from dissociated.errors import FormatError
+from dissociated.ipc.details import Details, details
+from dissociated.ipc.index import Entry, Index
+from dissociated.memory.shared import explained, map_read_only
+from dissociated.protocol.header import HeaderType, buffer_extents
+
+SUMMARY = "show what lies where in an Arrow IPC file"
+DESCRIPTION = """\
+Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and
+how long its metadata and its body are, in bytes. No body is read, however large the file is."""
+
+_SHOWN = 20  # messages, unless all are asked for
+_NAMES = {
+    HeaderType.SCHEMA: "schema",
+    HeaderType.DICTIONARY_BATCH: "dictionary",
+    HeaderType.RECORD_BATCH: "record batch",
+    HeaderType.TENSOR: "tensor",
+    HeaderType.SPARSE_TENSOR: "sparse tensor",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `inspect`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="an Arrow IPC stream or file")
+    parser.add_argument("--all", action="store_true", help=f"every message, not the first {_SHOWN}")
+    parser.add_argument("--buffers", action="store_true", help="where the buffers of each message lie, too")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs: every message and buffer")
+
+
+class _Message(NamedTuple):
+    entry: Entry
+    details: Details
+    #: offset from the beginning of the file, and length
+    buffers: list[tuple[int, int]]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what there is."""
+    path: Path = arguments.file
+    with explained(f"opening {path}"), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        memory = memoryview(map_read_only(file.fileno(), size))
+    try:
+        if not size:
+            raise FormatError("the file is empty")
+        index = Index(memory)
+        messages = [_message(index, number) for number in range(len(index))]
+        if arguments.json:
+            print(json.dumps(_plain(path, memory, index, messages), indent=2))
+        else:
+            _print(path, memory, index, messages, arguments)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def _message(index: Index, number: int) -> _Message:
+    found = index.message(number)
+    offsets, lengths = buffer_extents(found.header, found.parsed)
+    at = found.body_at
+    buffers = [(at + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
+    return _Message(index[number], details(found.header, found.parsed), buffers)
+
+
+def _print(
+    path: Path, memory: memoryview, index: Index, messages: list[_Message], arguments: argparse.Namespace
+) -> None:
+    schema, custom = _schema(memory, index)
+    kind = "file" if index.is_file else "stream"
+    first = messages[0].details if messages else None
+    about = [f"Arrow IPC {kind}", text.size(len(memory))]
+    if first is not None:
+        about += [f"metadata {first.version}", *([f"{first.byte_order}-endian"] if first.byte_order else [])]
+    print(f"{path}: {', '.join(about)}")
+    batches = [m for m in messages if m.entry.type is HeaderType.RECORD_BATCH]
+    codecs = sorted({m.details.codec for m in messages if m.details.codec})
+    if batches:
+        rows = text.count(sum(m.details.rows or 0 for m in batches))
+        many = "1 record batch" if len(batches) == 1 else f"{text.count(len(batches))} record batches"
+        compressed = f", compressed by {' and '.join(codecs)}" if codecs else ""
+        print(f"{rows} rows in {many}, bodies of {text.size(index.body_size)}{compressed}")
+    if schema is not None:
+        fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in schema]
+        print("\n" + text.table(("COLUMN", "TYPE", ""), fields))
+    for of, metadata in (("SCHEMA", schema.metadata if schema is not None else None), ("FILE", custom)):
+        if metadata:
+            pairs = [(_short(key), _short(value)) for key, value in metadata.items()]
+            print("\n" + text.table((f"METADATA OF THE {of}", "VALUE"), pairs))
+    shown = messages if arguments.all else messages[:_SHOWN]
+    lines = [
+        (
+            str(number),
+            _name(m),
+            text.count(m.entry.offset),
+            text.count(m.entry.metadata_length),
+            text.count(m.entry.body_length),
+            text.count(m.details.rows),
+            text.count(len(m.buffers)),
+        )
+        for number, m in enumerate(shown)
+    ]
+    head = ("#", "MESSAGE", "OFFSET", "METADATA", "BODY", "ROWS", "BUFFERS")
+    print("\n" + text.table(head, lines, right=(0, 2, 3, 4, 5, 6)))
+    if len(shown) < len(messages):
+        print(f"and {text.count(len(messages) - len(shown))} more: --all shows them")
+    if arguments.buffers:
+        buffers = [
+            (str(number), str(which), text.count(offset), text.count(length))
+            for number, m in enumerate(shown)
+            for which, (offset, length) in enumerate(m.buffers)
+        ]
+        print("\n" + text.table(("#", "BUFFER", "OFFSET", "LENGTH"), buffers, right=(0, 1, 2, 3)))
+
+
+def _name(message: _Message) -> str:
+    name = _NAMES[message.entry.type]
+    if message.details.dictionary is not None:
+        name += f" {message.details.dictionary}" + (", delta" if message.details.is_delta else "")
+    return name
+
+
+def _short(value: bytes) -> str:
+    shown = value.decode(errors="replace")
+    return shown if len(shown) <= 60 else f"{shown[:59]}…"
+
+
+def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
+    """The schema, if there is one, and the custom metadata of a file, by libarrow."""
+    import pyarrow as pa
+
+    from dissociated.ipc.encapsulated import encapsulate
+    from dissociated.ipc.reader import blamed
+
+    if not index or index[0].type is not HeaderType.SCHEMA:
+        return None, None
+    with blamed(FormatError):
+        schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(index.message(0).header)))
+        if not index.is_file:
+            return schema, None
+        with pa.ipc.open_file(pa.py_buffer(memory)) as file:
+            return schema, file.metadata
+
+
+def _plain(path: Path, memory: memoryview, index: Index, messages: list[_Message]) -> dict[str, Any]:
+    schema, custom = _schema(memory, index)
+    return {
+        "path": str(path),
+        "format": "file" if index.is_file else "stream",
+        "bytes": len(memory),
+        "rows": sum(m.details.rows or 0 for m in messages if m.entry.type is HeaderType.RECORD_BATCH),
+        "schema": [{"name": f.name, "type": str(f.type), "nullable": f.nullable} for f in schema or ()],
+        "schema_metadata": _pairs(schema.metadata if schema is not None else None),
+        "file_metadata": _pairs(custom),
+        "messages": [
+            {
+                "type": _NAMES[m.entry.type],
+                "offset": m.entry.offset,
+                "metadata_length": m.entry.metadata_length,
+                "body_length": m.entry.body_length,
+                **{name: value for name, value in m.details._asdict().items() if value is not None},
+                "buffers": [{"offset": offset, "length": length} for offset, length in m.buffers],
+            }
+            for m in messages
+        ],
+    }
+
+
+def _pairs(metadata: Any) -> dict[str, str]:
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in (metadata or {}).items()}

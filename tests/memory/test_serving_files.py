@@ -1,0 +1,53 @@
+"""A file that is served takes no memory of the server's, whoever reads it how often."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+
+ROWS = 1 << 20
+BATCHES = 12  # of 16 MiB
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers.arrow"
+    batch = pa.record_batch({"a": np.arange(ROWS), "b": np.arange(ROWS) * 0.5})
+    with pa.ipc.new_file(path, batch.schema) as writer:
+        for _ in range(BATCHES):
+            writer.write_batch(batch)
+    return path
+
+
+@pytest.fixture
+def server(file: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "dissociated", "serve", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.terminate()
+
+
+def resident(pid: int) -> int:
+    """Resident memory of a process of any kind, mapped files included, in bytes."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_serving_a_file_takes_no_memory(server: subprocess.Popen[str], file: Path, transport: str) -> None:
+    assert server.stdout is not None
+    catalog = next(line.split()[1] for line in server.stdout if line.startswith("catalog"))
+    with dis.connect(catalog) as client:
+        client.read("numbers", transport).read_next_batch()
+        before = resident(server.pid)
+        for _ in range(2):
+            assert client.read("numbers", transport).read_all().num_rows == ROWS * BATCHES
+        assert resident(server.pid) - before < file.stat().st_size / 20
