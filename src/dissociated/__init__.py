@@ -18,6 +18,7 @@ from dissociated.client import open_stream
 from dissociated.errors import DissociatedError
 from dissociated.ipc.options import ReadOptions, WriteOptions
 from dissociated.server import Server
+from dissociated.tensor_client import open_tensors
 
 __version__ = "0.1.0"
 
@@ -31,4 +32,5 @@ __all__ = [
     "connect",
     "errors",
     "open_stream",
+    "open_tensors",
 ]

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
@@ -21,7 +21,8 @@ from dissociated.errors import DissociatedError, SourceError
 from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
-from dissociated.memory.region import MAX_REGIONS
+from dissociated.memory.region import MAX_REGIONS, Region
+from dissociated.memory.shared import Backing
 from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
@@ -119,6 +120,14 @@ class Group(NamedTuple):
     leased: Sequence[int]
 
 
+class Shared(Protocol):
+    """Memory that peers can map. The descriptor is read-only."""
+
+    descriptor: int
+    region: Region
+    backing: Backing
+
+
 class StaticDataset(Dataset):
     """Messages that stay, and the segments in shared memory that their bodies lie in."""
 
@@ -132,7 +141,7 @@ class StaticDataset(Dataset):
         """The messages, to be sent with their bodies inline."""
 
     @abstractmethod
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
         """The messages, to be sent as addresses into these segments."""
 
     def groups(self, connection: Connection, streams: Streams, mapped: bool, inline_limit: int) -> Iterable[Group]:
@@ -195,7 +204,7 @@ class TableDataset(StaticDataset):
                 self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
             return self._packed
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
         with self._copying:
             if self._segments is None:
                 segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
@@ -268,7 +277,8 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
     lies; one to a Parquet file is read anew by each client. A RecordBatchReader can be read by one client, once.
     A callable is called once to learn the schema and again for each client; it gives a reader, or anything with
     `__arrow_c_stream__`, and the same stream each time. Anything else with `__arrow_c_stream__` (a
-    DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time.
+    DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time. A Tensor, a sparse one,
+    or a list of them is held, and read with `read_tensors` or `open_tensors`.
 
     Raises SourceError for what is none of these.
     """
@@ -285,6 +295,10 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)
+    from dissociated.tensor_dataset import TensorDataset, tensors_in
+
+    if (tensors := tensors_in(source)) is not None:
+        return TensorDataset(name, tensors, options)
     with source_blamed(name):
         return LiveDataset(name, lambda: _reader(source() if callable(source) else source), options)
 
@@ -307,7 +321,8 @@ def _reader(source: Source) -> pa.RecordBatchReader:
         return pa.RecordBatchReader.from_stream(source)
     raise SourceError(
         f"cannot publish a {type(source).__name__}: give a Table, a RecordBatchReader, an object with "
-        "__arrow_c_stream__, a callable that returns one of these, or the path of an Arrow IPC or Parquet file"
+        "__arrow_c_stream__, a callable that returns one of these, the path of an Arrow IPC or Parquet file, "
+        "or one or more tensors"
     )
 
 

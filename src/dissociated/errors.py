@@ -12,6 +12,7 @@
     ├── SourceError              what was given to publish cannot be read
     ├── FormatError              bytes that are no Arrow IPC, cut off or damaged, or what it cannot hold, a ValueError
     ├── OptionError              an option with a value that makes no sense, also a ValueError
+    ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
     ├── CatalogError             the catalog cannot be reached or refuses
@@ -71,6 +72,10 @@ class FormatError(DissociatedError, ValueError):
 
 class OptionError(DissociatedError, ValueError):
     """An option was given a value that makes no sense."""
+
+
+class WrongKind(DissociatedError, TypeError):
+    """A dataset holds tensors where record batches were asked for, or the other way round."""
 
 
 class ColumnNotFound(DissociatedError, KeyError):

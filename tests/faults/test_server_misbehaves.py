@@ -96,7 +96,7 @@ METADATA = [
     Case("empty", frame(UNTAGGED), BROKEN, "the prefix alone has 5"),
     Case("unknown kind", frame(UNTAGGED, b"\x02\0\0\0\0"), BROKEN, "unknown kind 2"),
     Case("end of stream with a tail", SCHEMA + frame(UNTAGGED, b"\0\1\0\0\0\0"), BROKEN, "instead of exactly 5"),
-    Case("end before the schema", end(0), BROKEN, "before its schema"),
+    Case("end before the schema", end(0), BROKEN, "before its first message"),
     Case("end before what was sent", SCHEMA + META + end(1), BROKEN, "ended the stream at 1"),
     Case("two ends", SCHEMA + end(2) + end(2), BROKEN, "not allowed"),
     Case("no flatbuffer", metadata(0, b""), BROKEN, "no Arrow IPC message"),

@@ -7,14 +7,26 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
-from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, RemoteError, TransportError, UriError
+from dissociated.errors import (
+    CatalogError,
+    DatasetNotFound,
+    DeadlineExceeded,
+    RemoteError,
+    TransportError,
+    UriError,
+    WrongKind,
+)
 from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.tensor import Tensor
+from dissociated.tensor_client import open_tensors
+from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
@@ -41,6 +53,11 @@ class DatasetInfo:
     rows: int | None
     nbytes: int | None
     endpoints: tuple[Endpoint, ...]
+
+    @property
+    def tensors(self) -> TensorsInfo | None:
+        """What tensors it has; None for a dataset of record batches."""
+        return tensors_of(self.schema)
 
 
 @dataclass(frozen=True)
@@ -156,16 +173,32 @@ class Client(CatalogClient):
         ColumnNotFound, and what `open_stream` raises.
         """
         wanted = partial(self._open, name, transport, columns, options, max_body)
+        return _chained(*self._endpoints(name, wanted))
+
+    def read_tensors(self, name: str, transport: str | None = None, *, max_body: int = MAX_BODY) -> Iterator[Tensor]:
+        """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
+
+        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. Raises DatasetNotFound,
+        WrongKind where the dataset holds record batches, and what `open_tensors` raises.
+        """
+        if transport == "grpc":
+            raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
+        opened = partial(open_tensors, timeout=self._timeout, max_body=max_body)
+        _, readers = self._endpoints(name, lambda endpoint: self._nearest(name, transport, endpoint, opened))
+        return chain.from_iterable(readers)
+
+    def _endpoints(self, name: str, opened: Callable[[Endpoint], T]) -> tuple[DatasetInfo, list[T]]:
+        """The dataset `name`, and each of its endpoints, opened."""
         info = self.describe(name)
         for _ in range(_MAX_REPLACED):
             try:
-                return _chained(info, [wanted(endpoint) for endpoint in info.endpoints])
+                return info, [opened(endpoint) for endpoint in info.endpoints]
             except RemoteError:
                 found = self.describe(name)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return _chained(info, [wanted(endpoint) for endpoint in info.endpoints])
+        return info, [opened(endpoint) for endpoint in info.endpoints]
 
     def _open(
         self,
@@ -179,6 +212,13 @@ class Client(CatalogClient):
         if scheme == "grpc":
             reader = self.do_get(endpoint.ticket, options)
             return reader if columns is None else _select(reader, columns)
+        opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
+        return self._nearest(name, scheme, endpoint, opened)
+
+    def _nearest(
+        self, name: str, scheme: str | None, endpoint: Endpoint, opened: Callable[[Sequence[str], bytes], T]
+    ) -> T:
+        """The endpoint, opened where it is nearest."""
         usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
@@ -190,14 +230,7 @@ class Client(CatalogClient):
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
-                return open_stream(
-                    nearest,
-                    endpoint.ticket,
-                    columns=columns,
-                    options=options,
-                    timeout=self._timeout,
-                    max_body=max_body,
-                )
+                return opened(nearest, endpoint.ticket)
             except TransportError:
                 if not reachable:
                     raise
