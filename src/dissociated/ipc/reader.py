@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError
+from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError
 from dissociated.ipc.options import ReadOptions
 
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
@@ -27,6 +27,8 @@ def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
     # Ours pass: they come from below, through libarrow. So do an interruption, and memory that has run out.
     if isinstance(error, (DissociatedError, MemoryError, pa.ArrowCancelled)):
         return error
+    if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
+        return OptionError(f"included_fields has a field that the schema has not: {error}")
     who = "the peer sent what libarrow cannot read" if blame is RemoteProtocolError else "libarrow cannot read this"
     return blame(f"{who}: {error}")
 
