@@ -68,15 +68,13 @@ class FileReader:
     @property
     def metadata(self) -> dict[bytes, bytes] | None:
         """The custom metadata of the footer, None where it has none."""
-        with self._lock:
-            found: dict[bytes, bytes] | None = self._native().metadata
-            return found
+        found: dict[bytes, bytes] | None = self._native().metadata
+        return found
 
     @property
     def stats(self) -> ReadStats:
         """What has been read so far."""
-        with self._lock:
-            return self._native().stats
+        return self._native().stats
 
     @cached_property
     def footer(self) -> Footer:
