@@ -21,7 +21,7 @@ from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
 from dissociated.ipc.footer import Footer, parse_footer
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.reader import StreamReader, blamed
-from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, sequential
+from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, readable, sequential
 from dissociated.ipc.stats import ReadStats
 from dissociated.protocol.header import HeaderType, parse_header, row_count
 
@@ -236,12 +236,14 @@ def open_either(
 
 
 def _is_file(source: Any) -> bool:
-    is_object = hasattr(source, "read")
-    if is_object and not source.seekable():
-        return False
     if isinstance(source, str | os.PathLike) and os.path.exists(source) and not os.path.isfile(source):
         return False
-    at = source.tell() if is_object else 0
+    at = 0
+    if is_object := hasattr(source, "read"):
+        with readable(source):
+            if not source.seekable():
+                return False
+            at = source.tell()
     opened = random_access(source, False, None)
     try:
         first = opened.read(at, len(MAGIC)).to_pybytes()

@@ -88,7 +88,8 @@ class Memory(RandomAccess):
         return self._memory
 
     def read(self, offset: int, length: int) -> pa.Buffer:
-        return self._memory.slice(min(offset, self.size), max(length, 0))
+        start = min(offset, self.size)
+        return self._memory.slice(start, min(length, self.size - start))
 
     def load(self, spans: Sequence[Span]) -> None:
         if self._close is not None and self._close.alive:
@@ -125,11 +126,11 @@ class Positioned(RandomAccess):
         if piece is not None and end <= piece.end:
             return piece.slice(offset, end)
         whole = pa.allocate_buffer(end - offset, self._pool)
-        view = memoryview(whole)
+        view = _bytes(whole)
         while offset < end:
             if (piece := self._piece_at(offset)) is not None:
                 stop = min(end, piece.end)
-                view[: stop - offset] = memoryview(piece.slice(offset, stop))
+                view[: stop - offset] = _bytes(piece.slice(offset, stop))
             else:
                 stop = min(end, self._next_piece(offset))
                 self._file.fill(offset, view[: stop - offset])
@@ -189,7 +190,7 @@ class Positioned(RandomAccess):
         contents = []
         for start, end in spans:
             contents.append(pa.allocate_buffer(end - start, self._pool))
-            self._file.fill(start, memoryview(contents[-1]))
+            self._file.fill(start, _bytes(contents[-1]))
         return contents
 
 
@@ -225,11 +226,11 @@ class _FileObject:
     def __init__(self, file: Any) -> None:
         self._file = file
         self._lock = threading.Lock()
-        with _readable(file):
+        with readable(file):
             self.size: int = file.seek(0, os.SEEK_END)
 
     def fill(self, offset: int, view: memoryview) -> None:
-        with self._lock, _readable(self._file):
+        with self._lock, readable(self._file):
             self._file.seek(offset)
             count = _fill(self._file, view)
         if count < len(view):
@@ -290,11 +291,15 @@ class _Sequential(_Reader):
             content = pa.allocate_buffer(size, self._pool)
         except MemoryError:
             raise FormatError(f"there is no memory for the {size} bytes that a message announces") from None
-        with _readable(self._file):
-            return content.slice(0, _fill(self._file, memoryview(content)))
+        with readable(self._file):
+            return content.slice(0, _fill(self._file, _bytes(content)))
 
     def seekable(self) -> bool:
         return False
+
+
+def _bytes(buffer: pa.Buffer) -> memoryview:
+    return memoryview(buffer).cast("B")
 
 
 def _fill(file: Any, view: memoryview) -> int:
@@ -307,7 +312,8 @@ def _fill(file: Any, view: memoryview) -> int:
         else:
             content = file.read(len(view) - done)
             count = None if content is None else len(content)
-            view[done : done + len(content or b"")] = content or b""
+            if count:
+                view[done : done + count] = content
         if count is None:
             raise StoreError(f"{file!r} does not block: give a file that waits for what it reads")
         if not count:
@@ -317,7 +323,7 @@ def _fill(file: Any, view: memoryview) -> int:
 
 
 @contextmanager
-def _readable(file: Any) -> Iterator[None]:
+def readable(file: Any) -> Iterator[None]:
     """Turn what a file object raises into a StoreError: the system's refusals, and a ValueError where it is closed."""
     try:
         yield
@@ -339,8 +345,9 @@ def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> 
     if isinstance(source, pa.MemoryMappedFile | pa.BufferReader):
         return _of_mapping(source)
     if hasattr(source, "read"):
-        if not source.seekable():
-            raise StoreError(f"{source!r} cannot seek, so it can only be read as a stream")
+        with readable(source):
+            if not source.seekable():
+                raise StoreError(f"{source!r} cannot seek, so it can only be read as a stream")
         return Positioned(_FileObject(source), pool)
     return Memory(_buffer(source))
 
@@ -402,7 +409,7 @@ def _of_descriptor(descriptor: int, name: str, memory_map: bool, pool: pa.Memory
 
 
 def _of_mapping(file: pa.NativeFile) -> Memory:
-    with _readable(file):
+    with readable(file):
         at = file.tell()
         file.seek(0)
         whole = file.read_buffer(file.size())
