@@ -120,7 +120,8 @@ class _Job:
         except BaseException as error:
             self.error = error
         if step.nbytes is None:
-            self.nbytes = sum(batch.nbytes for batch, _ in self.batches)
+            # not nbytes, which follows offsets that nobody has checked
+            self.nbytes = sum(batch.get_total_buffer_size() for batch, _ in self.batches)
         self.last = self.error is not None or not self.batches
 
 
@@ -206,7 +207,8 @@ class AsyncBatches(AsyncIterator[Any]):
         ahead = sum(job.left for job in self._jobs) - self._asked
         if ahead < 0:
             return True
-        return ahead < self._how.readahead and sum(job.nbytes for job in self._jobs) < self._how.readahead_bytes
+        held = sum(job.nbytes for job in self._jobs if job.left)
+        return ahead < self._how.readahead and held < self._how.readahead_bytes
 
     def _progressed(self) -> None:
         self._progress.set()
