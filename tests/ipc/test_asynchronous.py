@@ -165,17 +165,17 @@ def test_calls_that_are_outstanding_read_at_once() -> None:
     """Four threads meet within reading: none could go on alone."""
     meeting = threading.Barrier(4, timeout=PATIENCE)
 
-    class Apart(dis.ipc.FileReader):
-        def read_together(self, indices: Any) -> Any:
-            meeting.wait()
-            return super().read_together(indices)
+    class Meeting(ThreadPoolExecutor):
+        def submit(self, call: Any, *arguments: Any, **named: Any) -> Any:
+            return super().submit(lambda: (meeting.wait(), call(*arguments, **named))[1])
 
     async def test() -> None:
-        async with await open_async(FILE) as reader:
-            reader._reader.__class__ = Apart
-            batches = reader.batches(readahead=0)
-            assert await asyncio.gather(*(anext(batches) for _ in range(4))) == BATCHES[:4]
-            await batches.aclose()
+        with ThreadPoolExecutor(4) as executor:
+            async with await open_async(FILE, executor=executor) as reader:
+                executor.__class__ = Meeting
+                batches = reader.batches(readahead=0)
+                assert await asyncio.gather(*(anext(batches) for _ in range(4))) == BATCHES[:4]
+                executor.__class__ = ThreadPoolExecutor
 
     run(test)
 

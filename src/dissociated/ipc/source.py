@@ -114,6 +114,7 @@ class Positioned(RandomAccess):
         self._pieces: tuple[list[int], list[Piece]] = [], []  # where they start, and they: replaced, never changed
         self._offered: Piece | None = None
         self._background: ThreadPoolExecutor | None = None
+        self._loading = threading.Lock()
 
     def native(self) -> pa.PythonFile:
         return pa.PythonFile(_Cursor(self), mode="r")
@@ -140,18 +141,17 @@ class Positioned(RandomAccess):
 
     def load(self, spans: Sequence[Span]) -> None:
         wanted = [(start, min(end, self.size)) for start, end in spans if start < self.size]
-        missing = [span for span in wanted if (piece := self._piece_at(span[0])) is None or piece.end < span[1]]
-        if not missing:
-            return
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
-        pieces = [*self._pieces[1]]
-        for first in range(0, len(missing), _READS):
-            some = missing[first : first + _READS]
-            group = self._background.submit(self._read_all, some)
-            pieces += (Piece(start, end, group, nth) for nth, (start, end) in enumerate(some))
-        pieces.sort(key=lambda piece: piece.start)
-        self._pieces = [piece.start for piece in pieces], pieces
+        with self._loading:
+            missing = [span for span in wanted if (piece := self._piece_at(span[0])) is None or piece.end < span[1]]
+            if missing and self._background is None:
+                self._background = ThreadPoolExecutor(1, thread_name_prefix="read ahead")
+            pieces = [*self._pieces[1]]
+            for first in range(0, len(missing), _READS):
+                some = missing[first : first + _READS]
+                group = self._background.submit(self._read_all, some)  # type: ignore[union-attr]  # it is there now
+                pieces += (Piece(start, end, group, nth) for nth, (start, end) in enumerate(some))
+            pieces.sort(key=lambda piece: piece.start)
+            self._pieces = [piece.start for piece in pieces], pieces
 
     def fetch(self, start: int, end: int) -> Piece:
         content = self.read(start, end - start)
