@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dissociated import errors
 from dissociated.catalog.client import Client, DatasetInfo, connect
-from dissociated.client import open_stream
+from dissociated.client import open_stream, open_stream_async
 from dissociated.errors import DissociatedError
 from dissociated.ipc.options import ReadOptions, WriteOptions
 from dissociated.server import Server
@@ -32,5 +32,6 @@ __all__ = [
     "connect",
     "errors",
     "open_stream",
+    "open_stream_async",
     "open_tensors",
 ]

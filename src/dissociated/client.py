@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -28,6 +29,9 @@ from dissociated.stream import Deliveries, Stream
 from dissociated.transport.base import seconds
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+
+if TYPE_CHECKING:
+    from dissociated.ipc.asynchronous import AsyncStreamReader
 
 #: Seconds that a server may be silent.
 TIMEOUT = 60.0
@@ -104,6 +108,23 @@ def request(
         stream = Stream(opened, uris[-1].free_data, timeout, max_body, pool)
         connections.pop_all()  # the stream owns them now
     return stream
+
+
+async def open_stream_async(
+    uri: str | Sequence[str],
+    ticket: bytes,
+    *,
+    columns: Sequence[str] | None = None,
+    options: ReadOptions | None = None,
+    timeout: float = TIMEOUT,
+    max_body: int = MAX_BODY,
+) -> AsyncStreamReader:
+    """`open_stream` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
+    from dissociated.ipc.asynchronous import open_reader_async
+
+    return await open_reader_async(
+        open_stream, uri, ticket, columns=columns, options=options, timeout=timeout, max_body=max_body
+    )
 
 
 def _nothing(tag: int | None, length: int) -> Buffer:

@@ -14,7 +14,7 @@
     ├── OptionError              an option with a value that makes no sense, also a ValueError
     ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
-    ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
+    ├── StoreError               a segment or a file cannot be written or read: no space, wrong content, not there
     ├── CatalogError             the catalog cannot be reached or refuses
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
     └── JavaNotFound             there is no Java that Spark could run on
@@ -85,7 +85,7 @@ class ColumnNotFound(DissociatedError, KeyError):
 
 
 class StoreError(DissociatedError):
-    """A segment cannot be written or read."""
+    """A segment or a file cannot be written or read, or is closed."""
 
 
 class CatalogError(DissociatedError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -30,6 +30,9 @@ from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
+
+if TYPE_CHECKING:
+    from dissociated.ipc.asynchronous import AsyncStreamReader
 
 T = TypeVar("T")
 
@@ -199,6 +202,20 @@ class Client(CatalogClient):
                     raise
                 info = found  # it was replaced after we had looked it up
         return info, [opened(endpoint) for endpoint in info.endpoints]
+
+    async def read_async(
+        self,
+        name: str,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+    ) -> AsyncStreamReader:
+        """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
+        from dissociated.ipc.asynchronous import open_reader_async
+
+        return await open_reader_async(self.read, name, transport, columns, options=options, max_body=max_body)
 
     def _open(
         self,

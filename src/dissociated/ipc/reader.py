@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError, TransportError
+from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
 from dissociated.ipc.options import ReadOptions
 
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
@@ -26,6 +26,8 @@ def blamed(blame: type[DissociatedError]) -> Iterator[None]:
 def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
     if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
+    if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
+        return OptionError(f"included_fields has a field that the schema has not: {error}")
     peer = blame is RemoteProtocolError
     if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
         return (TransportError if peer else blame)(
