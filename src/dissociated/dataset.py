@@ -264,8 +264,15 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
     `__arrow_c_stream__`, and the same stream each time. Anything else with `__arrow_c_stream__` (a
     DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time.
 
-    Raises SourceError for what is none of these.
+    Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
     """
+    made = _dataset(name, source, options)
+    if options is not None:
+        options.check_depth(made.schema)
+    return made
+
+
+def _dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
@@ -276,6 +283,11 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
             raise SourceError(f"cannot publish {path}: there is no such file")
         if _is_parquet(path):
             return _parquet(name, path, options)
+        if options is not None:
+            raise SourceError(
+                f"cannot publish {path} with options: an Arrow IPC file is served as it is. Publish a callable that "
+                "opens it, whose batches are then written anew"
+            )
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)

@@ -97,13 +97,14 @@ class WriteOptions:
 
     def __post_init__(self) -> None:
         _check_common(self)
-        if self.alignment not in _ALIGNMENTS:
-            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment}")
+        if not isinstance(self.alignment, int) or self.alignment not in _ALIGNMENTS:
+            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment!r}")
         name = self.codec.name if isinstance(self.codec, pa.Codec) else self.codec
         if name is not None and name not in _CODECS:
-            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name}")
-        if self.min_space_savings is not None and not 0 <= self.min_space_savings <= 1:
-            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {self.min_space_savings}")
+            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name!r}")
+        savings = self.min_space_savings
+        if savings is not None and not (isinstance(savings, int | float) and 0 <= savings <= 1):
+            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {savings!r}")
         _check_type(self, "metadata_version", pa.ipc.MetadataVersion)
         if self.metadata_version not in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
             raise OptionError(f"metadata is written in version V4 or V5, not {self.metadata_version.name}")
