@@ -108,6 +108,9 @@ class WriteOptions:
         _check_type(self, "metadata_version", pa.ipc.MetadataVersion)
         if self.metadata_version not in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
             raise OptionError(f"metadata is written in version V4 or V5, not {self.metadata_version.name}")
+        if name is not None and self.metadata_version is pa.ipc.MetadataVersion.V4:
+            # libarrow would write it, and read something else back
+            raise OptionError("bodies can be compressed with metadata version V5 only")
 
     def to_pyarrow(self) -> pa.ipc.IpcWriteOptions:
         """The part that libarrow applies by itself."""
