@@ -246,7 +246,7 @@ def test_tables_and_sizes_of_chunks_are_checked() -> None:
     with StreamWriter(io.BytesIO(), SCHEMA) as writer:
         with pytest.raises(FormatError, match="a RecordBatch is no table"):
             writer.write_table(NUMBERS)
-        for wrong in (0, -1):
+        for wrong in (0, -1, 2.5):
             with pytest.raises(OptionError, match=f"max_chunksize is a number of rows, 1 or more, not {wrong}"):
                 writer.write_table(pa.table(NUMBERS), wrong)
 

@@ -93,6 +93,7 @@ class WriteOptions:
     emit_dictionary_deltas: bool = False
     #: Whether a table that is written to a file gets one dictionary for each column. Streams ignore it.
     unify_dictionaries: bool = False
+    #: V5, or V4 for libraries before 1.0, which has no compression.
     metadata_version: pa.ipc.MetadataVersion = pa.ipc.MetadataVersion.V5
 
     def __post_init__(self) -> None:

@@ -1,5 +1,8 @@
 """How buffers lie in a body where libarrow cannot be told: aligned, and compressed only where that saves enough.
 
+libarrow's own option of alignment pads metadata alone: within its bodies buffers lie aligned to 8 bytes whatever one
+asks for. "Write padding after memory buffers up to this multiple of bytes" is done here.
+
 A compressed buffer begins with its size before, an int64; -1 there says that what follows is not compressed
 (Message.fbs, `BodyCompression`).
 """

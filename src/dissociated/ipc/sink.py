@@ -37,23 +37,26 @@ class DescriptorSink(Sink):
     """A descriptor, which it owns and closes. `what` tells an error what was being written."""
 
     def __init__(self, descriptor: int, what: str) -> None:
-        self.descriptor = descriptor
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
         self.what = what
+
+    @property
+    def descriptor(self) -> int:
+        """What it writes to, still its own."""
+        return self._file.fileno()
 
     def write(self, parts: Sequence[Buffer]) -> None:
         with explained(self.what):
             write_parts(self.descriptor, parts)
 
     def close(self) -> None:
-        if self.descriptor >= 0:
-            descriptor, self.descriptor = self.descriptor, -1
-            with explained(self.what):
-                os.close(descriptor)
+        with explained(self.what):
+            self._file.close()
 
     def abort(self) -> None:
         """Keeps what was written. Does nothing after `close`."""
-        with suppress(StoreError):
-            DescriptorSink.close(self)
+        with suppress(OSError):
+            self._file.close()
 
 
 class FileSink(Sink):
@@ -70,10 +73,10 @@ class FileSink(Sink):
                 left = memoryview(part).cast("B")
                 while len(left):
                     count = self._file.write(left)
-                    if count is None:
-                        if isinstance(self._file, io.RawIOBase):
-                            raise StoreError("a file object that does not block takes no more: give one that waits")
+                    if count is None and not isinstance(self._file, io.RawIOBase):
                         break  # some write everything and say nothing
+                    if not count:
+                        raise StoreError("a file object that does not block takes no more: give one that waits")
                     left = left[count:]
 
     def close(self) -> None:

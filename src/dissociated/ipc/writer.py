@@ -70,8 +70,8 @@ class RecordBatchWriter(ABC):
         self._check_open()
         if not isinstance(table, pa.Table):
             raise FormatError(f"a {type(table).__name__} is no table")
-        if max_chunksize is not None and max_chunksize < 1:
-            raise OptionError(f"max_chunksize is a number of rows, 1 or more, not {max_chunksize}")
+        if max_chunksize is not None and not (isinstance(max_chunksize, int) and max_chunksize > 0):
+            raise OptionError(f"max_chunksize is a number of rows, 1 or more, not {max_chunksize!r}")
         for batch in table.to_batches(max_chunksize):
             self.write_batch(batch)
 
