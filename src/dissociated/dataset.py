@@ -280,8 +280,15 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
     DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time. A Tensor, a sparse one,
     or a list of them is held, and read with `read_tensors` or `open_tensors`.
 
-    Raises SourceError for what is none of these.
+    Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
     """
+    made = _dataset(name, source, options)
+    if options is not None:
+        options.check_depth(made.schema)
+    return made
+
+
+def _dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
@@ -292,6 +299,11 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
             raise SourceError(f"cannot publish {path}: there is no such file")
         if _is_parquet(path):
             return _parquet(name, path, options)
+        if options is not None:
+            raise SourceError(
+                f"cannot publish {path} with options: an Arrow IPC file is served as it is. Publish a callable that "
+                "opens it, whose batches are then written anew"
+            )
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)

@@ -7,8 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
 from dissociated.errors import (
@@ -21,7 +24,7 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.protocol.events import Streams
 from dissociated.session import FREE_DATA, Session, want_tag
-from dissociated.store.segment import Segment
+from dissociated.store.segment import Memory, Segment, SegmentWriter
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
 from dissociated.transport.registry import transport
@@ -111,15 +114,26 @@ class Server:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
-        alignment, dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that
-        publish the same source with one ticket can share the work: metadata from one, bodies from the other.
-        Raises SourceError or StoreError where the source cannot be read.
+        alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
+        with; left out, it is random. Two servers that publish the same source with one ticket can share the work:
+        metadata from one, bodies from the other. Raises SourceError or StoreError where the source cannot be read,
+        FormatError where it cannot be written with these options.
         """
         made = dataset(name, source, options)
         if ticket is not None:
             made.ticket = ticket
         with self._changing:
             self._adopt(made)
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        """A writer straight into shared memory, whose batches are published under `name` on `close`, whole and at once.
+
+        Leaving its `with` by an exception discards them. Raises FormatError where the schema cannot be written so, and
+        StoreError where there is no space left. Closing it raises DissociatedError where the server is closed.
+        """
+        return SegmentWriter(
+            partial(Memory, name, lambda segment: self.publish_segments(name, [segment])), schema, options
+        )
 
     def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
         """Make segments available under `name`, whole and at once.

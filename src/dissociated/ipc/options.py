@@ -93,20 +93,25 @@ class WriteOptions:
     emit_dictionary_deltas: bool = False
     #: Whether a table that is written to a file gets one dictionary for each column. Streams ignore it.
     unify_dictionaries: bool = False
+    #: V5, or V4 for libraries before 1.0, which has no compression.
     metadata_version: pa.ipc.MetadataVersion = pa.ipc.MetadataVersion.V5
 
     def __post_init__(self) -> None:
         _check_common(self)
-        if self.alignment not in _ALIGNMENTS:
-            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment}")
+        if not isinstance(self.alignment, int) or self.alignment not in _ALIGNMENTS:
+            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment!r}")
         name = self.codec.name if isinstance(self.codec, pa.Codec) else self.codec
         if name is not None and name not in _CODECS:
-            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name}")
-        if self.min_space_savings is not None and not 0 <= self.min_space_savings <= 1:
-            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {self.min_space_savings}")
+            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name!r}")
+        savings = self.min_space_savings
+        if savings is not None and not (isinstance(savings, int | float) and 0 <= savings <= 1):
+            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {savings!r}")
         _check_type(self, "metadata_version", pa.ipc.MetadataVersion)
         if self.metadata_version not in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
             raise OptionError(f"metadata is written in version V4 or V5, not {self.metadata_version.name}")
+        if name is not None and self.metadata_version is pa.ipc.MetadataVersion.V4:
+            # libarrow would write it, and read something else back
+            raise OptionError("bodies can be compressed with metadata version V5 only")
 
     def to_pyarrow(self) -> pa.ipc.IpcWriteOptions:
         """The part that libarrow applies by itself."""

@@ -104,13 +104,16 @@ def _seals(descriptor: int) -> int:
         return 0  # a file system without seals
 
 
-def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
-    """Write `parts` one after the other at `offset`, in as few calls as can be. Returns the number of bytes."""
+def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int | None = None) -> int:
+    """Write `parts` one after the other at `offset`, or where the descriptor stands, in as few calls as can be.
+
+    Returns the number of bytes.
+    """
     written = 0
     for first in range(0, len(parts), _IOV_MAX):
         some = [memoryview(part).cast("B") for part in parts[first : first + _IOV_MAX] if len(part)]
         while some:
-            count = os.pwritev(descriptor, some, offset + written)
+            count = os.writev(descriptor, some) if offset is None else os.pwritev(descriptor, some, offset + written)
             written += count
             while some and count >= len(some[0]):
                 count -= len(some.pop(0))
