@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, SourceError
+from dissociated.errors import DissociatedError, FormatError, SourceError
 from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
@@ -320,6 +320,8 @@ def source_blamed(name: str) -> Iterator[None]:
     """Turn whatever the source of `name` raises into a SourceError, whose reason a client can be told."""
     try:
         yield
+    except FormatError as error:
+        raise SourceError(f"the source of {name!r} failed: {error}") from error
     except DissociatedError:
         raise
     except Exception as error:  # it is the publisher's code: anything may come out of it
