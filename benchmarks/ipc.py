@@ -92,9 +92,7 @@ def run(rounds: int) -> None:
         )
     print(text.table(("TIME OF", "MEASURED", "GOAL", ""), reached, right=(1, 2)))
     for scheme, grown in growth:
-        print(
-            f"\nserving a file of {text.size(cases[0].nbytes)} over {scheme} made the server larger by {text.size(grown)}"
-        )
+        print(f"\nserving a file of {text.size(cases[0].nbytes)} over {scheme} took {text.size(grown)} of memory")
 
 
 def _growth(case: Case, scheme: str) -> int:
