@@ -17,11 +17,10 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
-from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
 from dissociated.ipc.options import ReadOptions
-from dissociated.ipc.reader import blamed
+from dissociated.ipc.reader import read_schema
 from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
@@ -66,8 +65,6 @@ def open_stream(
     RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
     options = options or ReadOptions()
-    if columns is not None and options.included_fields:
-        raise OptionError("give columns or included_fields, not both")
     stream = request(uri, ticket, timeout, max_body, options.memory_pool)
     deliveries = stream.deliveries()
     schema = next(deliveries)
@@ -76,7 +73,7 @@ def open_stream(
         if schema.parsed.is_tensor:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
         if columns is not None or options.included_fields:
-            options = _only(schema.header, columns, options)
+            options = projected(read_schema(schema.header, RemoteProtocolError), columns, options)
         if stream.space.static:
             reader = _read_in_place(stream, schema, deliveries, options)
         else:
@@ -152,25 +149,23 @@ def _read_in_place(
     return join(stream.attached(_again(seen, deliveries)), options)
 
 
-def _only(header: bytes, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
-    """The options that include these columns, and no others, of the schema that has come."""
-    with blamed(RemoteProtocolError):
-        schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
-    if columns is not None:
-        return replace(options, included_fields=column_indices(schema, columns))
-    options.check_fields(schema)
-    return options
+def projected(schema: pa.Schema, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
+    """The options that include these columns of the whole `schema`, or the fields that they say themselves.
 
-
-def column_indices(schema: pa.Schema, columns: Sequence[str]) -> list[int]:
-    """Where these columns stand in `schema`, ascending. Raises ColumnNotFound."""
-    fields = []
+    Raises ColumnNotFound, and OptionError where there is no such field, or both are given.
+    """
+    if columns is None:
+        options.check_fields(schema)
+        return options
+    if options.included_fields:
+        raise OptionError("give columns or included_fields, not both")
+    fields: list[int] = []
     for column in columns:
         found = schema.get_all_field_indices(column)
         if not found:
             raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(schema.names)}")
         fields += found
-    return sorted(set(fields))
+    return replace(options, included_fields=sorted(set(fields)))
 
 
 def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:

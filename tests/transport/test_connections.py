@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, SourceError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError, SourceError
 from dissociated.message import FileSpan, Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
+from dissociated.transport.inproc import InprocConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, leaving_nothing
@@ -173,6 +174,24 @@ def test_interrupting_ends_a_send_in_another_thread(ends: Ends) -> None:
             ends.server.send, [Message(1, (bytes(1 << 28),)), Message(2, (bytes(1 << 28),))], PATIENCE
         )
         ends.server.interrupt()
+        with pytest.raises(ConnectionClosed):
+            sending.result(PATIENCE)
+
+
+def test_one_who_sends_and_does_not_receive_is_cut_off(ends: Ends) -> None:
+    """What it sends is kept while it is sent to, but not without end."""
+    if isinstance(ends.server, InprocConnection):
+        pytest.skip("inproc keeps nothing while it sends")
+
+    def client() -> None:
+        while True:
+            ends.client.send([Message(1, (bytes(4096),))] * 16, PATIENCE)
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(client)
+        with pytest.raises(RemoteProtocolError, match="sends and does not receive"):
+            ends.server.send([Message(None, (bytes(1 << 20),))] * 256, PATIENCE)
+        ends.server.close()
         with pytest.raises(ConnectionClosed):
             sending.result(PATIENCE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
+from dissociated.client import MAX_BODY, TIMEOUT, open_stream, projected
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
@@ -95,10 +95,15 @@ class CatalogClient:
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """The stream over Flight itself: slower than anything else here, and always there."""
+        """The stream over Flight itself, all of its columns: slower than anything else here, and always there.
+
+        Of `options` count those that libarrow applies, and the depth.
+        """
+        options = options or ReadOptions()
         wanted = self._flight.Ticket(ticket)
-        told = self._flight.FlightCallOptions(read_options=(options or ReadOptions()).to_pyarrow())
+        told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
+        options.check_depth(reader.schema)
 
         def batches() -> Iterator[pa.RecordBatch]:
             while (batch := self._call(lambda: next(reader, None))) is not None:
@@ -153,7 +158,7 @@ class CatalogClient:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_sentence(error)) from None
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
             raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
 
 
@@ -227,8 +232,10 @@ class Client(CatalogClient):
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
+            options = options or ReadOptions()
             reader = self.do_get(endpoint.ticket, options)
-            return reader if columns is None else _select(reader, columns)
+            fields = projected(reader.schema, columns, options).included_fields
+            return _select(reader, fields) if fields or columns is not None else reader
         opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
         return self._nearest(name, scheme, endpoint, opened)
 
@@ -313,8 +320,8 @@ def _info(found: Any) -> DatasetInfo:
     )
 
 
-def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBatchReader:
-    indices = column_indices(reader.schema, columns)
+def _select(reader: pa.RecordBatchReader, fields: Sequence[int]) -> pa.RecordBatchReader:
+    indices = sorted(set(fields))
     schema = pa.schema([reader.schema.field(index) for index in indices], reader.schema.metadata)
 
     def batches() -> Iterator[pa.RecordBatch]:

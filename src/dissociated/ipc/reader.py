@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
+from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.options import ReadOptions
 
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
@@ -34,6 +35,12 @@ def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
             f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
         )
     return blame(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
+
+
+def read_schema(header: bytes, blame: type[DissociatedError]) -> pa.Schema:
+    """The schema of this flatbuffer."""
+    with blamed(blame):
+        return pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
 
 
 class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

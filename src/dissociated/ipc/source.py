@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -322,16 +322,9 @@ def _fill(file: Any, view: memoryview) -> int:
     return done
 
 
-@contextmanager
-def readable(file: Any) -> Iterator[None]:
-    """Turn what a file object raises into a StoreError: the system's refusals, and a ValueError where it is closed."""
-    try:
-        yield
-    except OSError:
-        with explained(f"reading {file!r}"):
-            raise
-    except ValueError as error:
-        raise StoreError(f"reading {file!r}: {error}") from error
+def readable(file: Any) -> AbstractContextManager[None]:
+    """Turn what a file object raises into a StoreError."""
+    return explained(f"reading {file!r}")
 
 
 def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:

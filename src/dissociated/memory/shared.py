@@ -18,7 +18,7 @@ from enum import IntEnum
 
 import pyarrow as pa
 
-from dissociated.errors import RemoteProtocolError, StoreError
+from dissociated.errors import DissociatedError, RemoteProtocolError, StoreError
 from dissociated.message import Buffer
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -124,9 +124,13 @@ def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int | None = N
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn the operating system's errors while writing or mapping into a StoreError that says what to do."""
+    """Turn what a file raises into a StoreError that says what to do: the system's refusals, or that it is closed."""
     try:
         yield
+    except DissociatedError:  # some are such, too
+        raise
+    except ValueError as error:
+        raise StoreError(f"{what}: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreError(

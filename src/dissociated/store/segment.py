@@ -17,9 +17,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
-from dissociated.ipc.encapsulated import Encapsulated, encapsulate
+from dissociated.ipc.encapsulated import Encapsulated
 from dissociated.ipc.index import Index
 from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.reader import read_schema
 from dissociated.ipc.sink import DescriptorSink, Sink
 from dissociated.ipc.split import Metadata, Splitter, batches
 from dissociated.ipc.writer import EncapsulatedWriter
@@ -60,8 +61,8 @@ class Segment:
             self.index = Index(self._memory)
             if not self.index or self.index[0].type is not HeaderType.SCHEMA:
                 raise FormatError("not an Arrow IPC stream: it does not begin with a schema")
-            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.index.message(0).header)))
-        except (StoreError, FormatError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
+            self.schema = read_schema(self.index.message(0).header, FormatError)
+        except (StoreError, FormatError) as error:
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
