@@ -20,6 +20,7 @@ from dissociated.uri import Uri
 from helpers import PATIENCE, leaving_nothing
 
 MEDIA = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0", "shm": "shm:"}
+MEDIA |= {"ucx": "ucx://127.0.0.1:0", "ucx6": "ucx://[::1]:0", "ucx, err_mode=none": "ucx://127.0.0.1:0?err_mode=none"}
 
 
 class Ends(NamedTuple):
@@ -45,7 +46,7 @@ def plain(incoming: Incoming | None) -> tuple[int | None, bytes] | None:
 
 @pytest.fixture(params=MEDIA)
 def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
-    if request.param == "tcp6" and not socket.has_dualstack_ipv6():
+    if request.param.endswith("6") and not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
     uri = Uri.parse(MEDIA[request.param])
     with leaving_nothing(), closing(transport(uri.scheme).listen(uri)) as listening:
@@ -53,10 +54,13 @@ def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
 
 
 def connect(listener: Listener) -> Ends:
-    client = transport(listener.uri.scheme).connect(listener.uri, PATIENCE)
-    server = listener.accept()
-    assert server is not None
-    return Ends(client, server)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(transport(listener.uri.scheme).connect, listener.uri, PATIENCE)
+        server = listener.accept()
+        assert server is not None
+        while not connecting.done():
+            server.arrived()  # some media connect only while the other side attends to it
+        return Ends(connecting.result(), server)
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ class Connection(ABC):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.
 
-        Returns when the parts are no longer needed. On a connection that a listener accepted, what the peer sends
+        Returns when the parts are no longer needed, or are kept by reference until they have been sent: they must
+        not change. On a connection that a listener accepted, what the peer sends
         meanwhile is kept for `receive`, so that two sides which both send cannot block each other for ever.
         """
 
@@ -84,6 +85,13 @@ class Connection(ABC):
         """Make `receive` return None from now on, also in another thread, while this side may go on sending.
 
         Where the medium can tell, the peer's sends fail with ConnectionClosed. Never raises.
+        """
+
+    def finish(self, timeout: float) -> None:  # noqa: B027  # most media have nothing to wait for
+        """Wait until the peer has taken what was sent, and closed the connection, where closing earlier loses some.
+
+        After `timeout` seconds of silence it returns all the same. Media whose `close` lets everything arrive do
+        not wait. Never raises.
         """
 
     @abstractmethod
