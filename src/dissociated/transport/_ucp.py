@@ -7,6 +7,8 @@ definitions fits UCX 1.13 to 1.22, as long as every struct is zeroed: its field 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -202,12 +204,10 @@ class Ucp:
     def __init__(self) -> None:
         import cffi
 
-        # What must not happen to a Python program: UCX taking its signals.
-        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
-        os.environ.setdefault("UCX_HANDLE_ERRORS", "none")
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DEFINITIONS)
-        self.path, self.lib = _load(self.ffi)
+        with _tamed():
+            self.path, self.lib = _load(self.ffi)
         numbers = self.ffi.new("unsigned[3]")
         self.lib.ucp_get_version(numbers, numbers + 1, numbers + 2)
         self.version = f"{numbers[0]}.{numbers[1]}.{numbers[2]}"
@@ -247,6 +247,22 @@ def ucp() -> Ucp:
         return Ucp()
     except ImportError:
         raise TransportError("ucx: needs cffi: pip install 'dissociated[ucx]'") from None
+
+
+@contextmanager
+def _tamed() -> Iterator[None]:
+    """Keep UCX, while it is loaded, from taking the program's signals, and from writing to its standard output.
+
+    Errors come out as exceptions. What the user has set stays.
+    """
+    ours = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+    added = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _load(ffi: Any) -> tuple[str, Any]:

@@ -51,8 +51,7 @@ class Connection(ABC):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.
 
-        Returns when the parts are no longer needed, or are kept by reference until they have been sent: they must
-        not change. On a connection that a listener accepted, what the peer sends
+        Returns when the parts are no longer needed. On a connection that a listener accepted, what the peer sends
         meanwhile is kept for `receive`, so that two sides which both send cannot block each other for ever.
         """
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +29,31 @@ _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
+
+
+class Waker:
+    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.RLock()  # a finalizer may interrupt its owner
+        self._open = True
+
+    def set(self) -> None:
+        """Wake, now or when somebody next sleeps."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Forget what was set."""
+        os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            self._open = False
+            os.close(self.descriptor)
 
 
 class UnderWay(NamedTuple):
@@ -60,9 +84,7 @@ class NativeConnection(Connection):
         self._stopped = False
         self._interrupted = False
         self._closed = False
-        # It lives as long as the connection, not until `close`: another thread may be about to use it.
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)
+        self._waker = Waker()
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -80,7 +102,7 @@ class NativeConnection(Connection):
 
     @abstractmethod
     def _sleep(self, seconds: float) -> None:
-        """Sleep until the medium, or `_wake`, has something to tell."""
+        """Sleep until the medium, or `_waker`, has something to tell."""
 
     @abstractmethod
     def _start(self, message: Any) -> None:
@@ -111,11 +133,11 @@ class NativeConnection(Connection):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         with self._lock:
             for message in self.prepare(messages):
-                self._make_room(message.size, timeout)
+                if self._under_way:
+                    self._settle_below(MAX_IN_FLIGHT - message.size, timeout)
                 self._check_open()
                 self._start(message)
-            self._progress()
-            self._settle()
+            self._settle_below(0, timeout)  # nothing would move any more while nobody waits
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
         with self._lock:
@@ -167,11 +189,11 @@ class NativeConnection(Connection):
 
     def interrupt(self) -> None:
         self._interrupted = True
-        self._awake()
+        self._waker.set()
 
     def stop_receiving(self) -> None:
         self._stopped = True
-        self._awake()
+        self._waker.set()
 
     def close(self) -> None:
         if self._pid != os.getpid():
@@ -183,11 +205,12 @@ class NativeConnection(Connection):
                 self._drive(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
             self._closed = self._interrupted = True
             while self._asleep:
-                self._awake()
+                self._waker.set()
                 self._lock.wait()
             self._release()
             self._under_way.clear()
             self._arrived.clear()
+            self._waker.close()
 
     @property
     def _ended(self) -> bool:
@@ -199,11 +222,11 @@ class NativeConnection(Connection):
         if self._gone:
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
-    def _make_room(self, size: int, timeout: float) -> None:
-        """Wait until so many bytes more may be under way, taking in meanwhile what a client sends."""
+    def _settle_below(self, limit: int, timeout: float) -> None:
+        """Wait until at most `limit` bytes, or nothing, are under way, taking in meanwhile what a client sends."""
 
-        def room() -> bool:
-            if not self._in_flight or self._in_flight + size <= MAX_IN_FLIGHT:
+        def settled() -> bool:
+            if not self._under_way or self._in_flight <= limit > 0:
                 return True
             if self._accepted:
                 self._take(refuse)
@@ -211,7 +234,7 @@ class NativeConnection(Connection):
                     raise RemoteProtocolError(f"{self._peer} sends and does not receive")
             return self._gone or self._interrupted
 
-        if not self._drive(room, timeout):
+        if not self._drive(settled, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
 
@@ -251,7 +274,7 @@ class NativeConnection(Connection):
         while self._under_way and self._complete(self._under_way[0].request):
             self._in_flight -= self._under_way.popleft().size
         if self._asleep:
-            self._awake()
+            self._waker.set()
 
     def _posted(self, request: Any, size: int, keep: Any) -> None:
         """A message is under way, and `keep` must stay as it is until it has been sent."""
@@ -261,9 +284,6 @@ class NativeConnection(Connection):
     def _arrive(self, incoming: Incoming) -> None:
         self._arrived.append(incoming)
         self._arrived_bytes += _OVERHEAD + len(incoming.data)
-
-    def _awake(self) -> None:
-        os.eventfd_write(self._wake, 1)
 
     def _lose(self) -> None:
         """The peer is gone."""

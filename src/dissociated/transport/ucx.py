@@ -18,7 +18,6 @@ import struct
 import sys
 import threading
 import time
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from dissociated.transport import _ucp as c
 from dissociated.transport._ucp import Ucp, ucp
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
-from dissociated.transport.native import NativeConnection, refuse
+from dissociated.transport.native import NativeConnection, Waker
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ _METADATA, _ABORT = 0, 1  # ids of active messages
 _OURS = int.from_bytes(b"DISSOC\0\1")
 
 _JOIN = 1 << 12  # bytes up to which parts are copied together
-_SYNC = 1 << 12  # bytes from which a body counts as under way until its receiver has asked for it
 _AHEAD = 1 << 25  # bytes of bodies that are received at once
 _MAX_WAITING = 128  # connections that wait to be accepted
 _SETTLE = 0.1  # seconds for an endpoint to close
@@ -92,34 +90,35 @@ class _Place(NamedTuple):
     pid: int
 
 
-def _place(address: str, rma: bool) -> _Place:
+def place(address: str, rma: bool) -> _Place:
+    """The kind of place that a connection with this address is in, with or without one-sided access to memory."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     return _Place(ip.version == 6, ip.is_loopback, rma, os.getpid())
 
 
 @cache
-def _context(place: _Place) -> Any:
+def context(where: _Place) -> Any:
     """A context, which lives as long as the process."""
     u = ucp()
     config = u.ffi.new("ucp_config_t **")
     u.check(u.lib.ucp_config_read(u.ffi.NULL, u.ffi.NULL, config), "reading the configuration of UCX")
     settings = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}  # of 8k, bodies in many pieces go at half speed
-    if place.inet6:
+    if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
-    if place.loopback:
+    if where.loopback:
         settings["NET_DEVICES"] = "lo"
     for name, value in settings.items():
         if f"UCX_{name}" not in os.environ:
             u.lib.ucp_config_modify(config[0], name.encode(), value.encode())
     params = u.ffi.new("ucp_params_t *")
     params.field_mask = c.PARAM_FEATURES | c.PARAM_MT_WORKERS_SHARED
-    params.features = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_WAKEUP | (c.FEATURE_RMA if place.rma else 0)
+    params.features = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_WAKEUP | (c.FEATURE_RMA if where.rma else 0)
     params.mt_workers_shared = 1
-    context = u.ffi.new("ucp_context_h *")
-    status = u.lib.ucp_init_version(1, 12, params, config[0], context)
+    made = u.ffi.new("ucp_context_h *")
+    status = u.lib.ucp_init_version(1, 12, params, config[0], made)
     u.lib.ucp_config_release(config[0])
     u.check(status, f"starting UCX{_advice()}")
-    return context[0]
+    return made[0]
 
 
 def _advice() -> str:
@@ -135,9 +134,9 @@ def _advice() -> str:
 class _Worker:
     """What makes progress, and the descriptor that tells when there is some to make."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, where: _Place) -> None:
         self.ucp = u = ucp()
-        self.context = _context(place)
+        self.context = context(where)
         params = u.ffi.new("ucp_worker_params_t *")
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
         params.thread_mode = c.THREAD_MODE_SERIALIZED
@@ -159,13 +158,13 @@ class _Worker:
             self.ucp.check(status, "waiting")
         return bool(status == c.OK)
 
-    def sleep(self, wake: int, seconds: float | None) -> None:
-        """Sleep until there is progress to be made, or `wake` is readable, which it then is no more."""
+    def sleep(self, waker: Waker, seconds: float) -> None:
+        """Sleep until there is progress to be made, or `waker` is set, which it then is no more."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
-        poll.register(wake, select.POLLIN)
-        if any(ready == wake for ready, _ in poll.poll(None if seconds is None else seconds * 1000)):
-            os.eventfd_read(wake)
+        poll.register(waker.descriptor, select.POLLIN)
+        if any(ready == waker.descriptor for ready, _ in poll.poll(seconds * 1000)):
+            waker.clear()
 
     def destroy(self) -> None:
         self.ucp.lib.ucp_worker_destroy(self.handle)
@@ -297,10 +296,8 @@ class UcxConnection(NativeConnection):
                 self._endpoint, _METADATA, self._ucp.ffi.NULL, 0, pointer, length, param
             )
         else:
-            # A synchronous send is complete when the receiver has asked for it: that is our backpressure.
-            sync = self._accepted and size > _SYNC
-            send = self._lib.ucp_tag_send_sync_nbx if sync else self._lib.ucp_tag_send_nbx
-            request = send(self._endpoint, pointer, length, tag, self._pieces if pieces else self._plain)
+            param = self._pieces if pieces else self._plain
+            request = self._lib.ucp_tag_send_nbx(self._endpoint, pointer, length, tag, param)
         self._begun(request, size, message)
 
     def _begun(self, request: Any, size: int, keep: Any) -> None:
@@ -378,6 +375,10 @@ class UcxConnection(NativeConnection):
                 raise
             view = u.ffi.from_buffer(memory, require_writable=True) if length else u.ffi.NULL
             self._receive_into(self._lib.ucp_tag_msg_recv_nbx(worker, view, length, message, self._plain), tag, memory)
+        return self._taken()
+
+    def _taken(self) -> bool:
+        """Hand over what has been received. Whether some is still on its way."""
         while self._receiving:
             request, tag, memory = self._receiving[0]
             status = self._lib.ucp_request_check_status(request)
@@ -413,7 +414,7 @@ class UcxConnection(NativeConnection):
         return self._worker.arm()
 
     def _sleep(self, seconds: float) -> None:
-        self._worker.sleep(self._wake, seconds)
+        self._worker.sleep(self._waker, seconds)
 
     def _lose_by(self, status: int) -> None:
         """Called by UCX, and by us: the endpoint has failed."""
@@ -433,8 +434,7 @@ class UcxConnection(NativeConnection):
             while time.monotonic() < end:
                 if not self._progress():
                     self._settle()
-                    self._take(refuse)
-                    if not self._under_way and not self._receiving:
+                    if not self._taken() and not self._under_way:
                         break
                     self._sleep(_SETTLE / 20)
         self._worker.destroy()
@@ -446,7 +446,7 @@ class _UcxListener(Listener):
     """A worker that only hears of connections; each then gets its own."""
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
-        self._place = _place(address, rma)
+        self._place = place(address, rma)
         self._mode = mode
         self._worker = _Worker(self._place)
         self._ucp = u = self._worker.ucp
@@ -454,8 +454,7 @@ class _UcxListener(Listener):
         self._requests: deque[Any] = deque()
         self._closed = False
         self._pid = os.getpid()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)
+        self._waker = Waker()
         self._lock = threading.Condition(threading.Lock())  # held by whoever uses the worker
         self._asleep = False
         params = u.ffi.new("ucp_listener_params_t *")
@@ -468,6 +467,7 @@ class _UcxListener(Listener):
             u.check(status, f"listening on {host}:{port}{_advice()}")
         except BaseException:
             self._worker.destroy()
+            self._waker.close()
             raise
         del keep
         self._listener = made[0]
@@ -492,7 +492,7 @@ class _UcxListener(Listener):
                         continue
                 self._asleep = self._worker.arm()
             if self._asleep:
-                self._worker.sleep(self._wake, _LOOK_AGAIN)
+                self._worker.sleep(self._waker, _LOOK_AGAIN)
             with self._lock:
                 self._asleep = False
                 self._lock.notify_all()
@@ -526,7 +526,7 @@ class _UcxListener(Listener):
         if self._pid != os.getpid() or self._closed:
             return  # a process that was forked has no part in it
         self._closed = True
-        os.eventfd_write(self._wake, 1)
+        self._waker.set()
         with self._lock:
             while self._asleep:
                 self._lock.wait()
@@ -536,6 +536,7 @@ class _UcxListener(Listener):
             self._ucp.lib.ucp_listener_destroy(self._listener)
             self._worker.destroy()
             self._handle = None
+            self._waker.close()
 
 
 class UcxTransport(Transport):
@@ -554,7 +555,7 @@ class UcxTransport(Transport):
         endpoint.flags = c.EP_CLIENT_SERVER | c.EP_SEND_CLIENT_ID
         endpoint.err_mode = _MODES[mode]
         keep = _point(u, endpoint.sockaddr, address, uri.port)
-        connection = UcxConnection(_Worker(_place(address, rma=False)), where, endpoint, accepted=False, ours=False)
+        connection = UcxConnection(_Worker(place(address, rma=False)), where, endpoint, accepted=False, ours=False)
         del keep
         try:
             connection.wait_connected(timeout)
