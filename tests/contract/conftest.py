@@ -23,6 +23,9 @@ MEDIA = {
     "tcp": "tcp://127.0.0.1:0",
     "tcp6": "tcp://[::1]:0",
     "shm": "shm:",
+    "ucx": "ucx:",
+    "ucx6": "ucx://[::1]:0",
+    "ucx, none": "ucx:?err_mode=none",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
 BY_ADDRESS = ("shm",)
@@ -118,7 +121,7 @@ def _has_ipv6() -> bool:
 
 def listening(medium: str) -> str:
     """Where a server of this medium listens."""
-    if medium == "tcp6" and not _has_ipv6():
+    if medium.endswith("6") and not _has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
     return MEDIA[medium]
 
