@@ -178,6 +178,11 @@ class Worker:
             if not self.progress() and self.lib.ucp_worker_arm(self.handle) == c.OK:
                 poll.poll(20)
 
+    def flush(self, seconds: float) -> None:
+        """Let what was sent last leave the process."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
+
     # Messages
 
     def send_message(self, parts: Sequence[bytes], answerable: bool = True) -> Any:
@@ -256,7 +261,6 @@ class Worker:
 
 def play(worker: Worker, steps: list[list[Any]], say: Callable[[str], None]) -> None:
     """See the module."""
-    seen = 0
     for name, *rest in steps:
         if name == "am":
             request = worker.send_message([bytes.fromhex(rest[0])])
@@ -266,13 +270,12 @@ def play(worker: Worker, steps: list[list[Any]], say: Callable[[str], None]) -> 
             worker.progress()
         elif name == "read":
             for _ in range(rest[0]):
-                worker.until(lambda: len(worker.messages) > seen or worker.probe(0, 0))
                 seen = len(worker.messages)
+                worker.until(lambda seen=seen: len(worker.messages) > seen or worker.probe(0, 0))
         elif name == "stream":
             worker.until(lambda: any(one[0] == 0 for one in worker.messages))
         elif name == "reached":
-            end = time.monotonic() + 0.05  # what was sent last leaves the process
-            worker.until(lambda: time.monotonic() > end)
+            worker.flush(0.05)
             say("reached")
         elif name == "hold":
             worker.until(lambda: worker.lost, 1e6)

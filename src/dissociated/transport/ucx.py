@@ -434,7 +434,6 @@ class UcxConnection(NativeConnection):
         self._receiving.clear()
         self._endpoint = self._handle = None
 
-
     def _close_endpoint(self) -> None:
         # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
         request = self._lib.ucp_ep_close_nbx(self._endpoint, self._plain if self._lax else self._force)
