@@ -95,15 +95,16 @@ class Session:
         return event.identifier, event.streams, bool((incoming.tag or 0) & _PACKED)
 
     def _send(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
-        mapped = self._connection.shares_memory and not packed and bool(streams & Streams.BODIES)
+        connection = self._connection
+        by_address = not packed and bool(streams & Streams.BODIES)
         if isinstance(wanted, StaticDataset):
-            self._send_static(wanted, streams, mapped)
+            self._send_static(wanted, streams, by_address and (connection.shares_memory or connection.exposes_memory))
         elif isinstance(wanted, LiveDataset):
-            self._send_live(wanted, streams, mapped)
+            self._send_live(wanted, streams, by_address and connection.shares_memory)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
 
     def _send_static(self, wanted: StaticDataset, streams: Streams, mapped: bool) -> None:
-        if mapped:
+        if mapped and self._connection.shares_memory:
             for segment in wanted.mapped()[1]:
                 region = segment.region
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)

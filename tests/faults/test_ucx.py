@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import struct
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +18,7 @@ import pytest
 import dissociated as dis
 import ucx_peer
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError
+from dissociated.transport.ucx import UcxConnection
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
@@ -157,9 +160,7 @@ def test_client_ends(serve: Serve, spawn: Spawn, mode: str, stage: str, by: sign
 def test_real_client_is_killed_within_a_live_stream(serve: Serve, spawn: Spawn, mode: str) -> None:
     batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
     good = serve(f"ucx:?err_mode={mode}")
-    good.server.publish(
-        "live", lambda: pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1)))
-    )
+    good.server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1))))
     (uri,) = good.server.locations("live")
     process = spawn("-c", CLIENT, uri, good.server.ticket("live").hex(), "3")
     assert line(process) == "reached"
@@ -168,6 +169,99 @@ def test_real_client_is_killed_within_a_live_stream(serve: Serve, spawn: Spawn, 
     process.kill()
     process.wait(PATIENCE)
     wait_until(good.alone, "the server has noticed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_client_is_killed_before_it_gives_addresses_back(serve: Serve, spawn: Spawn, mode: str) -> None:
+    good = serve(f"ucx:?err_mode={mode}", allow_rma=True)
+    (uri,) = good.server.locations("good")
+    request = client_stages(uri, good.server.ticket("good"))["after want_data"]
+    process = spawn(PEER, "client", uri, say=json.dumps([*request, ["stream"], ["reached"], ["sleep"]]))
+    assert line(process) == "reached"
+    assert good.server.connections == 1, "the server waits for its addresses"
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_server_ends_before_its_memory_is_fetched(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, mode: str, by: signal.Signals
+) -> None:
+    process = spawn("-c", SERVER, f"ucx:?err_mode={mode}&rma=allow")
+    ticket, uri = line(process).split()
+    fetch = UcxConnection.fetch
+
+    def fetching(*arguments: object) -> None:
+        process.send_signal(by)
+        if by is signal.SIGKILL:
+            process.wait(PATIENCE)
+        fetch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(UcxConnection, "fetch", fetching)
+    # Where memory can be reached without its owner's help, that may be asleep.
+    reachable = mode == "none" and by is signal.SIGSTOP
+    gone = (ConnectionClosed, RemoteProtocolError)
+    expected = nullcontext() if reachable else pytest.raises(gone if by is signal.SIGKILL else DeadlineExceeded)
+    with expected:
+        dis.open_stream(uri, bytes.fromhex(ticket), timeout=SILENCE, allow_rma=True).read_all()
+
+
+def test_addresses_outside_of_what_the_uri_names_are_not_fetched(serve: Serve) -> None:
+    good = serve("ucx:", allow_rma=True)
+    (uri,) = good.server.locations("good")
+    before, _, spans = uri.partition("remote_memory=")
+    base, _, rest = spans.partition("-")
+    moved = f"{before}remote_memory={int(base, 16) + (1 << 20):x}-{rest}"
+    with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
+        dis.open_stream(moved, good.server.ticket("good"), allow_rma=True).read_all()
+
+
+#: Says how far it has come, and at its end how much memory it ever had, in kB.
+STREAMING = """
+import re, sys
+import numpy as np
+import pyarrow as pa
+import dissociated as dis
+
+COUNT, ROWS = 256, 1 << 20
+
+def source():
+    for number in range(COUNT):
+        print(number, flush=True)
+        yield pa.record_batch({"n": np.full(ROWS, number)})
+
+schema = pa.schema([("n", pa.int64())])
+with dis.Server([sys.argv[1]], catalog=None) as server:
+    server.publish("stream", lambda: pa.RecordBatchReader.from_batches(schema, source()))
+    print(server.ticket("stream").hex(), server.locations("stream")[0], flush=True)
+    sys.stdin.readline()
+    print(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_server_of_a_slow_client_stays_small(spawn: Spawn, mode: str) -> None:
+    # 2 GB, of which the server may have 64 MB under way.
+    process = spawn("-c", STREAMING, f"ucx:?err_mode={mode}")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    ticket, uri = line(process).split()
+    reader = dis.open_stream(uri, bytes.fromhex(ticket))
+    first = reader.read_next_batch()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    produced = 0
+    while poll.poll(500):  # the client sleeps, until the server has had enough
+        produced = int(line(process))
+    assert 0 < produced < 20
+    drain = threading.Thread(target=lambda: [line(process) for _ in range(255 - produced)])
+    drain.start()
+    assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(256))
+    drain.join(PATIENCE)
+    process.stdin.write("end\n")
+    assert int(line(process)) < 500_000
 
 
 def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:

@@ -154,51 +154,71 @@ class Client(CatalogClient):
         columns: Sequence[str] | None = None,
         *,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema. Raises DatasetNotFound, ColumnNotFound, and what
-        `open_stream` raises.
+        top-level columns, in the order of the schema. `allow_rma` as for `open_stream`.
+        Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
         info = self.describe(name)
         for _ in range(_MAX_REPLACED):
             try:
-                return self._read(info, transport, columns, max_body)
+                return self._read(info, transport, columns, max_body, allow_rma)
             except RemoteError:
                 found = self.describe(name)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return self._read(info, transport, columns, max_body)
+        return self._read(info, transport, columns, max_body, allow_rma)
 
     def _read(
-        self, info: DatasetInfo, scheme: str | None, columns: Sequence[str] | None, max_body: int
+        self, info: DatasetInfo, scheme: str | None, columns: Sequence[str] | None, max_body: int, allow_rma: bool
     ) -> pa.RecordBatchReader:
-        readers = [self._open(endpoint, info.name, scheme, columns, max_body) for endpoint in info.endpoints]
+        readers = [self._open(endpoint, info.name, scheme, columns, max_body, allow_rma) for endpoint in info.endpoints]
         if len(readers) == 1:
             return readers[0]
         schema = readers[0].schema if readers else info.schema
         return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
     def _open(
-        self, endpoint: Endpoint, name: str, scheme: str | None, columns: Sequence[str] | None, max_body: int
+        self,
+        endpoint: Endpoint,
+        name: str,
+        scheme: str | None,
+        columns: Sequence[str] | None,
+        max_body: int,
+        allow_rma: bool,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
             reader = self.do_get(endpoint.ticket)
             return reader if columns is None else _select(reader, columns)
-        usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
+        usable = [
+            uris
+            for uris in locations(endpoint)
+            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
+        ]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
             offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
             raise CatalogError(
                 f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
             )
-        reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        reachable.sort(
+            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+        )
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
-                return open_stream(nearest, endpoint.ticket, columns=columns, timeout=self._timeout, max_body=max_body)
+                return open_stream(
+                    nearest,
+                    endpoint.ticket,
+                    columns=columns,
+                    timeout=self._timeout,
+                    max_body=max_body,
+                    allow_rma=allow_rma,
+                )
             except TransportError:
                 if not reachable:
                     raise

@@ -19,7 +19,7 @@ import pyarrow as pa
 from dissociated.errors import RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate, walk
 from dissociated.ipc.split import SplitMessage, Splitter, split
-from dissociated.memory.region import Region, reserve_base
+from dissociated.memory.region import Region
 from dissociated.memory.shared import (
     Backing,
     create_memfd,
@@ -49,7 +49,9 @@ class Segment:
         try:
             with explained(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
-                self.region = Region(reserve_base(size), map_read_only(descriptor, size))
+                memory = map_read_only(descriptor, size)
+                # Its own addresses, since peers that fetch over a network know no others.
+                self.region = Region(memory.address, memory)
             self._memory = memoryview(self.region.memory)
             self.messages: list[Encapsulated] = list(walk(self._memory))
             if not self.messages or self.messages[0].parsed.type is not HeaderType.SCHEMA:
