@@ -56,6 +56,7 @@ class Session:
         self._connection = connection
         self._sender = Sender(_TAGS)
         self._ledger = Ledger()
+        self._wanted: Dataset | None = None  # what clients fetch from must stay until they have given it back
         self._regions: list[LiveRegion] = []  # of a live stream; bodies go to the last
         self._inline = False  # a live region was full, and no free has come since
 
@@ -66,8 +67,9 @@ class Session:
             if request is None:
                 return
             identifier, streams, packed = request
+            self._wanted = self._server.by_ticket(identifier)
             try:
-                self._send(self._server.by_ticket(identifier), streams, packed)
+                self._send(self._wanted, streams, packed)
             except ConnectionClosed:
                 # The client may have stopped listening and still hold memory: then it goes on to give it back.
                 self._sender.fail()

@@ -120,18 +120,20 @@ def context(where: _Place) -> Any:
     made = u.ffi.new("ucp_context_h *")
     status = u.lib.ucp_init_version(1, 12, params, config[0], made)
     u.lib.ucp_config_release(config[0])
-    u.check(status, f"starting UCX{_advice()}")
+    u.check(status, "starting UCX")
     return made[0]
 
 
-def _advice() -> str:
-    """What may be wrong with the environment."""
+#: Those that can connect two processes, as UCX_TLS names them.
+_NETWORKS = {"all", "tcp", "ib", "rc", "rc_v", "rc_x", "ud", "ud_v", "ud_x", "dc", "dc_x", "srd"}
+
+
+def _check_choice() -> None:
+    """Raise TransportError where the environment leaves nothing to connect by: UCX would only say "unreachable"."""
     chosen = os.environ.get("UCX_TLS", "all").split(",")
-    if chosen[0].startswith("^"):
-        missing = "tcp" in (chosen[0][1:], *chosen[1:])
-    else:
-        missing = not {"tcp", "all"}.intersection(chosen)
-    return f" (UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which every connection needs: add it)" if missing else ""
+    excluded = {chosen[0][1:], *chosen[1:]} if chosen[0].startswith("^") else set()
+    if "tcp" in excluded or not (excluded or _NETWORKS.intersection(chosen)):
+        raise TransportError(f"UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which connections over UCX need: add it")
 
 
 class _Worker:
@@ -139,6 +141,7 @@ class _Worker:
 
     def __init__(self, where: _Place) -> None:
         self.ucp = u = ucp()
+        _check_choice()
         self.context = context(where)
         params = u.ffi.new("ucp_worker_params_t *")
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
@@ -260,7 +263,7 @@ class UcxConnection(NativeConnection):
         endpoint.field_mask |= c.EP_PARAM_ERR_HANDLER
         endpoint.err_handler.cb, endpoint.err_handler.arg = callbacks.lost, self._handle
         made = u.ffi.new("ucp_ep_h *")
-        u.check(self._lib.ucp_ep_create(self._worker.handle, endpoint, made), f"connecting to {self._peer}{_advice()}")
+        u.check(self._lib.ucp_ep_create(self._worker.handle, endpoint, made), f"connecting to {self._peer}")
         self._endpoint = made[0]
 
     def wait_connected(self, timeout: float) -> None:
@@ -275,7 +278,7 @@ class UcxConnection(NativeConnection):
                 mode = "none" if self._lax else "peer"
                 raise TransportError(
                     f"connecting to {self._peer}: {self._ucp.explain(self._status)}: is it there, has it UCX "
-                    f"{self._ucp.version} as well, and does it take err_mode={mode}?{_advice()}"
+                    f"{self._ucp.version} as well, and does it take err_mode={mode}?"
                 )
 
     # Sending
@@ -507,7 +510,7 @@ class _UcxListener(Listener):
         made = u.ffi.new("ucp_listener_h *")
         try:
             status = u.lib.ucp_listener_create(self._worker.handle, params, made)
-            u.check(status, f"listening on {host}:{port}{_advice()}")
+            u.check(status, f"listening on {host}:{port}")
         except BaseException:
             self._worker.destroy()
             self._waker.close()
