@@ -96,7 +96,10 @@ class Route:
         return self.servers[0].ticket(name)
 
     def open(self, name: str = "data", **options: Any) -> pa.RecordBatchReader:
-        return dis.open_stream(self.uris(name), self.ticket(name), allow_rma=self._rma, **options)
+        return self.request(self.uris(name), self.ticket(name), **options)
+
+    def request(self, uris: str | list[str], ticket: bytes, **options: Any) -> pa.RecordBatchReader:
+        return dis.open_stream(uris, ticket, allow_rma=self._rma, **options)
 
     def read(
         self, source: Any, options: pa.ipc.IpcWriteOptions | None = None
