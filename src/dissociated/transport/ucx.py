@@ -578,6 +578,8 @@ class _UcxListener(Listener):
         return made
 
     def expose(self, region: Region) -> Span:
+        if not self.exposes_memory:
+            raise TransportError(f"{self.uri} lets nobody fetch from memory: make the server with allow_rma=True")
         with self._lock:
             if self._closed:
                 raise ConnectionClosed("the listener is closed")
