@@ -60,13 +60,13 @@ class Case:
             writer.write_batch(self.batches[number % len(self.batches)])
 
 
-def run(rounds: int) -> None:
+def run(gigabytes: float, rounds: int) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         cases = [
-            Case("1 MB", Path(directory), 10, 13_107, 500),
-            Case("1,000 rows", Path(directory), 4, 1_000, 10_000),
-            Case("100 kB", Path(directory), 10, 1_280, 10_000),
+            Case("1 MB", Path(directory), 10, 13_107, round(500 * gigabytes)),
+            Case("1,000 rows", Path(directory), 4, 1_000, round(10_000 * gigabytes)),
+            Case("100 kB", Path(directory), 10, 1_280, round(10_000 * gigabytes)),
         ]
         took = {case.name: medians(_calls(case), rounds) for case in cases}
         growth = [(scheme, _growth(cases[0], scheme)) for scheme in ("shm", "tcp")]

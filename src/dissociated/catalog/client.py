@@ -91,7 +91,17 @@ class CatalogClient:
 
     def describe(self, name: str) -> DatasetInfo:
         """One dataset. Raises DatasetNotFound."""
-        descriptor = self._flight.FlightDescriptor.for_path(name)
+        try:
+            return self._describe(self._flight.FlightDescriptor.for_path(name))
+        except CatalogError as refused:
+            if isinstance(refused, DatasetNotFound):
+                raise
+            try:
+                return self._describe(self._flight.FlightDescriptor.for_command(name.encode()))  # as the reference does
+            except CatalogError:
+                raise refused from None
+
+    def _describe(self, descriptor: Any) -> DatasetInfo:
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
@@ -173,14 +183,15 @@ class Client(CatalogClient):
         *,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema; `options` say how batches are decoded. Raises DatasetNotFound,
-        ColumnNotFound, and what `open_stream` raises.
+        top-level columns, in the order of the schema; `options` say how batches are decoded. `allow_rma` as for
+        `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
-        wanted = partial(self._open, name, transport, columns, options, max_body)
+        wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
         return _chained(*self._endpoints(name, wanted))
 
     def read_tensors(self, name: str, transport: str | None = None, *, max_body: int = MAX_BODY) -> Iterator[Tensor]:
@@ -216,11 +227,14 @@ class Client(CatalogClient):
         *,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> AsyncStreamReader:
         """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
         from dissociated.ipc.asynchronous import open_reader_async
 
-        return await open_reader_async(self.read, name, transport, columns, options=options, max_body=max_body)
+        return await open_reader_async(
+            self.read, name, transport, columns, options=options, max_body=max_body, allow_rma=allow_rma
+        )
 
     def _open(
         self,
@@ -229,6 +243,7 @@ class Client(CatalogClient):
         columns: Sequence[str] | None,
         options: ReadOptions | None,
         max_body: int,
+        allow_rma: bool,
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
@@ -236,21 +251,39 @@ class Client(CatalogClient):
             reader = self.do_get(endpoint.ticket, options)
             fields = projected(reader.schema, columns, options).included_fields
             return _select(reader, fields) if fields or columns is not None else reader
-        opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
-        return self._nearest(name, scheme, endpoint, opened)
+        opened = partial(
+            open_stream,
+            columns=columns,
+            options=options,
+            timeout=self._timeout,
+            max_body=max_body,
+            allow_rma=allow_rma,
+        )
+        return self._nearest(name, scheme, endpoint, opened, allow_rma)
 
     def _nearest(
-        self, name: str, scheme: str | None, endpoint: Endpoint, opened: Callable[[Sequence[str], bytes], T]
+        self,
+        name: str,
+        scheme: str | None,
+        endpoint: Endpoint,
+        opened: Callable[[Sequence[str], bytes], T],
+        allow_rma: bool = False,
     ) -> T:
         """The endpoint, opened where it is nearest."""
-        usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
+        usable = [
+            uris
+            for uris in locations(endpoint)
+            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
+        ]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
             offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
             raise CatalogError(
                 f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
             )
-        reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        reachable.sort(
+            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+        )
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
