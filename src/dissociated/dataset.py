@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, FormatError, SourceError
-from dissociated.ipc.encapsulated import first_message_at
+from dissociated.ipc.files import open_either
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS, Region
@@ -254,20 +254,13 @@ class SegmentsDataset(StaticDataset):
     def _batches(self) -> Iterator[pa.RecordBatch]:
         with source_blamed(self.name):
             for segment in self.segments:
-                yield from _open_ipc(segment.region.memory)
+                yield from open_either(segment.region.memory)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
 
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
         return self._messages, self.segments
-
-
-def _open_ipc(memory: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    if first_message_at(memoryview(memory)):
-        file = pa.ipc.open_file(memory)
-        return (file.get_batch(index) for index in range(file.num_record_batches))
-    return iter(pa.ipc.open_stream(memory))
 
 
 def dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from dissociated.errors import FormatError, OptionError
-from dissociated.ipc import FileWriter, StreamWriter, WriteOptions
+from dissociated.ipc import FileWriter, ReadOptions, StreamWriter, WriteOptions
 from dissociated.protocol.header import buffer_extents, parse_header
 
 V4, V5 = pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5
@@ -21,6 +21,7 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"max_recursion_depth": 0}, "max_recursion_depth is from 1 to 64, libarrow's own limit, not 0"),
     ({"max_recursion_depth": 65}, "not 65"),
     ({"max_recursion_depth": 2.5}, "not 2.5"),
+    ({"max_recursion_depth": True}, "not True"),
     ({"alignment": 0}, "alignment is 8, 16, 32 or 64 bytes, not 0"),
     ({"alignment": 24}, "not 24"),
     ({"alignment": 128}, "not 128"),
@@ -35,6 +36,7 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"min_space_savings": 1.5}, "not 1.5"),
     ({"min_space_savings": math.nan}, "not nan"),
     ({"min_space_savings": "10%"}, "not '10%'"),
+    ({"min_space_savings": True}, "not True"),
     ({"use_threads": "yes"}, "use_threads is a bool, not 'yes'"),
     ({"emit_dictionary_deltas": 2}, "emit_dictionary_deltas is a bool, not 2"),
     ({"unify_dictionaries": 0}, "unify_dictionaries is a bool, not 0"),
@@ -49,6 +51,12 @@ def test_nonsense_is_refused_with_a_sentence(fields: dict[str, Any], sentence: s
     with pytest.raises(OptionError) as raised:
         WriteOptions(**fields)
     assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("included", [5, None, [True], [-1], "ab", [0.0]], ids=str)
+def test_fields_that_are_no_indices_are_refused(included: Any) -> None:
+    with pytest.raises(OptionError, match="included_fields"):
+        ReadOptions(included_fields=included)
 
 
 def written(*batches: pa.RecordBatch, **fields: Any) -> bytes:

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
-from dissociated.ipc.encapsulated import encapsulate
+from dissociated.ipc.encapsulated import MAGIC, encapsulate
 from dissociated.ipc.options import ReadOptions
 
+#: libarrow takes the magic of a file for the length of the first message.
+_BEGINS_A_FILE = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
@@ -29,6 +31,8 @@ def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
         return error
     if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
         return OptionError(f"included_fields has a field that the schema has not: {error}")
+    if _BEGINS_A_FILE in str(error):
+        return blame("this begins like an Arrow IPC file, which is no stream: read it as a file")
     peer = blame is RemoteProtocolError
     if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
         return (TransportError if peer else blame)(
