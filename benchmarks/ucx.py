@@ -1,8 +1,8 @@
 """UCX with error handling (tcp lanes) and without (shared memory lanes), tcp, Flight DoGet and ucx_perftest.
 
 What is timed is from the request until there is a Table, connecting included (`connect` says how long that takes).
-ucx_perftest has the same lanes and the same layout of bodies, and less to do: it sends one buffer again and again,
-receives into one buffer, and never sleeps.
+ucx_perftest has the same lanes and the same layout of bodies, and sleeps while it waits, as we do. It has less to do: it
+sends one buffer again and again, and receives into one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _perftest(shape: Shape, *options: str) -> float:
         port = str(free.getsockname()[1])
     layout = ["-s", f"{shape.rows * 8}:{shape.columns}", "-D", "iov,contig"] if shape.columns > 1 else []
     common = [str(wheel / "bin" / "ucx_perftest"), "-p", port, *options]
-    test = ["-t", "tag_bw", "-n", str(max(20, shape.batches)), "-w", "5", "-f"]
+    test = ["-t", "tag_bw", "-n", str(max(20, shape.batches)), "-w", "5", "-f", "-I", "-E", "sleep"]
     test += layout or ["-s", str(shape.rows * 8)]
     environment = {**os.environ, **SETTINGS, "LD_LIBRARY_PATH": str(wheel / "lib")}
     client = [*common[:1], "127.0.0.1", *common[1:], *test]
