@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, ConnectionClosed, OptionError, RemoteProtocolError, UriError
+from dissociated.errors import ConnectionClosed, OptionError, RemoteProtocolError, UriError
+from dissociated.ipc.columns import selected
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
@@ -17,6 +18,7 @@ from dissociated.ipc.reader import blamed
 from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
+from dissociated.protocol.selection import PARAMETER, Selection
 from dissociated.stream import Deliveries, Stream
 from dissociated.transport.base import seconds
 from dissociated.transport.registry import transport
@@ -46,8 +48,9 @@ def open_stream(
     is given back when the last of them is collected; the connection stays open until then. Dropping the reader
     ends the stream.
 
-    `columns` keeps only these top-level columns, in the order of the schema; so does `included_fields` of `options`,
-    which say how batches are decoded. `timeout` is how many seconds the server may be silent, `max_body` the largest
+    `columns` asks for these top-level columns alone, in the order of the schema; so does `included_fields` of
+    `options`, which say how batches are decoded. A server whose URI does not say that it can choose sends all columns,
+    and the others are dropped here. `timeout` is how many seconds the server may be silent, `max_body` the largest
     body that is taken, in bytes.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
@@ -56,17 +59,18 @@ def open_stream(
     """
     timeout = seconds(timeout)
     options = options or ReadOptions()
-    if columns is not None and options.included_fields:
-        raise OptionError("give columns or included_fields, not both")
+    selection = selection_of(columns, options)
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
     tags = [one.require_want_data() for one in uris]
+    asked = selection is not None and all(takes_selections(one) for one in uris)
+    identifier = selection.identifier(ticket) if selection is not None and asked else ticket
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
         for connection, tag in zip(opened, tags, strict=True):
             try:
-                connection.send([Message(tag, (ticket,))], timeout)
+                connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:
                 connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
                 raise
@@ -76,8 +80,9 @@ def open_stream(
     schema = next(deliveries)
     assert isinstance(schema, Delivery)  # no run begins a stream
     try:
-        if columns is not None or options.included_fields:
-            options = _only(schema.header, columns, options)
+        if selection is not None:
+            fields = _left_to_choose(schema.header, selection, asked=identifier != ticket)
+            options = replace(options, included_fields=fields or ())
         if stream.space.static:
             reader = _read_in_place(stream, schema, deliveries, options)
         else:
@@ -86,7 +91,22 @@ def open_stream(
         deliveries.close()
         stream.settle()
         raise
-    return _rows_alone(reader) if columns is not None and not columns else reader
+    # libarrow takes no included fields to mean all of them.
+    return selected(reader, []) if selection is not None and fields == [] else reader
+
+
+def selection_of(columns: Sequence[str] | None, options: ReadOptions) -> Selection | None:
+    """What a reader asks for: columns by name, by position, or all. Raises OptionError where that is said twice."""
+    if columns is None:
+        return Selection(fields=tuple(options.included_fields)) if options.included_fields else None
+    if options.included_fields:
+        raise OptionError("give columns or included_fields, not both")
+    return Selection(columns=tuple(columns))
+
+
+def takes_selections(uri: Uri) -> bool:
+    """Whether the server at `uri` chooses columns itself."""
+    return uri.parameters.get(PARAMETER[0]) == PARAMETER[1]
 
 
 def _nothing(tag: int | None, length: int) -> Buffer:
@@ -114,31 +134,17 @@ def _read_in_place(
     return join(stream.attached(_again(seen, deliveries)), options)
 
 
-def _only(header: bytes, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
-    """The options that include these columns, and no others, of the schema that has come."""
+def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[int] | None:
+    """Which fields are to be kept of the schema that has come, if those are not all; `asked` if the server chose.
+
+    Raises ColumnNotFound and OptionError.
+    """
     with blamed(RemoteProtocolError):
-        schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
-    if columns is not None:
-        return replace(options, included_fields=column_indices(schema, columns))
-    options.check_fields(schema)
-    return options
-
-
-def column_indices(schema: pa.Schema, columns: Sequence[str]) -> list[int]:
-    """Where these columns stand in `schema`, ascending. Raises ColumnNotFound."""
-    fields = []
-    for column in columns:
-        found = schema.get_all_field_indices(column)
-        if not found:
-            raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(schema.names)}")
-        fields += found
-    return sorted(set(fields))
-
-
-def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
-    """No column of any batch: libarrow takes no included fields to mean all of them."""
-    schema = pa.schema([], reader.schema.metadata)
-    return pa.RecordBatchReader.from_batches(schema, (batch.select([]) for batch in reader))
+        names = pa.ipc.read_schema(pa.py_buffer(encapsulate(header))).names
+    if asked and selection.fields is not None and len(names) == len(set(selection.fields)):
+        return None
+    indices = selection.indices(names)
+    return indices if len(indices) < len(names) else None
 
 
 def _again(seen: Sequence[Delivery | Batches], rest: Deliveries) -> Deliveries:

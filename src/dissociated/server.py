@@ -20,6 +20,7 @@ from dissociated.errors import (
 )
 from dissociated.ipc.options import WriteOptions
 from dissociated.protocol.events import Streams
+from dissociated.protocol.selection import MAGIC, PARAMETER
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.store.segment import Segment
 from dissociated.store.stage import host_name
@@ -117,6 +118,10 @@ class Server:
         """
         made = dataset(name, source, options)
         if ticket is not None:
+            if ticket.startswith(MAGIC):
+                raise DissociatedError(
+                    f"a ticket may not begin with {MAGIC!r}: by that, selections of columns are told"
+                )
             made.ticket = ticket
         with self._changing:
             self._adopt(made)
@@ -208,7 +213,7 @@ class Server:
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if shares else None,
-            parameters=uri.parameters,
+            parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
         )
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dissociated.dataset import Dataset, LiveDataset, StaticDataset, source_blamed
+from dissociated.dataset import Dataset, StaticDataset, StreamedDataset, source_blamed
 from dissociated.errors import (
+    ColumnNotFound,
     ConnectionClosed,
     DeadlineExceeded,
     DissociatedError,
+    OptionError,
     RemoteProtocolError,
 )
-from dissociated.ipc.split import SplitMessage
+from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveRegion
 from dissociated.message import Buffer, Incoming, Run
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.header import buffer_extents
+from dissociated.protocol.selection import MAX_IDENTIFIER, Selection, parse_identifier
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
@@ -33,7 +36,7 @@ _PACKED = 4
 #: The tag of free_data.
 FREE_DATA = _WANT | 0x100
 
-_MAX_REQUEST = 1 << 16  # bytes of a message from a client
+_MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
 
@@ -66,8 +69,9 @@ class Session:
             if request is None:
                 return
             identifier, streams, packed = request
+            ticket, selection = parse_identifier(identifier)
             try:
-                self._send(self._server.by_ticket(identifier), streams, packed)
+                self._send(self._selected(self._server.by_ticket(ticket), selection), streams, packed)
             except ConnectionClosed:
                 # The client may have stopped listening and still hold memory: then it goes on to give it back.
                 self._sender.fail()
@@ -93,11 +97,22 @@ class Session:
         assert isinstance(event, StreamRequested)  # the table allows nothing else first
         return event.identifier, event.streams, bool((incoming.tag or 0) & _PACKED)
 
+    def _selected(self, wanted: Dataset, selection: Selection | None) -> Dataset:
+        """What is wanted of it. Where that is not there, the client gets to know the whole schema, and then why."""
+        if selection is None:
+            return wanted
+        try:
+            return wanted.select(selection)
+        except (ColumnNotFound, OptionError):
+            schema = Splitter(wanted.schema).schema_message.header
+            self._connection.send(self._sender.send(schema, None), self._server.stall_timeout)
+            raise
+
     def _send(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
         mapped = self._connection.shares_memory and not packed and bool(streams & Streams.BODIES)
         if isinstance(wanted, StaticDataset):
             self._send_static(wanted, streams, mapped)
-        elif isinstance(wanted, LiveDataset):
+        elif isinstance(wanted, StreamedDataset):
             self._send_live(wanted, streams, mapped)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
 
@@ -112,7 +127,7 @@ class Session:
             self._sender.sent(group.messages)
             self._take_frees()
 
-    def _send_live(self, wanted: LiveDataset, streams: Streams, mapped: bool) -> None:
+    def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
         for message in _blamed(wanted):
             body = None
             if message.body is not None and streams & Streams.BODIES:
@@ -198,6 +213,6 @@ def _allocate(tag: int | None, length: int) -> Buffer:
     return bytearray(length)
 
 
-def _blamed(wanted: LiveDataset) -> Iterator[SplitMessage]:
+def _blamed(wanted: StreamedDataset) -> Iterator[SplitMessage]:
     with source_blamed(wanted.name):
         yield from wanted.messages()

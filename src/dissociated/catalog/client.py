@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
+from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, takes_selections
 from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, RemoteError, TransportError, UriError
+from dissociated.ipc.columns import selected
 from dissociated.ipc.options import ReadOptions
+from dissociated.protocol.selection import Selection
 from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
@@ -177,8 +179,7 @@ class Client(CatalogClient):
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
-            reader = self.do_get(endpoint.ticket, options)
-            return reader if columns is None else _select(reader, columns)
+            return self._do_get(name, endpoint, selection_of(columns, options or ReadOptions()), options)
         usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
@@ -201,6 +202,20 @@ class Client(CatalogClient):
             except TransportError:
                 if not reachable:
                     raise
+
+    def _do_get(
+        self, name: str, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
+    ) -> pa.RecordBatchReader:
+        """The stream over Flight; of some columns alone from a server that takes selections elsewhere too."""
+        if selection is None:
+            return self.do_get(endpoint.ticket, options)
+        indices = selection.indices(self.describe(name).schema.names)
+        options = replace(options or ReadOptions(), included_fields=())
+        if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
+            identifier = selection.identifier(endpoint.ticket)
+            if identifier != endpoint.ticket:
+                return self.do_get(identifier, options)
+        return selected(self.do_get(endpoint.ticket, options), indices)
 
     def __enter__(self) -> Client:
         return self
@@ -261,17 +276,6 @@ def _info(found: Any) -> DatasetInfo:
             for endpoint in found.endpoints
         ),
     )
-
-
-def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBatchReader:
-    indices = column_indices(reader.schema, columns)
-    schema = pa.schema([reader.schema.field(index) for index in indices], reader.schema.metadata)
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for batch in reader:
-            yield batch.select(indices)
-
-    return pa.RecordBatchReader.from_batches(schema, batches())
 
 
 def _sentence(error: BaseException) -> str:

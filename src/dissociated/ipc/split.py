@@ -6,13 +6,14 @@ reference. Only what libarrow itself must allocate (rebased offsets of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from dissociated.errors import SourceError
+from dissociated.ipc.columns import only
 from dissociated.ipc.encapsulated import CONTINUATION
 from dissociated.ipc.options import WriteOptions
 from dissociated.message import Buffer
@@ -114,12 +115,14 @@ class Splitter:
         return messages
 
 
-def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
-    """Every message of the stream that `reader` gives, schema first."""
-    splitter = Splitter(reader.schema, options)
+def split(
+    reader: pa.RecordBatchReader, options: WriteOptions | None = None, columns: Sequence[int] | None = None
+) -> Iterator[SplitMessage]:
+    """Every message of the stream that `reader` gives, schema first; of these columns alone if they are given."""
+    splitter = Splitter(reader.schema if columns is None else only(reader.schema, columns), options)
     yield splitter.schema_message
     for batch, metadata in _batches(reader):
-        yield from splitter.split(batch, metadata)
+        yield from splitter.split(batch if columns is None else batch.select(columns), metadata)
 
 
 def _batches(reader: pa.RecordBatchReader) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
