@@ -16,7 +16,7 @@ from dissociated.errors import (
 )
 from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
-from dissociated.memory.live import LiveRegion
+from dissociated.memory.live import LiveMemory, LiveRegion
 from dissociated.message import Buffer, Incoming, Run
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
@@ -59,7 +59,8 @@ class Session:
         self._connection = connection
         self._sender = Sender(_TAGS)
         self._ledger = Ledger()
-        self._regions: list[LiveRegion] = []  # of a live stream; bodies go to the last
+        self._memory: LiveMemory | None = None  # of a live stream
+        self._shared: set[int] = set()  # the bases of its regions that the client knows
         self._inline = False  # a live region was full, and no free has come since
 
     def run(self) -> None:
@@ -86,8 +87,8 @@ class Session:
             raise
         finally:
             self._ledger.release_all()
-            for region in self._regions:
-                region.close()
+            if self._memory is not None:
+                self._memory.close()
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
         incoming = self._receive(self._server.handshake_timeout)
@@ -128,54 +129,59 @@ class Session:
             self._take_frees()
 
     def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
+        self._memory = LiveMemory(wanted.name, self._server.live_limit)
         for message in _blamed(wanted):
             body = None
             if message.body is not None and streams & Streams.BODIES:
                 length = message.parsed.body_length
-                if mapped and length > self._server.inline_limit and self._room(wanted.name, length):
-                    body = self._place(message, message.body)
-                else:
-                    body = Body(BodyKind.PACKED, message.body)
+                region = self._room(length) if mapped and length > self._server.inline_limit else None
+                body = (
+                    Body(BodyKind.PACKED, message.body)
+                    if region is None
+                    else self._place(region, message, message.body)
+                )
             self._connection.send(self._sender.send(message.header, body), self._server.stall_timeout)
             self._take_frees()
 
-    def _room(self, name: str, length: int) -> bool:
-        """Whether the live region takes a body of this length, after waiting for frees if need be.
+    def _room(self, length: int) -> LiveRegion | None:
+        """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
 
         A client that holds everything until the stream ends would wait for us, and we for it. So if no free comes
         for a second, bodies go inline, and the client's own memory is the limit, until one comes.
         """
-        if not self._regions or not self._regions[-1].fits(length):
-            self._open_region(name)
-        region = self._regions[-1]
-        if not region.fits(length):
-            return False
-        while not region.has_room(length, beside=sum(other.unfreed for other in self._regions[:-1])):
+        assert self._memory is not None
+        region = self._memory.region(length)
+        if region is None:
+            return None
+        while not self._memory.has_room(length):
             if self._inline:
-                return False
+                return None
             try:
                 incoming = self._receive(_PATIENCE)
             except DeadlineExceeded:
                 self._inline = True
-                return False
+                return None
             if incoming is None:
                 raise ConnectionClosed("the client closed the connection")
             self._freed(incoming)
-        return True
+        self._share(region)
+        return region
 
-    def _open_region(self, name: str) -> None:
-        for used_up in [region for region in self._regions if not region.unfreed]:
-            self._regions.remove(used_up)
-            used_up.close()
-        region = LiveRegion(name, self._server.live_limit)
-        self._regions.append(region)
-        self._connection.share(region.descriptor, region.base, region.size, region.backing)
+    def _share(self, region: LiveRegion) -> None:
+        """Let the client map `region`, once."""
+        if region.base not in self._shared:
+            self._shared.add(region.base)
+            self._connection.share(region.descriptor, region.base, region.size, region.backing)
 
-    def _place(self, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
+    def _place(self, region: LiveRegion, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
         offsets, lengths = buffer_extents(message.header, message.parsed)
-        placed = self._regions[-1].place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
-        self._ledger.hold(address for address, length in placed if length)
-        return Body(BodyKind.ADDRESSES, (encode_addresses(placed),))
+        placed = region.place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
+        return self._leased(placed)
+
+    def _leased(self, extents: Sequence[tuple[int, int]]) -> Body:
+        """A body by address, which the client holds from now on."""
+        self._ledger.hold(address for address, length in extents if length)
+        return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
 
     def _take_frees(self) -> None:
         while self._connection.arrived():
@@ -188,8 +194,8 @@ class Session:
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
         assert isinstance(event, AddressesFreed)  # the table allows nothing else now
         gone = self._ledger.release(event.addresses)
-        for region in self._regions:
-            region.free(gone)
+        if self._memory is not None:
+            self._memory.free(gone)
         self._inline = False
 
     def _receive(self, timeout: float) -> Incoming | None:
