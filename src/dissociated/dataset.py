@@ -24,7 +24,7 @@ from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS
-from dissociated.message import Buffer, FileSpan, Message, cutter
+from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.header import Header
@@ -64,6 +64,13 @@ class Dataset(ABC):
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
+
+    def drop(self) -> None:  # noqa: B027  # only what runs by itself has something to end
+        """It is not published any more. Streams of it go on, but for one that is live."""
+
+    def close(self) -> None:
+        """The server is closing."""
+        self.drop()
 
     def select(self, selection: Selection) -> Dataset:
         """The same with these columns alone. Raises ColumnNotFound and OptionError."""
@@ -254,16 +261,11 @@ def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
     """The parts of `message` that are `chosen`."""
     if chosen.header is message.header:
         return message
-    packed: list[Buffer | FileSpan] = []
-    spans: list[Buffer | FileSpan] = []
-    cut_packed, cut_spans = cutter(message.packed or ()), cutter(message.spans or ())
-    for padding, begin, end in chosen.cuts:
-        in_file = message.spans is not None and end - begin >= MIN_SPAN
-        pieces = cut_packed(begin, end)
-        packed += [bytes(padding), *pieces]
-        spans += [bytes(padding), *(cut_spans(begin, end) if in_file else pieces)]
-    for parts in (packed, spans):
-        parts.append(bytes(chosen.padding))
+    packed = chosen.body(message.packed or ())
+    spans: list[Buffer | FileSpan] | None = None
+    if message.spans is not None:
+        both = zip(packed, chosen.body(message.spans), strict=True)  # one piece in memory, or one in the file
+        spans = [span if len(span) >= MIN_SPAN else piece for piece, span in both]
     extents = None
     if message.extents is not None:
         extents = [message.extents[index] for index in chosen.indices]
@@ -272,7 +274,7 @@ def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
         parsed=chosen.parsed,
         packed=packed,
         extents=extents,
-        spans=spans if any(isinstance(part, FileSpan) for part in spans) else None,
+        spans=spans,
     )
 
 
@@ -411,8 +413,7 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)
-    with source_blamed(name):
-        return LiveDataset(name, lambda: _reader(source() if callable(source) else source), options)
+    return LiveDataset(name, lambda: open_source(name, source), options)
 
 
 @contextmanager
@@ -424,6 +425,12 @@ def source_blamed(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # it is the publisher's code: anything may come out of it
         raise SourceError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def open_source(name: str, source: Source) -> pa.RecordBatchReader:
+    """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
+    with source_blamed(name):
+        return _reader(source() if callable(source) else source)
 
 
 def _reader(source: Source) -> pa.RecordBatchReader:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from dissociated.broadcast import Broadcast, Live
 from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
 from dissociated.errors import (
     ConnectionClosed,
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _ANY_INTERFACE = ("0.0.0.0", "::")
 _JOIN_TIMEOUT = 5.0
+_PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 _PAUSE = 0.2  # seconds, before the next try to accept
 
 
@@ -108,15 +110,22 @@ class Server:
         *,
         options: WriteOptions | None = None,
         ticket: bytes | None = None,
+        live: Live | None = None,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
         alignment, dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that
         publish the same source with one ticket can share the work: metadata from one, bodies from the other.
+
+        With `live` the source is read once, for all clients together, each of which has its own place in the stream;
+        otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
+
         Raises SourceError or StoreError where the source cannot be read.
         """
-        made = dataset(name, source, options)
+        made = (
+            dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)
+        )
         if ticket is not None:
             if ticket.startswith(MAGIC):
                 raise DissociatedError(
@@ -151,14 +160,20 @@ class Server:
                 del self._by_ticket[old.ticket]
             self._datasets[new.name] = new
             self._by_ticket[new.ticket] = new
+        if old is not None:
+            old.drop()
 
     def drop(self, name: str) -> None:
-        """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
+        """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
+
+        The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
+        """
         with self._changing, self._lock:
             old = self._datasets.pop(name, None)
             if old is None:
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             del self._by_ticket[old.ticket]
+        old.drop()
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
@@ -286,13 +301,20 @@ class Server:
             listener.close()
         with self._lock:
             connections = dict(self._connections)
+            datasets = [*self._datasets.values()]
             self._datasets.clear()
             self._by_ticket.clear()
+        end = time.monotonic() + _JOIN_TIMEOUT
+        for one in datasets:
+            one.close()
         for connection in connections:
             connection.interrupt()
-        end = time.monotonic() + _JOIN_TIMEOUT
         for thread in (*connections.values(), *self._acceptors):
             thread.join(max(0.0, end - time.monotonic()))
+        end = min(end, time.monotonic() + _PUMP_TIMEOUT)
+        for one in datasets:
+            if isinstance(one, Broadcast) and one.pump is not None:
+                one.pump.join(max(0.0, end - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

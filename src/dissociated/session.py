@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
+from dissociated.broadcast import Broadcast, BroadcastColumns, Consumer, Part, in_memory
 from dissociated.dataset import Dataset, StaticDataset, StreamedDataset, source_blamed
 from dissociated.errors import (
     ColumnNotFound,
@@ -13,6 +15,7 @@ from dissociated.errors import (
     DissociatedError,
     OptionError,
     RemoteProtocolError,
+    SourceError,
 )
 from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
@@ -25,6 +28,7 @@ from dissociated.protocol.selection import MAX_IDENTIFIER, Selection, parse_iden
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
+from dissociated.store.segment import MIN_SPAN
 from dissociated.transport.base import Connection
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ _PACKED = 4
 FREE_DATA = _WANT | 0x100
 
 _MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
+_LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
 
@@ -61,6 +66,7 @@ class Session:
         self._ledger = Ledger()
         self._memory: LiveMemory | None = None  # of a live stream
         self._shared: set[int] = set()  # the bases of its regions that the client knows
+        self._consumer: Consumer | None = None  # of a broadcast
         self._inline = False  # a live region was full, and no free has come since
 
     def run(self) -> None:
@@ -76,6 +82,14 @@ class Session:
             except ConnectionClosed:
                 # The client may have stopped listening and still hold memory: then it goes on to give it back.
                 self._sender.fail()
+                if self._consumer is not None:
+                    self._consumer.stop()
+            except SourceError as error:
+                if self._consumer is None:
+                    raise
+                # What it has been sent is used again once it is freed: until then the client may take its time.
+                self._connection.abort(str(error))
+                self._sender.fail()
             self._drain()
             if self._sender.state is State.ENDING:
                 self._sender.drained()
@@ -87,6 +101,8 @@ class Session:
             raise
         finally:
             self._ledger.release_all()
+            if self._consumer is not None:
+                self._consumer.leave()
             if self._memory is not None:
                 self._memory.close()
 
@@ -115,6 +131,8 @@ class Session:
             self._send_static(wanted, streams, mapped)
         elif isinstance(wanted, StreamedDataset):
             self._send_live(wanted, streams, mapped)
+        elif isinstance(wanted, Broadcast | BroadcastColumns):
+            self._send_broadcast(wanted, streams, mapped)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
 
     def _send_static(self, wanted: StaticDataset, streams: Streams, mapped: bool) -> None:
@@ -142,6 +160,39 @@ class Session:
                 )
             self._connection.send(self._sender.send(message.header, body), self._server.stall_timeout)
             self._take_frees()
+
+    def _send_broadcast(self, wanted: Broadcast | BroadcastColumns, streams: Streams, mapped: bool) -> None:
+        if streams is not Streams.BOTH:
+            raise SourceError(
+                f"each connection has its own place in the live stream {wanted.name!r}: request all of it over one"
+            )
+        # One that maps nothing holds up others only by not taking what is being sent.
+        cut = self._connection.wake if mapped else self._connection.interrupt
+        self._consumer = consumer = wanted.join(self._connection.wake, cut)
+        while not consumer.over:
+            self._take_frees()
+            part = consumer.take()
+            if part is None:
+                self._connection.wait(_LOOK_AGAIN)
+                continue
+            leased: set[int] = set()
+            try:
+                chosen = wanted.choose(part)
+                if chosen is not None:
+                    body, leased = self._body(chosen, mapped)
+                    self._connection.send(self._sender.send(chosen.header, body), self._server.stall_timeout)
+            finally:
+                consumer.free(part.addresses - leased)
+
+    def _body(self, part: Part, mapped: bool) -> tuple[Body | None, set[int]]:
+        """The body of a message of a broadcast, and what the client holds with it."""
+        if part.body is None:
+            return None, set()
+        addresses = part.addresses
+        if mapped and part.region is not None and addresses and part.parsed.body_length > self._server.inline_limit:
+            self._share(part.region)
+            return self._leased(part.extents), addresses
+        return Body(BodyKind.PACKED, in_memory(part.body, MIN_SPAN if self._connection.sends_files else inf)), set()
 
     def _room(self, length: int) -> LiveRegion | None:
         """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
@@ -196,6 +247,8 @@ class Session:
         gone = self._ledger.release(event.addresses)
         if self._memory is not None:
             self._memory.free(gone)
+        if self._consumer is not None:
+            self._consumer.free(gone)
         self._inline = False
 
     def _receive(self, timeout: float) -> Incoming | None:

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.message import Buffer, FileSpan, cutter
 from dissociated.protocol.flatbuffer import Builder, Table, follow, root
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
 
@@ -71,6 +72,12 @@ class Chosen(NamedTuple):
     indices: Sequence[int]
     cuts: Sequence[Cut]
     padding: int
+
+    def body(self, parts: Sequence[Buffer | FileSpan]) -> list[Buffer | FileSpan]:
+        """Its body, by reference, given the parts of the whole one."""
+        cut = cutter(parts)
+        pieces = [piece for padding, begin, end in self.cuts for piece in (bytes(padding), *cut(begin, end))]
+        return [*pieces, bytes(self.padding)]
 
 
 class _Layout:
