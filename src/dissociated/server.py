@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.broadcast import Broadcast, Live
 from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, dataset
 from dissociated.errors import (
     ConnectionClosed,
@@ -24,6 +25,7 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
+from dissociated.protocol.selection import MAGIC, PARAMETER
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.store.segment import Memory, Segment, SegmentWriter
 from dissociated.store.stage import host_name
@@ -39,6 +41,7 @@ _log = logging.getLogger(__name__)
 _ANY_INTERFACE = ("0.0.0.0", "::")
 _APART = (Streams.METADATA, Streams.BODIES)
 _JOIN_TIMEOUT = 5.0
+_PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 _PAUSE = 0.2  # seconds, before the next try to accept
 
 
@@ -118,17 +121,29 @@ class Server:
         *,
         options: WriteOptions | None = None,
         ticket: bytes | None = None,
+        live: Live | None = None,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
         alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
         with; left out, it is random. Two servers that publish the same source with one ticket can share the work:
-        metadata from one, bodies from the other. Raises SourceError or StoreError where the source cannot be read,
-        FormatError where it cannot be written with these options.
+        metadata from one, bodies from the other.
+
+        With `live` the source is read once, for all clients together, each of which has its own place in the stream;
+        otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
+
+        Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
+        these options.
         """
-        made = dataset(name, source, options)
+        made = (
+            dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)
+        )
         if ticket is not None:
+            if ticket.startswith(MAGIC):
+                raise DissociatedError(
+                    f"a ticket may not begin with {MAGIC!r}: by that, selections of columns are told"
+                )
             made.ticket = ticket
         with self._changing:
             self._adopt(made)
@@ -168,14 +183,20 @@ class Server:
                 del self._by_ticket[old.ticket]
             self._datasets[new.name] = new
             self._by_ticket[new.ticket] = new
+        if old is not None:
+            old.drop()
 
     def drop(self, name: str) -> None:
-        """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
+        """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
+
+        The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
+        """
         with self._changing, self._lock:
             old = self._datasets.pop(name, None)
             if old is None:
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             del self._by_ticket[old.ticket]
+        old.drop()
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
@@ -246,7 +267,7 @@ class Server:
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
-            parameters=uri.parameters,
+            parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
         )
         if exposed and isinstance(found, StaticDataset):
             located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
@@ -321,13 +342,20 @@ class Server:
             listener.close()
         with self._lock:
             connections = dict(self._connections)
+            datasets = [*self._datasets.values()]
             self._datasets.clear()
             self._by_ticket.clear()
+        end = time.monotonic() + _JOIN_TIMEOUT
+        for one in datasets:
+            one.close()
         for connection in connections:
             connection.interrupt()
-        end = time.monotonic() + _JOIN_TIMEOUT
         for thread in (*connections.values(), *self._acceptors):
             thread.join(max(0.0, end - time.monotonic()))
+        end = min(end, time.monotonic() + _PUMP_TIMEOUT)
+        for one in datasets:
+            if isinstance(one, Broadcast) and one.pump is not None:
+                one.pump.join(max(0.0, end - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

@@ -27,6 +27,7 @@ import pyarrow.flight as flight
 
 from dissociated.dataset import Dataset
 from dissociated.errors import DatasetNotFound, DissociatedError, TransportError, UriError
+from dissociated.protocol.selection import parse_identifier
 from dissociated.store.segment import Segment
 from dissociated.store.stage import Stage, boot_id, host_name
 from dissociated.uri import Uri
@@ -127,7 +128,9 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with _told_by_flight():
-            return flight.RecordBatchStream(self._server.by_ticket(ticket.ticket).open_reader())
+            plain, selection = parse_identifier(ticket.ticket)
+            wanted = self._server.by_ticket(plain)
+            return flight.RecordBatchStream((wanted.select(selection) if selection else wanted).open_reader())
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [(name, description) for name, (_, description) in self._actions.items()]
