@@ -13,7 +13,9 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["transfer", "live"], default="transfer", help="what to measure")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="how much data (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="how often (default: %(default)s)")
-    parser.add_argument("--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)"
+    )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     arguments = parser.parse_args()
     if arguments.what == "live":
