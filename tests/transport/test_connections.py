@@ -280,3 +280,21 @@ def test_a_span_of_a_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_pat
     ends.server.close()
     with pytest.raises(ConnectionClosed, match="in the middle of a message"):
         receive(ends.client)
+
+
+def test_waiting_ends_with_a_message_or_when_another_thread_wakes(ends: Ends) -> None:
+    client, server = ends
+    server.wait(0.01)
+    assert not server.arrived()
+    client.send([Message(1, (b"x",))], PATIENCE)
+    server.wait(PATIENCE)
+    assert server.arrived()
+    server.wait(PATIENCE)  # it is still there
+    assert plain(receive(server)) == (1, b"x")
+    with ThreadPoolExecutor(1) as pool:
+        for wake in (server.wake, client.close):  # and with the end of the connection
+            waiting = pool.submit(server.wait, PATIENCE)
+            wake()
+            waiting.result(PATIENCE / 2)
+    server.wake()  # before somebody waits
+    server.wait(PATIENCE)
