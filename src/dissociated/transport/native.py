@@ -148,8 +148,7 @@ class NativeConnection(Connection):
             if not self._accepted:
                 self._settle_below(0, timeout)
             elif self._under_way:
-                self._progress()
-                self._settle()
+                self._advance()
                 self._keep_moving()
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
@@ -285,8 +284,7 @@ class NativeConnection(Connection):
         while not done():
             if self._closed:
                 raise ConnectionClosed("this side closed the connection")
-            if self._progress():
-                self._settle()
+            if self._advance():
                 deadline = time.monotonic() + timeout
                 continue
             left = deadline - time.monotonic()
@@ -310,12 +308,19 @@ class NativeConnection(Connection):
             self._asleep = False
             self._lock.notify_all()
 
-    def _settle(self) -> None:
-        """Forget what has been sent. The oldest goes first, which is how they complete but for a few."""
+    def _advance(self) -> bool:
+        """Let the medium work, and forget what has been sent. Whether anything happened.
+
+        The oldest goes first, which is how messages complete but for a few. That one has may show although the medium
+        did nothing just now.
+        """
+        moved = self._progress()
         while self._under_way and self._complete(self._under_way[0].request):
             self._in_flight -= self._under_way.popleft().size
-        if self._asleep:
+            moved = True
+        if moved and self._asleep:
             self._waker.set()
+        return moved
 
     def _posted(self, request: Any, size: int, keep: Any) -> None:
         """A message is under way, and `keep` must stay as it is until it has been sent."""

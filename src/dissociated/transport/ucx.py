@@ -492,8 +492,7 @@ class UcxConnection(NativeConnection):
             self._posted(request, 0, None)
         end = time.monotonic() + _SETTLE
         while time.monotonic() < end:
-            if not self._progress():
-                self._settle()
+            if not self._advance():
                 if not self._taken() and not self._under_way:
                     return
                 self._sleep(_SETTLE / 20)
