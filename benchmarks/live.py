@@ -1,13 +1,8 @@
 """A live stream passes through shared memory that is far too small for it: memory on both sides, at intervals.
 
 One process publishes the stream, others consume it together: one at first, one that joins when a part has passed, and
-<<<<<<< HEAD
 one over tcp by option. Each touches every page of what it gets. What is printed is memory of each process's own,
 and the memory that the stream holds.
-=======
-one over tcp by option. Each touches every page of what it gets. What is printed is memory of each process's own, and
-the memory that the stream holds.
->>>>>>> live
 """
 
 from __future__ import annotations

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import settings
 
 import dissociated as dis
+from arrow_cases import Celsius
 from dissociated.transport import ucx
 from helpers import Serve, leaving_nothing
 
@@ -63,3 +65,10 @@ def serve() -> Iterator[Serve]:
             return servers.enter_context(dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **options))
 
         yield make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _extension_type() -> Iterator[None]:
+    pa.register_extension_type(Celsius())
+    yield
+    pa.unregister_extension_type(Celsius().extension_name)

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import Celsius
 from helpers import connections_left, leaving_nothing
 
 MEDIA = {
@@ -164,10 +163,3 @@ def _direct_route(request: pytest.FixtureRequest) -> Iterator[Route]:
 def direct(_direct_route: Route) -> Iterator[Route]:
     """Every way that is one connection."""
     yield from _check(_direct_route)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _extension_type() -> Iterator[None]:
-    pa.register_extension_type(Celsius())
-    yield
-    pa.unregister_extension_type(Celsius().extension_name)
