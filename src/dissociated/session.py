@@ -74,6 +74,7 @@ class Session:
             self._drain()
             if self._sender.state is State.ENDING:
                 self._sender.drained()
+                self._connection.finish(self._server.stall_timeout)
         except DissociatedError as error:
             self._connection.abort(str(error))
             raise

@@ -88,6 +88,13 @@ class Connection(ABC):
         Where the medium can tell, the peer's sends fail with ConnectionClosed. Never raises.
         """
 
+    def finish(self, timeout: float) -> None:  # noqa: B027  # most media have nothing to wait for
+        """Wait until the peer has taken what was sent, and closed the connection, where closing earlier loses some.
+
+        After `timeout` seconds of silence it returns all the same. Media whose `close` lets everything arrive do
+        not wait. Never raises.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Give the connection back. Messages already sent still arrive. Never raises."""
