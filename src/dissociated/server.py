@@ -199,6 +199,15 @@ class Server:
         wanted = Streams[streams.upper()]
         return [str(self._location(listener.uri, wanted, bodies == "packed")) for listener in self._listeners]
 
+    def reference_locations(self, name: str) -> list[str]:
+        """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
+
+        It needs UCX without error handling: `ucx:?err_mode=none`.
+        """
+        self.dataset(name)
+        places = [one.uri for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
+        return [str(self._location(places[0], one, True)) for one in (Streams.METADATA, Streams.BODIES) if places]
+
     def _location(self, uri: Uri, streams: Streams, packed: bool) -> Uri:
         shares = transport(uri.scheme).shares_memory and streams & Streams.BODIES and not packed
         located = Uri(

@@ -71,7 +71,17 @@ class CatalogClient:
 
     def describe(self, name: str) -> DatasetInfo:
         """One dataset. Raises DatasetNotFound."""
-        descriptor = self._flight.FlightDescriptor.for_path(name)
+        try:
+            return self._describe(self._flight.FlightDescriptor.for_path(name))
+        except CatalogError as refused:
+            if isinstance(refused, DatasetNotFound):
+                raise
+            try:
+                return self._describe(self._flight.FlightDescriptor.for_command(name.encode()))  # as the reference does
+            except CatalogError:
+                raise refused from None
+
+    def _describe(self, descriptor: Any) -> DatasetInfo:
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:

@@ -114,7 +114,13 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
                 pass  # dropped since
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        return self._info(self._described(descriptor))
+        described = self._described(descriptor)
+        if descriptor.descriptor_type == flight.DescriptorType.CMD:
+            pair = self._server.reference_locations(described.name)
+            if pair:
+                endpoint = flight.FlightEndpoint(described.ticket, pair)
+                return flight.FlightInfo(described.schema, descriptor, [endpoint], -1, -1)
+        return self._info(described)
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
         return flight.SchemaResult(self._described(descriptor).schema)

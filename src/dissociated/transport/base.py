@@ -53,8 +53,9 @@ class Connection(ABC):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.
 
-        Returns when the parts are no longer needed. On a connection that a listener accepted, what the peer sends
-        meanwhile is kept for `receive`, so that two sides which both send cannot block each other for ever.
+        The connection may keep references to the parts until they have been sent: what lies there must not change.
+        On a connection that a listener accepted, what the peer sends meanwhile is kept for `receive`, so that two
+        sides which both send cannot block each other for ever.
         """
 
     def prepare(self, messages: Sequence[Message]) -> Any:

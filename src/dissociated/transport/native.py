@@ -15,7 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, RemoteError, RemoteProtocolError
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    DissociatedError,
+    RemoteError,
+    RemoteProtocolError,
+    TransportError,
+)
 from dissociated.message import Buffer, Incoming, Message
 from dissociated.transport.base import Allocate, Connection
 
@@ -72,6 +79,7 @@ class NativeConnection(Connection):
         self._peer = peer
         self._accepted = accepted
         self._lock = threading.Condition(threading.Lock())
+        self._moving = False  # whether there is a thread for what is under way while nobody waits for it
         self._asleep = False  # whether a thread waits for the medium, and wakes the other
         self._under_way: deque[UnderWay] = deque()
         self._in_flight = 0  # bytes
@@ -137,7 +145,12 @@ class NativeConnection(Connection):
                     self._settle_below(MAX_IN_FLIGHT - message.size, timeout)
                 self._check_open()
                 self._start(message)
-            self._settle_below(0, timeout)  # nothing would move any more while nobody waits
+            if not self._accepted:
+                self._settle_below(0, timeout)
+            elif self._under_way:
+                self._progress()
+                self._settle()
+                self._keep_moving()
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
         with self._lock:
@@ -184,7 +197,10 @@ class NativeConnection(Connection):
 
     def abort(self, reason: str) -> None:
         with self._lock:
-            if not (self._closed or self._gone or self._interrupted) and self._tell(reason):
+            if self._closed:
+                return
+            self._drive(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
+            if not (self._gone or self._interrupted) and self._tell(reason):
                 self._drive(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
 
     def interrupt(self) -> None:
@@ -204,8 +220,9 @@ class NativeConnection(Connection):
             if not self._interrupted:
                 self._drive(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
             self._closed = self._interrupted = True
-            while self._asleep:
+            while self._asleep or self._moving:
                 self._waker.set()
+                self._lock.notify_all()
                 self._lock.wait()
             self._release()
             self._under_way.clear()
@@ -237,6 +254,30 @@ class NativeConnection(Connection):
         if not self._drive(settled, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
+
+    def _keep_moving(self) -> None:
+        """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
+        if not self._moving:
+            self._moving = True
+            threading.Thread(target=self._move, name="move", daemon=True).start()
+        elif self._asleep:
+            self._waker.set()
+        else:
+            self._lock.notify_all()
+
+    def _move(self) -> None:
+        with self._lock:
+            try:
+                while not self._interrupted and not self._gone:
+                    if not self._under_way:
+                        self._lock.wait(_LOOK_AGAIN)
+                    else:
+                        self._drive(lambda: not self._under_way or self._gone or self._interrupted, _LOOK_AGAIN)
+            except TransportError:
+                pass  # whoever uses the connection next hears of it
+            finally:
+                self._moving = False
+                self._lock.notify_all()
 
     def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
         """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""

@@ -228,6 +228,7 @@ class UcxConnection(NativeConnection):
         self._ucp = u = worker.ucp
         self._lib = u.lib
         self._ours = ours
+        self._lax = endpoint.err_mode == c.ERR_MODE_NONE
         self._handle = u.ffi.new_handle(self)
         self._plain, self._pieces, self._force, self._am, self._am_pieces = _params()
         self._receiving: deque[_Receiving] = deque()
@@ -266,7 +267,11 @@ class UcxConnection(NativeConnection):
             if not self._drive(lambda: not self._under_way or self._gone, timeout):
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
             if self._gone:
-                raise TransportError(f"connecting to {self._peer}: {self._ucp.explain(self._status)}")
+                mode = "none" if self._lax else "peer"
+                raise TransportError(
+                    f"connecting to {self._peer}: {self._ucp.explain(self._status)}: is it there, has it UCX "
+                    f"{self._ucp.version} as well, and does it take err_mode={mode}?{_advice()}"
+                )
 
     # Sending
 
@@ -423,23 +428,24 @@ class UcxConnection(NativeConnection):
             self._lose()
 
     def _release(self) -> None:
-        if self._endpoint is not None:
-            # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
-            request = self._lib.ucp_ep_close_nbx(self._endpoint, self._force)
-            if self._ucp.status(request) == c.INVALID_PARAM:  # error mode none
-                request = self._lib.ucp_ep_close_nbx(self._endpoint, self._plain)
-            if self._ucp.status(request) == c.INPROGRESS:
-                self._posted(request, 0, None)
-            end = time.monotonic() + _SETTLE
-            while time.monotonic() < end:
-                if not self._progress():
-                    self._settle()
-                    if not self._taken() and not self._under_way:
-                        break
-                    self._sleep(_SETTLE / 20)
+        if self._endpoint is not None and not (self._gone and self._lax):
+            self._close_endpoint()
         self._worker.destroy()
         self._receiving.clear()
         self._endpoint = self._handle = None
+
+    def _close_endpoint(self) -> None:
+        # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
+        request = self._lib.ucp_ep_close_nbx(self._endpoint, self._plain if self._lax else self._force)
+        if self._ucp.status(request) == c.INPROGRESS:
+            self._posted(request, 0, None)
+        end = time.monotonic() + _SETTLE
+        while time.monotonic() < end:
+            if not self._progress():
+                self._settle()
+                if not self._taken() and not self._under_way:
+                    return
+                self._sleep(_SETTLE / 20)
 
 
 class _UcxListener(Listener):
