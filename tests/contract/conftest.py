@@ -16,7 +16,7 @@ import pytest
 
 import dissociated as dis
 from arrow_cases import Celsius
-from helpers import connections_left, leaving_nothing
+from helpers import connections_left, leaving_nothing, needs_new_libfabric
 
 MEDIA = {
     "inproc": "inproc:",
@@ -26,6 +26,9 @@ MEDIA = {
     "ucx": "ucx:",
     "ucx6": "ucx://[::1]:0",
     "ucx, none": "ucx:?err_mode=none",
+    "fabric": "fabric:",
+    "fabric, tcp": "fabric:?provider=tcp",
+    "fabric6": "fabric://[::1]:0",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
 BY_ADDRESS = ("shm",)
@@ -123,6 +126,8 @@ def listening(medium: str) -> str:
     """Where a server of this medium listens."""
     if medium.endswith("6") and not _has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
+    if medium == "fabric, tcp":
+        needs_new_libfabric()
     return MEDIA[medium]
 
 
