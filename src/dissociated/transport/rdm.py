@@ -17,6 +17,8 @@ from dissociated.transport.native import Waker
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
 _AT_ONCE = 64  # completions that are read at once
+_EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and need not be registered
+_ALL = 5  # objects that an endpoint consists of
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
 _QUEUE = 256  # operations; the default takes 40 MB for each endpoint
@@ -42,6 +44,7 @@ class _Operation(NamedTuple):
     done: Done
     keep: Any  # memory that must stay
     many: bool  # whether it ends more than once: a buffer for untagged messages
+    registered: Sequence[Any]  # memory, for as long as it lasts
 
 
 class Found(NamedTuple):
@@ -62,6 +65,7 @@ class Endpoint:
         self.ofi = ofi()
         self._ffi, self._lib = self.ofi.ffi, self.ofi.lib
         self._operations: dict[int, _Operation] = {}
+        self._next_key = 0
         self._opened: list[Any] = []  # what has to be closed, last first
         self._provider, self._rma = provider, rma
         self._pid = os.getpid()
@@ -70,6 +74,10 @@ class Endpoint:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
             self.max_message: int = info.ep_attr.max_msg_size
             self.protocol = f"{info.ep_attr.protocol}.{info.ep_attr.protocol_version}"
+            if self._provider.endswith("ofi_rxm"):
+                # Otherwise it registers memory itself, and where a transfer is cut off never lets go of it.
+                info.domain_attr.mr_mode |= c.MR_LOCAL
+            self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
             #: Whether addresses for reads are those of the server's process, rather than offsets.
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
             self._open(info)
@@ -86,6 +94,7 @@ class Endpoint:
         self._one = new("struct iovec *")
         self._tagged.msg_iov = self._one
         self._iov = new(f"struct iovec[{self.iov_limit}]")
+        self._descriptors = new(f"void *[{self.iov_limit}]")
         #: How many operations have ended, but for looking.
         self.ended = 0
         self._peeking: Any = None
@@ -99,7 +108,7 @@ class Endpoint:
         hints.ep_attr.type = c.EP_RDM
         hints.fabric_attr.prov_name = lib.strdup(self._provider.encode())
         hints.domain_attr.threading = c.THREAD_DOMAIN
-        hints.domain_attr.mr_mode = c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
+        hints.domain_attr.mr_mode = c.MR_LOCAL | c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
         hints.tx_attr.size = hints.rx_attr.size = _QUEUE
         found = ffi.new("struct fi_info **")
         where = ffi.NULL if service is None else service.encode()
@@ -177,38 +186,45 @@ class Endpoint:
         They must stay as they are until `done`, and are kept till then. Raises TransportError.
         """
         assert len(pieces) <= self.iov_limit  # libfabric does not check that, and crashes
-        operation, null = self._begin(done, pieces), self._ffi.NULL
+        registered = [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
+        operation = self._begin(done, pieces, registered=registered)
         ep, context = self._endpoint, operation.context
         if len(pieces) == 1:
             (data,) = pieces
+            memory = registered[0].mem_desc if registered else self._ffi.NULL
             if tag is None:
-                code = ep.msg.send(ep, data, len(data), null, to, context)
+                code = ep.msg.send(ep, data, len(data), memory, to, context)
             else:
-                code = ep.tagged.send(ep, data, len(data), null, to, tag, context)
+                code = ep.tagged.send(ep, data, len(data), memory, to, tag, context)
         else:
-            iov = self._iov
+            iov, memories = self._iov, self._descriptors
             for index, piece in enumerate(pieces):
                 iov[index].iov_base, iov[index].iov_len = piece, len(piece)
+                memories[index] = registered[index].mem_desc if registered else self._ffi.NULL
             if tag is None:
-                code = ep.msg.sendv(ep, iov, null, len(pieces), to, context)
+                code = ep.msg.sendv(ep, iov, memories, len(pieces), to, context)
             else:
-                code = ep.tagged.sendv(ep, iov, null, len(pieces), to, tag, context)
+                code = ep.tagged.sendv(ep, iov, memories, len(pieces), to, tag, context)
         return self._begun(operation, code, "sending")
 
     def receive_untagged(self, memory: Any, done: Done) -> None:
         """Receive untagged messages into `memory`, until it is used up: then `done` is told so by MULTI_RECV."""
-        operation = self._begin(done, memory, many=True)
+        registered = [self._register(memory)] if self._local else ()
+        operation = self._begin(done, memory, many=True, registered=registered)
         message = self._ffi.new("struct fi_msg *")
+        if registered:
+            self._descriptors[0] = registered[0].mem_desc
+            message.desc = self._descriptors
         self._one.iov_base, self._one.iov_len = memory, len(memory)
         message.msg_iov, message.iov_count, message.addr, message.context = self._one, 1, _ANYBODY, operation.context
         self._begun(operation, self._endpoint.msg.recvmsg(self._endpoint, message, c.MULTI_RECV), "receiving")
 
     def receive_tagged(self, memory: Any, tag: int, ignore: int, done: Done) -> None:
         """Receive one message whose tag is `tag` but for the bits in `ignore`."""
-        operation, ep = self._begin(done, memory), self._endpoint
-        code = ep.tagged.recv(
-            ep, memory, len(memory), self._ffi.NULL, _ANYBODY, tag, ignore, operation.context
-        )
+        registered = [self._register(memory)] if self._local else ()
+        operation, ep = self._begin(done, memory, registered=registered), self._endpoint
+        described = registered[0].mem_desc if registered else self._ffi.NULL
+        code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
         self._begun(operation, code, "receiving")
 
     def look(self) -> Found | None:
@@ -247,7 +263,11 @@ class Endpoint:
         assert self.found is not None
         tag, length, context = self.found
         self.found = None
-        operation = self._begin(done, memory, context)
+        registered = [self._register(memory)] if self._local else ()
+        operation = self._begin(done, memory, context, registered=registered)
+        self._tagged.desc = self._ffi.NULL
+        if registered:
+            self._descriptors[0], self._tagged.desc = registered[0].mem_desc, self._descriptors
         self._one.iov_base, self._one.iov_len = memory, length if not flags & c.DISCARD else 0
         self._tagged.iov_count, self._tagged.context, self._tagged.tag = 1, context, tag
         code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, flags)
@@ -256,10 +276,27 @@ class Endpoint:
 
     # Completions
 
-    def _begin(self, done: Done, keep: Any, context: Any = None, many: bool = False) -> _Operation:
+    def _register(self, memory: Any) -> Any:
+        """Let libfabric use memory."""
+        made = self._ffi.new("struct fid_mr **")
+        self._next_key += 1
+        code = self._domain.mr.reg(
+            self._ffi.addressof(self._domain.fid), memory, len(memory), c.SEND | c.RECV, 0, self._next_key, 0, made,
+            self._ffi.NULL,
+        )
+        self.ofi.check(code, "registering memory")
+        return made[0]
+
+    def _unregister(self, registered: Sequence[Any]) -> None:
+        for one in registered:
+            one.fid.ops.close(self._ffi.addressof(one.fid))
+
+    def _begin(
+        self, done: Done, keep: Any, context: Any = None, many: bool = False, registered: Sequence[Any] = ()
+    ) -> _Operation:
         if context is None:
             context = self._ffi.new(f"void *[{_CONTEXT}]")
-        operation = _Operation(context, done, keep, many)
+        operation = _Operation(context, done, keep, many, registered)
         self._operations[int(self._ffi.cast("uintptr_t", context))] = operation
         return operation
 
@@ -272,6 +309,7 @@ class Endpoint:
 
     def _forget(self, operation: _Operation) -> None:
         del self._operations[int(self._ffi.cast("uintptr_t", operation.context))]
+        self._unregister(operation.registered)
 
     def progress(self) -> bool:
         """Let libfabric work, and tell of what is done. Whether anything was."""
@@ -299,6 +337,7 @@ class Endpoint:
             return  # of an operation that was cut off
         if error or flags & c.MULTI_RECV or not operation.many:
             del self._operations[key]
+            self._unregister(operation.registered)
         if operation.context is not self._peeking:
             self.ended += 1
         operation.done(Completion(error, flags, entry.len, entry.buf, entry.tag))
@@ -322,6 +361,10 @@ class Endpoint:
 
     def close(self) -> None:
         """Close everything, in the order that libfabric wants. What was under way is dropped."""
+        if self._opened and len(self._opened) == _ALL:
+            self._opened.pop().fid.ops.close(self._fid)  # the endpoint first: nothing may use memory any more
+        for operation in self._operations.values():
+            self._unregister(operation.registered)
         while self._opened:
             one = self._opened.pop()
             one.fid.ops.close(self._ffi.addressof(one.fid))
