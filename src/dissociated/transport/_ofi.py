@@ -123,6 +123,8 @@ struct fid_mr { struct fid fid; void *mem_desc; uint64_t key; };
 struct fi_ops_av {
     size_t size;
     int (*insert)(struct fid_av *av, const void *addr, size_t count, fi_addr_t *fi_addr, uint64_t flags, void *context);
+    void *insertsvc, *insertsym;
+    int (*remove)(struct fid_av *av, fi_addr_t *fi_addr, size_t count, uint64_t flags);
 };
 struct fid_av { struct fid fid; struct fi_ops_av *ops; };
 
