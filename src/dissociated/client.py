@@ -39,6 +39,7 @@ def open_stream(
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
+    allow_rma: bool = False,
 ) -> pa.RecordBatchReader:
     """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
 
@@ -48,7 +49,8 @@ def open_stream(
 
     `columns` keeps only these top-level columns, in the order of the schema; so does `included_fields` of `options`,
     which say how batches are decoded. `timeout` is how many seconds the server may be silent, `max_body` the largest
-    body that is taken, in bytes.
+    body that is taken, in bytes. `allow_rma` lets this process fetch from the server's memory where a URI has a
+    remote_handle; the server could then write to ours.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, ColumnNotFound, OptionError. Reading may raise these too, RemoteProtocolError, and FormatError where
@@ -62,6 +64,11 @@ def open_stream(
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
     tags = [one.require_want_data() for one in uris]
+    if not allow_rma and any(one.remote_handle is not None for one in uris):
+        raise UriError(
+            "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "
+            'give allow_rma=True if you trust it, or take a location with bodies="packed"'
+        )
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
         for connection, tag in zip(opened, tags, strict=True):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
+from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, dataset
 from dissociated.errors import (
     ConnectionClosed,
     DatasetNotFound,
@@ -19,6 +19,7 @@ from dissociated.errors import (
     TransportError,
 )
 from dissociated.ipc.options import WriteOptions
+from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.store.segment import Segment
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ANY_INTERFACE = ("0.0.0.0", "::")
+_APART = (Streams.METADATA, Streams.BODIES)
 _JOIN_TIMEOUT = 5.0
 _PAUSE = 0.2  # seconds, before the next try to accept
 
@@ -45,6 +47,9 @@ class Server:
     what it wants, `stall_timeout` for one that takes nothing, `lease_timeout` for one that holds memory and says
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
+
+    With `allow_rma`, clients over `ucx:` that ask for it fetch bodies from this process's memory by themselves. UCX
+    then lets every client that connects read and write all of that memory: only for networks and peers you trust.
 
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
@@ -63,6 +68,7 @@ class Server:
         inline_limit: int = 0,
         max_connections: int = 1024,
         advertise: str | None = None,
+        allow_rma: bool = False,
     ) -> None:
         self.handshake_timeout = seconds(handshake_timeout)
         self.stall_timeout = seconds(stall_timeout)
@@ -84,6 +90,8 @@ class Server:
         try:
             for text in listen:
                 uri = Uri.parse(text)
+                if allow_rma and uri.scheme == "ucx":
+                    uri = uri.with_parameters(rma="allow")
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
                 from dissociated.catalog.service import CatalogService
@@ -195,30 +203,39 @@ class Server:
         `streams` is "both", or one of "metadata" and "bodies" for clients that ask for the two separately.
         `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound.
         """
-        self.dataset(name)
-        wanted = Streams[streams.upper()]
-        return [str(self._location(listener.uri, wanted, bodies == "packed")) for listener in self._listeners]
+        found, wanted = self.dataset(name), Streams[streams.upper()]
+        return [str(self._location(one, found, wanted, bodies == "packed")) for one in self._listeners]
+
+    def alternatives(self, name: str) -> list[str]:
+        """The locations of `name`; those that let clients fetch from memory are followed by one that does not."""
+        found = self.dataset(name)
+        ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
+        return [str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways]
 
     def reference_locations(self, name: str) -> list[str]:
         """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
 
         It needs UCX without error handling: `ucx:?err_mode=none`.
         """
-        self.dataset(name)
-        places = [one.uri for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
-        return [str(self._location(places[0], one, True)) for one in (Streams.METADATA, Streams.BODIES) if places]
+        found = self.dataset(name)
+        places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
+        return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _APART]
 
-    def _location(self, uri: Uri, streams: Streams, packed: bool) -> Uri:
-        shares = transport(uri.scheme).shares_memory and streams & Streams.BODIES and not packed
+    def _location(self, listener: Listener, found: Dataset, streams: Streams, packed: bool) -> Uri:
+        uri = listener.uri
+        by_address = not packed and bool(streams & Streams.BODIES)
+        exposed = by_address and listener.exposes_memory and isinstance(found, StaticDataset)
         located = Uri(
             uri.scheme,
             host=self.advertise if uri.host in _ANY_INTERFACE else uri.host,
             port=uri.port,
             path=uri.path,
             want_data=want_tag(streams, packed),
-            free_data=FREE_DATA if shares else None,
+            free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
             parameters=uri.parameters,
         )
+        if exposed and isinstance(found, StaticDataset):
+            located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
 
     # Connections

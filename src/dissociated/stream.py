@@ -18,10 +18,11 @@ from dissociated.errors import DissociatedError, RemoteProtocolError, TransportE
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import Returns, leased_buffer
 from dissociated.memory.region import Region
+from dissociated.memory.remote import pieces
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import buffer_extents, relocate
+from dissociated.protocol.header import Header, buffer_extents, relocate
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.run import Batches
 from dissociated.transport.base import Allocate, Connection
@@ -52,7 +53,8 @@ class Stream:
         pool: pa.MemoryPool | None = None,
     ) -> None:
         self._connections = connections
-        self.space = connections[-1].space
+        self._bodies = connections[-1]
+        self.space = self._bodies.space
         self._timeout = timeout
         self._max_body = max_body
         self._pool = pool
@@ -133,6 +135,8 @@ class Stream:
         leased = body.leased
         if not leased:
             return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
+        if self._bodies.fetches:
+            return header, self._fetch(header, parsed, body)
         region = self.space.find(leased[0])
         offsets = region.offsets(body.addresses, body.lengths)
         if any(offset % 8 for offset in offsets):  # which libarrow refuses: gather them where they should be
@@ -141,6 +145,17 @@ class Stream:
             self._leases.give_back(leased)
             return header, packed
         return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
+
+    def _fetch(self, header: bytes, parsed: Header, body: AddressList) -> pa.Buffer:
+        """The body, fetched from where it lies, which is then given back."""
+        wanted, lengths = buffer_extents(header, parsed)
+        for at, length in zip(wanted, lengths, strict=True):
+            if length and not 0 <= at <= parsed.body_length - length:
+                raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body")
+        packed = self._allocate_packed(parsed.body_length)
+        self._bodies.fetch(pieces(body.addresses, body.lengths, wanted), packed, self._timeout)
+        self._leases.give_back(body.leased)
+        return packed
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run

@@ -29,14 +29,15 @@ MEDIA = {
     "fabric": "fabric:",
     "fabric, tcp": "fabric:?provider=tcp",
     "fabric6": "fabric://[::1]:0",
+    "ucx, rma": "ucx:",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
-BY_ADDRESS = ("shm",)
+BY_ADDRESS = ("shm", "ucx, rma")
 
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
 #: Connecting over UCX takes its time, and these differ from "ucx" below the messages alone.
-FEWER = {"ucx6": ("one",), "ucx, none": ("two",)}
+FEWER = {"ucx6": ("one",), "ucx, none": ("two",), "ucx, rma": ("one",)}
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
 BODIES = ("any", "packed", "mixed")
 MIXED_LIMIT = 256
@@ -69,9 +70,10 @@ class Route:
         self.start()
 
     def start(self) -> None:
+        self._rma = self.way.medium == "ucx, rma"
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
-            dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit)
+            dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit, allow_rma=self._rma)
             for _ in range(2 if self.way.arrangement == "apart" else 1)
         ]
 
@@ -97,7 +99,10 @@ class Route:
         return self.servers[0].ticket(name)
 
     def open(self, name: str = "data", **options: Any) -> pa.RecordBatchReader:
-        return dis.open_stream(self.uris(name), self.ticket(name), **options)
+        return self.request(self.uris(name), self.ticket(name), **options)
+
+    def request(self, uris: str | list[str], ticket: bytes, **options: Any) -> pa.RecordBatchReader:
+        return dis.open_stream(uris, ticket, allow_rma=self._rma, **options)
 
     def read(self, source: Any, options: dis.WriteOptions | None = None) -> tuple[pa.Schema, list[pa.RecordBatch]]:
         """Publish, then read everything: the schema and the batches that arrive, fully validated."""

@@ -158,14 +158,15 @@ class Client(CatalogClient):
         *,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema; `options` say how batches are decoded. Raises DatasetNotFound,
-        ColumnNotFound, and what `open_stream` raises.
+        top-level columns, in the order of the schema; `options` say how batches are decoded. `allow_rma` as for
+        `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
-        wanted = partial(self._open, name, transport, columns, options, max_body)
+        wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
         info = self.describe(name)
         for _ in range(_MAX_REPLACED):
             try:
@@ -184,19 +185,26 @@ class Client(CatalogClient):
         columns: Sequence[str] | None,
         options: ReadOptions | None,
         max_body: int,
+        allow_rma: bool,
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
             reader = self.do_get(endpoint.ticket, options)
             return reader if columns is None else _select(reader, columns)
-        usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
+        usable = [
+            uris
+            for uris in locations(endpoint)
+            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
+        ]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
             offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
             raise CatalogError(
                 f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
             )
-        reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        reachable.sort(
+            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+        )
         while True:
             nearest = [str(uri) for uri in reachable.pop()]
             try:
@@ -207,6 +215,7 @@ class Client(CatalogClient):
                     options=options,
                     timeout=self._timeout,
                     max_body=max_body,
+                    allow_rma=allow_rma,
                 )
             except TransportError:
                 if not reachable:

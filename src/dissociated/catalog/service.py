@@ -156,7 +156,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
             return self._server.dataset(name)
 
     def _info(self, dataset: Dataset) -> flight.FlightInfo:
-        locations = [*self._server.locations(dataset.name), REUSE_CONNECTION]
+        locations = [*self._server.alternatives(dataset.name), REUSE_CONNECTION]
         return flight.FlightInfo(
             dataset.schema,
             flight.FlightDescriptor.for_path(dataset.name),

@@ -21,7 +21,7 @@ from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulat
 from dissociated.ipc.index import Index
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter, split
-from dissociated.memory.region import Region, reserve_base
+from dissociated.memory.region import Region
 from dissociated.memory.shared import (
     Backing,
     create_memfd,
@@ -54,7 +54,9 @@ class Segment:
         try:
             with explained(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
-                self.region = Region(reserve_base(size), map_read_only(descriptor, size))
+                memory = map_read_only(descriptor, size)
+                # Its own addresses, since peers that fetch over a network know no others.
+                self.region = Region(memory.address, memory)
             self._memory = memoryview(self.region.memory)
             self.index = Index(self._memory)
             if not self.index or self.index[0].type is not HeaderType.SCHEMA:

@@ -209,7 +209,10 @@ class Ucp:
         with _tamed():
             self.path, self.lib = _load(self.ffi)
         numbers = self.ffi.new("unsigned[3]")
-        self.lib.ucp_get_version(numbers, numbers + 1, numbers + 2)
+        try:
+            self.lib.ucp_get_version(numbers, numbers + 1, numbers + 2)
+        except AttributeError:
+            raise TransportError(f"ucx: {self.path} is no libucp: let DISSOCIATED_UCX_LIBRARY name one") from None
         self.version = f"{numbers[0]}.{numbers[1]}.{numbers[2]}"
         if (numbers[0], numbers[1]) < _OLDEST:
             raise TransportError(

@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from dissociated.errors import LocalProtocolError, TransportError
-from dissociated.memory.region import AddressSpace
+from dissociated.memory.region import AddressSpace, Region
+from dissociated.memory.remote import Span
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.uri import Uri
 
@@ -44,6 +45,10 @@ class Connection(ABC):
     shares_memory: bool = False
     #: Whether parts of messages may be spans of files.
     sends_files: bool = False
+    #: Whether the peer can fetch from memory that the listener has exposed.
+    exposes_memory: bool = False
+    #: Whether this side can fetch from memory of the peer's that its URI names.
+    fetches: bool = False
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.
@@ -104,6 +109,13 @@ class Connection(ABC):
         """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""
         raise TransportError(f"{type(self).__name__} cannot share memory")
 
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        """Fetch (address, length, where in `memory`) from the peer, one-sided. Within `memory` they must stay.
+
+        Raises RemoteProtocolError for an address outside of what the peer's URI names, before anything is fetched.
+        """
+        raise TransportError(f"{type(self).__name__} cannot fetch")
+
     def __enter__(self) -> Connection:
         return self
 
@@ -117,6 +129,12 @@ class Listener(ABC):
     """Accepts connections at `uri`, which names the real port or path and has no protocol parameters."""
 
     uri: Uri
+    #: Whether peers can fetch from memory that is exposed here.
+    exposes_memory: bool = False
+
+    def expose(self, region: Region) -> Span:
+        """Let peers fetch from this memory, at its own addresses, until `region` is collected or this is closed."""
+        raise TransportError(f"{type(self).__name__} cannot expose memory")
 
     @abstractmethod
     def accept(self) -> Connection | None:

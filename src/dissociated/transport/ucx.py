@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from dissociated.errors import (
     TransportError,
     UriError,
 )
+from dissociated.memory.region import Region
+from dissociated.memory.remote import RemoteSpace, Span, spans_of
 from dissociated.message import Buffer, Incoming, Message
 from dissociated.transport import _ucp as c
 from dissociated.transport._ucp import Ucp, ucp
@@ -117,18 +120,20 @@ def context(where: _Place) -> Any:
     made = u.ffi.new("ucp_context_h *")
     status = u.lib.ucp_init_version(1, 12, params, config[0], made)
     u.lib.ucp_config_release(config[0])
-    u.check(status, f"starting UCX{_advice()}")
+    u.check(status, "starting UCX")
     return made[0]
 
 
-def _advice() -> str:
-    """What may be wrong with the environment."""
+#: Those that can connect two processes, as UCX_TLS names them.
+_NETWORKS = {"all", "tcp", "ib", "rc", "rc_v", "rc_x", "ud", "ud_v", "ud_x", "dc", "dc_x", "srd"}
+
+
+def _check_choice() -> None:
+    """Raise TransportError where the environment leaves nothing to connect by: UCX would only say "unreachable"."""
     chosen = os.environ.get("UCX_TLS", "all").split(",")
-    if chosen[0].startswith("^"):
-        missing = "tcp" in (chosen[0][1:], *chosen[1:])
-    else:
-        missing = not {"tcp", "all"}.intersection(chosen)
-    return f" (UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which every connection needs: add it)" if missing else ""
+    excluded = {chosen[0][1:], *chosen[1:]} if chosen[0].startswith("^") else set()
+    if "tcp" in excluded or not (excluded or _NETWORKS.intersection(chosen)):
+        raise TransportError(f"UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which connections over UCX need: add it")
 
 
 class _Worker:
@@ -136,6 +141,7 @@ class _Worker:
 
     def __init__(self, where: _Place) -> None:
         self.ucp = u = ucp()
+        _check_choice()
         self.context = context(where)
         params = u.ffi.new("ucp_worker_params_t *")
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
@@ -237,6 +243,8 @@ class UcxConnection(NativeConnection):
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
         self._status = c.OK
+        self._remote: RemoteSpace | None = None
+        self._keys: dict[Span, Any] = {}
         self._endpoint: Any = None
         try:
             self._open(endpoint)
@@ -255,7 +263,7 @@ class UcxConnection(NativeConnection):
         endpoint.field_mask |= c.EP_PARAM_ERR_HANDLER
         endpoint.err_handler.cb, endpoint.err_handler.arg = callbacks.lost, self._handle
         made = u.ffi.new("ucp_ep_h *")
-        u.check(self._lib.ucp_ep_create(self._worker.handle, endpoint, made), f"connecting to {self._peer}{_advice()}")
+        u.check(self._lib.ucp_ep_create(self._worker.handle, endpoint, made), f"connecting to {self._peer}")
         self._endpoint = made[0]
 
     def wait_connected(self, timeout: float) -> None:
@@ -270,7 +278,7 @@ class UcxConnection(NativeConnection):
                 mode = "none" if self._lax else "peer"
                 raise TransportError(
                     f"connecting to {self._peer}: {self._ucp.explain(self._status)}: is it there, has it UCX "
-                    f"{self._ucp.version} as well, and does it take err_mode={mode}?{_advice()}"
+                    f"{self._ucp.version} as well, and does it take err_mode={mode}?"
                 )
 
     # Sending
@@ -410,6 +418,33 @@ class UcxConnection(NativeConnection):
             self._broken = ConnectionClosed(f"{self._peer}: the peer closed the connection in the middle of a message")
             self._lose_by(status)
 
+    # One-sided
+
+    def reach(self, spans: Sequence[Span]) -> None:
+        """Let `fetch` take from these spans of the peer's memory."""
+        self._remote, self.fetches = RemoteSpace(spans), True
+
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        if self._remote is None:
+            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
+        spans = [self._remote.find(address, length) for address, length, _ in wanted]
+        view = self._ucp.ffi.from_buffer(memory, require_writable=True)
+        with self._lock:
+            for (address, length, at), span in zip(wanted, spans, strict=True):
+                self._check_open()
+                key, into = self._key(span), view + at
+                request = self._lib.ucp_get_nbx(self._endpoint, into, length, address, key, self._plain)
+                self._begun(request, length, view)
+            self._settle_below(0, timeout)
+
+    def _key(self, span: Span) -> Any:
+        if span not in self._keys:
+            made = self._ucp.ffi.new("ucp_rkey_h *")
+            status = self._lib.ucp_ep_rkey_unpack(self._endpoint, self._ucp.ffi.from_buffer(span.key), made)
+            self._ucp.check(status, f"{self._peer}: its remote_handle cannot be used")
+            self._keys[span] = made[0]
+        return self._keys[span]
+
     # The worker
 
     def _progress(self) -> bool:
@@ -428,6 +463,8 @@ class UcxConnection(NativeConnection):
             self._lose()
 
     def _release(self) -> None:
+        for key in self._keys.values():
+            self._lib.ucp_rkey_destroy(key)
         if self._endpoint is not None and not (self._gone and self._lax):
             self._close_endpoint()
         self._worker.destroy()
@@ -453,6 +490,9 @@ class _UcxListener(Listener):
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
         self._place = place(address, rma)
+        self.exposes_memory = rma
+        self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, weakref.finalize[..., Region]]]
+        self._exposed = weakref.WeakKeyDictionary()
         self._mode = mode
         self._worker = _Worker(self._place)
         self._ucp = u = self._worker.ucp
@@ -470,7 +510,7 @@ class _UcxListener(Listener):
         made = u.ffi.new("ucp_listener_h *")
         try:
             status = u.lib.ucp_listener_create(self._worker.handle, params, made)
-            u.check(status, f"listening on {host}:{port}{_advice()}")
+            u.check(status, f"listening on {host}:{port}")
         except BaseException:
             self._worker.destroy()
             self._waker.close()
@@ -519,7 +559,39 @@ class _UcxListener(Listener):
         if self._mode == "peer":  # otherwise it is the client's choice
             endpoint.field_mask |= c.EP_PARAM_ERR_MODE
             endpoint.err_mode = c.ERR_MODE_PEER
-        return UcxConnection(worker, peer, endpoint, accepted=True, ours=known and asked.client_id == _OURS)
+        made = UcxConnection(worker, peer, endpoint, accepted=True, ours=known and asked.client_id == _OURS)
+        made.exposes_memory = self.exposes_memory
+        return made
+
+    def expose(self, region: Region) -> Span:
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosed("the listener is closed")
+            if region not in self._exposed:
+                self._exposed[region] = self._register(region)
+            return self._exposed[region][0]
+
+    def _register(self, region: Region) -> tuple[Span, weakref.finalize[..., Region]]:
+        u, context = self._ucp, self._worker.context
+        address = int(region.memory.address)
+        params = u.ffi.new("ucp_mem_map_params_t *")
+        params.field_mask = c.MEM_ADDRESS | c.MEM_LENGTH | c.MEM_PROT
+        params.address, params.length = u.ffi.cast("void *", address), region.size
+        params.prot = c.MEM_LOCAL_READ | c.MEM_REMOTE_READ
+        memory = u.ffi.new("ucp_mem_h *")
+        u.check(u.lib.ucp_mem_map(context, params, memory), f"registering {region.size} bytes of memory")
+        # What is registered must not be unmapped before: the finalizer holds on to it.
+        withdraw = weakref.finalize(region, _withdraw, u, context, memory[0], region.memory)
+        withdraw.atexit = False
+        packed, size = u.ffi.new("void **"), u.ffi.new("size_t *")
+        try:
+            u.check(u.lib.ucp_rkey_pack(context, memory[0], packed, size), "making a key for memory")
+        except BaseException:
+            withdraw()
+            raise
+        key = bytes(u.ffi.buffer(packed[0], size[0]))
+        u.lib.ucp_rkey_buffer_release(packed[0])
+        return Span(address, region.size, key), withdraw
 
     def _requested(self, request: Any) -> None:
         """Called by UCX: somebody wants to connect."""
@@ -539,10 +611,16 @@ class _UcxListener(Listener):
             for request in self._requests:
                 self._ucp.lib.ucp_listener_reject(self._listener, request)
             self._requests.clear()
+            for _, withdraw in self._exposed.values():
+                withdraw()
             self._ucp.lib.ucp_listener_destroy(self._listener)
             self._worker.destroy()
             self._handle = None
             self._waker.close()
+
+
+def _withdraw(u: Ucp, context: Any, handle: Any, memory: Any) -> None:
+    u.lib.ucp_mem_unmap(context, handle)
 
 
 class UcxTransport(Transport):
@@ -561,10 +639,15 @@ class UcxTransport(Transport):
         endpoint.flags = c.EP_CLIENT_SERVER | c.EP_SEND_CLIENT_ID
         endpoint.err_mode = _MODES[mode]
         keep = _point(u, endpoint.sockaddr, address, uri.port)
-        connection = UcxConnection(_Worker(place(address, rma=False)), where, endpoint, accepted=False, ours=False)
+        spans = spans_of(uri)
+        connection = UcxConnection(
+            _Worker(place(address, rma=bool(spans))), where, endpoint, accepted=False, ours=False
+        )
         del keep
         try:
             connection.wait_connected(timeout)
+            if spans:
+                connection.reach(spans)
         except BaseException:
             connection.close()
             raise
@@ -573,7 +656,7 @@ class UcxTransport(Transport):
     def listen(self, uri: Uri) -> Listener:
         host = uri.host or "127.0.0.1"
         address = _resolve(host, f"listening on {host}")
-        return _UcxListener(host, address, uri.port or 0, _mode(uri), rma=False)
+        return _UcxListener(host, address, uri.port or 0, _mode(uri), uri.parameters.get("rma") == "allow")
 
 
 def _mode(uri: Uri) -> str:
