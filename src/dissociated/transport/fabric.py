@@ -80,7 +80,7 @@ class Kind(IntEnum):
     CREDIT = 4
     #: the reason for giving up, UTF-8
     ABORT = 5
-    #: nothing: this end closes
+    #: nothing: this end closes. It is answered by another
     BYE = 6
 
 
@@ -227,7 +227,7 @@ class FabricConnection(NativeConnection):
         if tag is None and size > _MAX_PLAIN:
             tag = _LARGE
         if not parts or (len(parts) > 1 and size <= _JOIN):
-            parts = [b"".join(parts)]
+            parts = [b"".join(parts)]  # type: ignore[arg-type]  # no spans of files here
         return _Outgoing(tag, size, [self._ffi.from_buffer(part) for part in parts])
 
     def _start(self, message: _Outgoing) -> None:
@@ -350,6 +350,8 @@ class FabricConnection(NativeConnection):
         elif kind == Kind.ABORT:
             self._give_up(data.decode(errors="replace"))
         elif kind == Kind.BYE:
+            if not self._closed and not self._gone and self._to is not None:
+                self._say(Kind.BYE)
             self._lose()
         else:
             self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
@@ -460,9 +462,13 @@ class FabricConnection(NativeConnection):
 
     def _release(self) -> None:
         if self._to is not None and not self._gone:
-            bye, end = self._say(Kind.BYE), time.monotonic() + _LAST
-            while not (bye.ended or self._gone) and time.monotonic() < end:
-                if not self._progress() and self._endpoint.arm():
+            # Until the answer comes there is something to read: closing over that could take our last words back.
+            self._say(Kind.BYE)
+            end = time.monotonic() + _LAST
+            while not self._gone and time.monotonic() < end:
+                if self._endpoint.look() is not None:
+                    self._endpoint.discard()
+                elif not self._progress() and self._endpoint.arm():
                     self._endpoint.sleep(self._waker, _RETRY)
         self._unsent.clear()
         self._endpoint.close()

@@ -19,6 +19,7 @@ _ANYBODY = 2**64 - 1
 _AT_ONCE = 64  # completions that are read at once
 _EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and need not be registered
 _ALL = 5  # objects that an endpoint consists of
+_DRAINED = 1 << 16  # messages that are thrown away, at most
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
 _QUEUE = 256  # operations; the default takes 40 MB for each endpoint
@@ -359,9 +360,21 @@ class Endpoint:
             waker.clear()
         return self._descriptor in ready
 
+    def _drain(self) -> None:
+        """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
+        try:
+            for _ in range(_DRAINED):
+                if self.look() is None and self._peeking is None:
+                    break
+                if self.found is not None:
+                    self.discard()
+        except TransportError:
+            pass  # it is broken already
+
     def close(self) -> None:
         """Close everything, in the order that libfabric wants. What was under way is dropped."""
-        if self._opened and len(self._opened) == _ALL:
+        if len(self._opened) == _ALL:
+            self._drain()
             self._opened.pop().fid.ops.close(self._fid)  # the endpoint first: nothing may use memory any more
         for operation in self._operations.values():
             self._unregister(operation.registered)

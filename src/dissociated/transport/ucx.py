@@ -435,7 +435,7 @@ class UcxConnection(NativeConnection):
                 key, into = self._key(span), view + at
                 request = self._lib.ucp_get_nbx(self._endpoint, into, length, address, key, self._plain)
                 self._begun(request, length, view)
-            self._settle_below(0, timeout)
+            self._settle_until(lambda: not self._under_way, timeout)
 
     def _key(self, span: Span) -> Any:
         if span not in self._keys:
