@@ -37,7 +37,7 @@ BY_ADDRESS = ("shm", "ucx, rma")
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
 #: Connecting over UCX takes its time, and these differ from "ucx" below the messages alone.
-FEWER = {"ucx6": ("one",), "ucx, none": ("two",), "ucx, rma": ("one",)}
+FEWER = {"ucx6": ("one",), "ucx, none": ("two",), "ucx, rma": ("one",), "fabric6": ("one",), "fabric, tcp": ("apart",)}
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
 BODIES = ("any", "packed", "mixed")
 MIXED_LIMIT = 256

@@ -311,6 +311,8 @@ def _load(ffi: Any) -> tuple[str, Any]:
     os.environ.setdefault("HFI_NO_BACKTRACE", "1")
     # Of 128, an endpoint takes 40 ms to open and 40 MB.
     os.environ.setdefault("FI_OFI_RXM_MSG_RX_SIZE", "64")
+    # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
+    os.environ.setdefault("FI_OFI_RXM_SAR_LIMIT", "0")
     said = []
     for candidate in _candidates():
         try:
