@@ -185,6 +185,7 @@ class FabricConnection(NativeConnection):
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat
         self._missed = 0
+        self._stirred = False  # libfabric woke us while a message is on its way
         with self._lock:
             for _ in range(_CONTROL_BUFFERS):
                 self._receive_control(self._ffi.new(f"char[{_CONTROL_SIZE}]"))
@@ -407,12 +408,15 @@ class FabricConnection(NativeConnection):
     # The endpoint
 
     def _progress(self) -> bool:
-        self._happened = False
+        self._happened, ended = False, self._endpoint.ended
         while self._unsent and self._to is not None and self._begin(self._unsent[0]):
             self._unsent.popleft()
         for _ in range(_ROUNDS):
             if not self._endpoint.progress():
                 break
+        if self._stirred and self._endpoint.ended == ended:
+            self._heard = True  # a part of a large message, behind which heartbeats must wait
+        self._stirred = False
         return self._happened
 
     def _arm(self) -> bool:
@@ -426,8 +430,7 @@ class FabricConnection(NativeConnection):
 
     def _sleep(self, seconds: float) -> None:
         woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY) if self._unsent else seconds)
-        if woken and self._receiving:
-            self._heard = True  # a large message, behind which heartbeats must wait
+        self._stirred = woken and self._receiving > 0
 
     def beat(self) -> None:
         """Tell the peer that we are here, and see whether it is."""
