@@ -185,7 +185,8 @@ class FabricConnection(NativeConnection):
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat
         self._missed = 0
-        self._stirred = False  # libfabric woke us while a message is on its way
+        #: Libfabric woke us while a message is on its way: how many operations had ended by then.
+        self._stirred: int | None = None
         with self._lock:
             for _ in range(_CONTROL_BUFFERS):
                 self._receive_control(self._ffi.new(f"char[{_CONTROL_SIZE}]"))
@@ -408,15 +409,15 @@ class FabricConnection(NativeConnection):
     # The endpoint
 
     def _progress(self) -> bool:
-        self._happened, ended = False, self._endpoint.ended
+        self._happened = False
         while self._unsent and self._to is not None and self._begin(self._unsent[0]):
             self._unsent.popleft()
         for _ in range(_ROUNDS):
             if not self._endpoint.progress():
                 break
-        if self._stirred and self._endpoint.ended == ended:
+        if self._stirred == self._endpoint.ended:
             self._heard = True  # a part of a large message, behind which heartbeats must wait
-        self._stirred = False
+        self._stirred = None
         return self._happened
 
     def _arm(self) -> bool:
@@ -429,8 +430,9 @@ class FabricConnection(NativeConnection):
         return endpoint.arm()
 
     def _sleep(self, seconds: float) -> None:
+        ended = self._endpoint.ended
         woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY) if self._unsent else seconds)
-        self._stirred = woken and self._receiving > 0
+        self._stirred = ended if woken and self._receiving else None
 
     def beat(self) -> None:
         """Tell the peer that we are here, and see whether it is."""
