@@ -30,14 +30,22 @@ MEDIA = {
     "fabric, tcp": "fabric:?provider=tcp",
     "fabric6": "fabric://[::1]:0",
     "ucx, rma": "ucx:",
+    "fabric, rma": "fabric:",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
-BY_ADDRESS = ("shm", "ucx, rma")
+BY_ADDRESS = ("shm", "ucx, rma", "fabric, rma")
 
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
 #: Connecting over UCX takes its time, and these differ from "ucx" below the messages alone.
-FEWER = {"ucx6": ("one",), "ucx, none": ("two",), "ucx, rma": ("one",), "fabric6": ("one",), "fabric, tcp": ("apart",)}
+FEWER = {
+    "ucx6": ("one",),
+    "ucx, none": ("two",),
+    "ucx, rma": ("one",),
+    "fabric, rma": ("one",),
+    "fabric6": ("one",),
+    "fabric, tcp": ("apart",),
+}
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
 BODIES = ("any", "packed", "mixed")
 MIXED_LIMIT = 256
@@ -70,7 +78,7 @@ class Route:
         self.start()
 
     def start(self) -> None:
-        self._rma = self.way.medium == "ucx, rma"
+        self._rma = self.way.medium.endswith(", rma")
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
             dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit, allow_rma=self._rma)

@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
@@ -28,6 +29,8 @@ from dissociated.errors import (
     TransportError,
     UriError,
 )
+from dissociated.memory.region import Region
+from dissociated.memory.remote import RemoteSpace, Span, spans_of
 from dissociated.message import Buffer, Incoming, Message
 from dissociated.transport import _ofi as c
 from dissociated.transport._ofi import ofi
@@ -35,7 +38,7 @@ from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native import MAX_IN_FLIGHT, NativeConnection, Waker
 from dissociated.transport.rdm import MAX_UNTAGGED as _MAX_PLAIN
-from dissociated.transport.rdm import Completion, Endpoint
+from dissociated.transport.rdm import Completion, Domain, Endpoint
 from dissociated.transport.sockets import explain
 from dissociated.transport.tcp import check_name
 from dissociated.uri import Uri
@@ -85,9 +88,20 @@ class Kind(IntEnum):
 
 
 _consumed = struct.Struct("<Q")
+#: A key in a URI: whether addresses are those of the server's process, rather than offsets; libfabric's key.
+_key = struct.Struct("<BQ")
 
 
 # Providers
+
+
+def _rma(uri: Uri, provider: str) -> bool:
+    """Whether a listener lets clients fetch from memory. Raises UriError where the provider cannot do it."""
+    if uri.parameters.get("rma") != "allow":
+        return False
+    if not provider.endswith("ofi_rxm"):
+        raise UriError(f"provider={provider} in {uri} cannot share registered memory: use {PROVIDER}, or no allow_rma")
+    return True
 
 
 def _provider(uri: Uri) -> str:
@@ -182,6 +196,7 @@ class FabricConnection(NativeConnection):
         self._sent = self._peer_consumed = 0  # bytes, each message with its overhead
         self._consumed = self._told = 0
         self._max_untagged = MAX_CONTROL if self._accepted else MAX_UNTAGGED
+        self._remote: RemoteSpace | None = None
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat
         self._missed = 0
@@ -193,6 +208,39 @@ class FabricConnection(NativeConnection):
             for _ in range(2):
                 self._receive_untagged(self._ffi.new(f"char[{_MAX_PLAIN * (2 if self._accepted else 16)}]"))
         _pulse.add(self)
+
+    def reach(self, spans: Sequence[Span]) -> None:
+        """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
+        if any(len(span.key) != _key.size for span in spans):
+            raise UriError("the remote_handle is not one of libfabric's")
+        self._remote, self.fetches = RemoteSpace(spans), True
+
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        if self._remote is None:
+            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
+        spans = [self._remote.find(address, length) for address, length, _ in wanted]
+        view = self._ffi.from_buffer(memory, require_writable=True)
+        with self._lock:
+            for (address, length, at), span in zip(wanted, spans, strict=True):
+                self._fetch(address, length, at, span, view, timeout)
+            self._settle_until(lambda: not self._under_way, timeout)
+
+    def _fetch(self, address: int, length: int, at: int, span: Span, view: Any, timeout: float) -> None:
+        virtual, key = _key.unpack(span.key)
+        reading = _Sending(None, ())
+
+        def done(completion: Completion) -> None:
+            reading.ended = self._happened = self._heard = True
+            if completion.error:
+                self._lose_by(completion.error)
+
+        def begun() -> bool:
+            assert self._to is not None
+            where = address if virtual else address - span.base
+            return self._gone or self._endpoint.read(self._to, where, key, view, at, length, done)
+
+        self._settle_until(begun, timeout)
+        self._posted(reading, 0, view)
 
     def introduce(self, listener: bytes, host: str, timeout: float) -> None:
         """Exchange names with the listener of this name. Raises DeadlineExceeded, TransportError, RemoteError."""
@@ -533,7 +581,10 @@ class _FabricListener(Listener):
     def __init__(self, uri: Uri) -> None:
         self._provider, self._heartbeat = _provider(uri), _heartbeat(uri)
         self._host = uri.host or "127.0.0.1"
-        self._endpoint = endpoint = Endpoint(self._provider, self._host, str(uri.port or 0))
+        self.exposes_memory = _rma(uri, self._provider)
+        self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, weakref.finalize[..., Region]]]
+        self._exposed = weakref.WeakKeyDictionary()
+        self._endpoint = endpoint = Endpoint(self._provider, self._host, str(uri.port or 0), self.exposes_memory)
         self._ffi = endpoint.ofi.ffi
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
@@ -595,12 +646,15 @@ class _FabricListener(Listener):
         if version != bytes([_VERSION]):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
             return None
-        endpoint = Endpoint(self._provider, self._host, None)
+        # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
+        domain = self._endpoint.domain if self.exposes_memory else None
+        endpoint = Endpoint(self._provider, self._host, None, self.exposes_memory, domain)
         try:
             connection = FabricConnection(endpoint, peer, self._heartbeat, name)
         except BaseException:
             endpoint.close()
             raise
+        connection.exposes_memory = self.exposes_memory
         self._answer(client, Kind.WELCOME, bytes([_VERSION]) + endpoint.name)
         return connection
 
@@ -624,8 +678,31 @@ class _FabricListener(Listener):
         with self._lock:
             while self._asleep:
                 self._lock.wait()
+            for _, withdraw in self._exposed.values():
+                withdraw()
             self._endpoint.close()
             self._waker.close()
+
+    def expose(self, region: Region) -> Span:
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosed("the listener is closed")
+            if region not in self._exposed:
+                self._exposed[region] = self._register(region)
+            return self._exposed[region][0]
+
+    def _register(self, region: Region) -> tuple[Span, weakref.finalize[..., Region]]:
+        endpoint = self._endpoint
+        memory = self._ffi.from_buffer(region.memory)
+        registered = endpoint.domain.register(memory, c.REMOTE_READ)
+        # What is registered must not be unmapped before: the finalizer holds on to it.
+        withdraw = weakref.finalize(region, _withdraw, endpoint.domain, registered, memory)
+        withdraw.atexit = False
+        return Span(region.base, region.size, _key.pack(endpoint.virtual_addresses, registered.key)), withdraw
+
+
+def _withdraw(domain: Domain, registered: Any, memory: Any) -> None:
+    domain.unregister(registered)
 
 
 class FabricTransport(Transport):
@@ -637,7 +714,8 @@ class FabricTransport(Transport):
         provider, heartbeat = _provider(uri), _heartbeat(uri)
         where = f"the fabric server {uri.host}:{uri.port}"
         here, there = _probe(uri.host, uri.port, timeout, where)
-        endpoint = Endpoint(provider, here, None)
+        spans = spans_of(uri)
+        endpoint = Endpoint(provider, here, None, rma=bool(spans))
         try:
             _check_same(uri, endpoint)
             listener = endpoint.find(there, str(uri.port))
@@ -647,6 +725,8 @@ class FabricTransport(Transport):
             raise
         try:
             connection.introduce(listener, there, timeout)
+            if spans:
+                connection.reach(spans)
         except BaseException:
             connection.close()
             raise

@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from dissociated.errors import TransportError
 from dissociated.transport import _ofi as c
-from dissociated.transport._ofi import ofi
+from dissociated.transport._ofi import Ofi, ofi
 from dissociated.transport.native import Waker
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
 _AT_ONCE = 64  # completions that are read at once
 _EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and need not be registered
-_ALL = 5  # objects that an endpoint consists of
+_ALL = 3  # objects that an endpoint consists of
 _DRAINED = 1 << 16  # messages that are thrown away, at most
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
@@ -56,17 +58,65 @@ class Found(NamedTuple):
     context: Any
 
 
+class Domain:
+    """A fabric and a domain in it: what memory is registered with. Closed by the last of the endpoints that share it."""
+
+    def __init__(self, used: Ofi, info: Any) -> None:
+        self._ffi = used.ffi
+        self._lock = threading.Lock()
+        self._users = 0
+        null, doing = used.ffi.NULL, "opening a domain"
+        fabric, domain = used.ffi.new("struct fid_fabric **"), used.ffi.new("struct fid_domain **")
+        used.check(used.lib.fi_fabric(info.fabric_attr, fabric, null), doing)
+        self.fabric = fabric[0]
+        code = self.fabric.ops.domain(self.fabric, info, domain, null)
+        if code < 0:
+            self.fabric.fid.ops.close(used.ffi.addressof(self.fabric.fid))
+        used.check(code, doing)
+        self.domain = domain[0]
+        self._keys = count(1)
+        self._used = used
+
+    def enter(self) -> None:
+        """Another endpoint shares it."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """An endpoint is closed."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for one in (self.domain, self.fabric):
+                    one.fid.ops.close(self._ffi.addressof(one.fid))
+
+    def register(self, memory: Any, access: int) -> Any:
+        """Let libfabric use memory, or peers, until what is returned is given to `unregister`."""
+        made, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
+        fid = self._ffi.addressof(self.domain.fid)
+        code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, made, null)
+        self._used.check(code, "registering memory")
+        return made[0]
+
+    def unregister(self, registered: Any) -> None:
+        """Peers, and libfabric, have no more access."""
+        registered.fid.ops.close(self._ffi.addressof(registered.fid))
+
+
 class Endpoint:
     """Bound to `node` and `service`, which are a host and a port where the provider has such; owns all that it opens.
 
-    Raises TransportError where libfabric refuses.
+    With `rma` it can read from memory that others have registered; endpoints that share a `domain` are reached by
+    whoever has a key of it. Raises TransportError where libfabric refuses.
     """
 
-    def __init__(self, provider: str, node: str, service: str | None, rma: bool = False) -> None:
+    def __init__(
+        self, provider: str, node: str, service: str | None, rma: bool = False, domain: Domain | None = None
+    ) -> None:
         self.ofi = ofi()
         self._ffi, self._lib = self.ofi.ffi, self.ofi.lib
         self._operations: dict[int, _Operation] = {}
-        self._next_key = 0
+        self._entered = False
         self._opened: list[Any] = []  # what has to be closed, last first
         self._provider, self._rma = provider, rma
         self._pid = os.getpid()
@@ -81,7 +131,7 @@ class Endpoint:
             self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
             #: Whether addresses for reads are those of the server's process, rather than offsets.
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
-            self._open(info)
+            self._open(info, domain)
         except BaseException:
             self.close()
             raise
@@ -108,7 +158,7 @@ class Endpoint:
         hints.caps = c.MSG | c.TAGGED | (c.RMA if self._rma else 0)
         hints.ep_attr.type = c.EP_RDM
         hints.fabric_attr.prov_name = lib.strdup(self._provider.encode())
-        hints.domain_attr.threading = c.THREAD_DOMAIN
+        hints.domain_attr.threading = c.THREAD_SAFE if self._rma else c.THREAD_DOMAIN  # which may be shared
         hints.domain_attr.mr_mode = c.MR_LOCAL | c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
         hints.tx_attr.size = hints.rx_attr.size = _QUEUE
         found = ffi.new("struct fi_info **")
@@ -118,7 +168,7 @@ class Endpoint:
         self.ofi.check(code, doing)
         return found[0]
 
-    def _open(self, info: Any) -> None:
+    def _open(self, info: Any, shared: Domain | None) -> None:
         ffi, check, null = self._ffi, self.ofi.check, self._ffi.NULL
         doing = f"opening {self._provider}"
 
@@ -128,8 +178,10 @@ class Endpoint:
             self._opened.append(made[0])
             return made[0]
 
-        self._fabric = opened("fid_fabric", self._lib.fi_fabric, info.fabric_attr)
-        self._domain = domain = opened("fid_domain", self._fabric.ops.domain, self._fabric, info)
+        self.domain = shared or Domain(self.ofi, info)
+        self.domain.enter()
+        self._entered = True
+        self._fabric, domain = self.domain.fabric, self.domain.domain
         vector = ffi.new("struct fi_av_attr *")
         vector.type = c.AV_TABLE
         self._vector = opened("fid_av", domain.ops.av_open, domain, vector)
@@ -187,7 +239,9 @@ class Endpoint:
         They must stay as they are until `done`, and are kept till then. Raises TransportError.
         """
         assert len(pieces) <= self.iov_limit  # libfabric does not check that, and crashes
-        registered = [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
+        registered = (
+            [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
+        )
         operation = self._begin(done, pieces, registered=registered)
         ep, context = self._endpoint, operation.context
         if len(pieces) == 1:
@@ -275,22 +329,24 @@ class Endpoint:
         self._tagged.tag = 0
         self._begun(operation, code, "receiving")
 
+    def read(self, source: int, address: int, key: int, into: Any, at: int, length: int, done: Done) -> bool:
+        """Begin to read memory of a peer's into part of a buffer. False if that must be tried again later."""
+        piece = self._ffi.buffer(into + at, length)
+        view = self._ffi.from_buffer(piece, require_writable=True)
+        registered = [self._register(view)] if self._local else ()
+        operation = self._begin(done, view, registered=registered)
+        described = registered[0].mem_desc if registered else self._ffi.NULL
+        code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
+        return self._begun(operation, code, "reading memory")
+
     # Completions
 
     def _register(self, memory: Any) -> Any:
-        """Let libfabric use memory."""
-        made = self._ffi.new("struct fid_mr **")
-        self._next_key += 1
-        code = self._domain.mr.reg(
-            self._ffi.addressof(self._domain.fid), memory, len(memory), c.SEND | c.RECV, 0, self._next_key, 0, made,
-            self._ffi.NULL,
-        )
-        self.ofi.check(code, "registering memory")
-        return made[0]
+        return self.domain.register(memory, c.SEND | c.RECV | c.READ)
 
     def _unregister(self, registered: Sequence[Any]) -> None:
         for one in registered:
-            one.fid.ops.close(self._ffi.addressof(one.fid))
+            self.domain.unregister(one)
 
     def _begin(
         self, done: Done, keep: Any, context: Any = None, many: bool = False, registered: Sequence[Any] = ()
@@ -381,4 +437,7 @@ class Endpoint:
         while self._opened:
             one = self._opened.pop()
             one.fid.ops.close(self._ffi.addressof(one.fid))
+        if self._entered:
+            self._entered = False
+            self.domain.leave()
         self._operations.clear()
