@@ -77,7 +77,13 @@ struct fi_info {
     struct fid_nic *nic;
 };
 
-struct fi_av_attr { int type, rx_ctx_bits; size_t count, ep_per_node; const char *name; void *map_addr; uint64_t flags; };
+struct fi_av_attr {
+    int type, rx_ctx_bits;
+    size_t count, ep_per_node;
+    const char *name;
+    void *map_addr;
+    uint64_t flags;
+};
 struct fi_cq_attr {
     size_t size;
     uint64_t flags;
@@ -312,7 +318,8 @@ def _load(ffi: Any) -> tuple[str, Any]:
     # Of 128, an endpoint takes 40 ms to open and 40 MB.
     os.environ.setdefault("FI_OFI_RXM_MSG_RX_SIZE", "64")
     # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
-    os.environ.setdefault("FI_OFI_RXM_SAR_LIMIT", "0")
+    os.environ["FI_OFI_RXM_SAR_LIMIT"] = "0"
+    os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see Endpoint.whole
     said = []
     for candidate in _candidates():
         try:

@@ -411,6 +411,8 @@ class FabricConnection(NativeConnection):
 
     def _take(self, allocate: Allocate) -> bool:
         while self._receiving_bytes < _AHEAD and (found := self._endpoint.look()) is not None:
+            if found.length > self._endpoint.whole and not self._connected():
+                return True
             try:
                 if found.tag & ~_KINDS == _CONTROL:  # more of them than there were receives for
                     memory: Buffer = bytearray(min(found.length, _CONTROL_SIZE))
@@ -428,6 +430,18 @@ class FabricConnection(NativeConnection):
                 raise
             self._claim(found.tag, memory)
         return bool(self._receiving)
+
+    def _connected(self) -> bool:
+        """Whether a message can be fetched from the peer. To try it where that is gone crashes in libfabric.
+
+        Nothing tells but sending something: that is taken at once where there is a connection.
+        """
+        if self._gone or self._unsent:
+            return False
+        self._tell_consumed()
+        if self._unsent and not self._under_way:
+            self._lose()
+        return not self._unsent and not self._gone
 
     def _claim(self, tag: int, memory: Buffer) -> None:
         size = len(memory)

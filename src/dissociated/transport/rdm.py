@@ -20,6 +20,7 @@ ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
 _AT_ONCE = 64  # completions that are read at once
 _EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and need not be registered
+_RXM_EAGER = 1 << 14
 _ALL = 3  # objects that an endpoint consists of
 _DRAINED = 1 << 16  # messages that are thrown away, at most
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
@@ -59,7 +60,7 @@ class Found(NamedTuple):
 
 
 class Domain:
-    """A fabric and a domain in it: what memory is registered with. Closed by the last of the endpoints that share it."""
+    """A fabric and a domain in it, with which memory is registered. The last endpoint that shares it closes it."""
 
     def __init__(self, used: Ofi, info: Any) -> None:
         self._ffi = used.ffi
@@ -125,7 +126,10 @@ class Endpoint:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
             self.max_message: int = info.ep_attr.max_msg_size
             self.protocol = f"{info.ep_attr.protocol}.{info.ep_attr.protocol_version}"
+            #: Messages up to this many bytes arrive whole; larger ones are fetched from the peer when they are claimed.
+            self.whole: int = self.max_message
             if self._provider.endswith("ofi_rxm"):
+                self.whole = _RXM_EAGER
                 # Otherwise it registers memory itself, and where a transfer is cut off never lets go of it.
                 info.domain_attr.mr_mode |= c.MR_LOCAL
             self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
