@@ -76,6 +76,11 @@ def _measure(client: dis.Client, peers: Peers, index: int, shape: Shape, rounds:
         "Flight": lambda: client.read(shape.name, "grpc").read_all(),
         "socket": lambda: receive_bare(peers.bare_port, index, shape),
     }
+    return in_turns(calls, rounds)
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median seconds that each call takes."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():

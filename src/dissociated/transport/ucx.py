@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -49,6 +51,7 @@ _METADATA, _ABORT = 0, 1  # ids of active messages
 _OURS = int.from_bytes(b"DISSOC\0\1")
 
 _JOIN = 1 << 12  # bytes up to which parts are copied together
+_GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
 _AHEAD = 1 << 25  # bytes of bodies that are received at once
 _MAX_WAITING = 128  # connections that wait to be accepted
 _SETTLE = 0.1  # seconds for an endpoint to close
@@ -302,6 +305,8 @@ class UcxConnection(NativeConnection):
         return _Outgoing(message.tag, size, u.ffi.from_buffer(data), size, False, None)
 
     def _start(self, message: _Outgoing) -> None:
+        if message.pieces and (self._lax or message.size <= _GATHER):
+            message = self._gathered(message)
         tag, size, pointer, length, pieces, _ = message
         if tag is None:
             param = self._am_pieces if pieces else self._am
@@ -312,6 +317,15 @@ class UcxConnection(NativeConnection):
             param = self._pieces if pieces else self._plain
             request = self._lib.ucp_tag_send_nbx(self._endpoint, pointer, length, tag, param)
         self._begun(request, size, message)
+
+    def _gathered(self, message: _Outgoing) -> _Outgoing:
+        """The same message in one piece: over shared memory UCX sends that several times as fast as many."""
+        ffi = self._ucp.ffi
+        pointer, at = ffi.from_buffer(pa.allocate_buffer(message.size)), 0
+        for piece in message.keep:
+            ffi.memmove(pointer + at, piece, len(piece))
+            at += len(piece)
+        return _Outgoing(message.tag, message.size, pointer, message.size, False, None)
 
     def _begun(self, request: Any, size: int, keep: Any) -> None:
         if request:
@@ -564,6 +578,8 @@ class _UcxListener(Listener):
         return made
 
     def expose(self, region: Region) -> Span:
+        if not self.exposes_memory:
+            raise TransportError(f"{self.uri} lets nobody fetch from memory: make the server with allow_rma=True")
         with self._lock:
             if self._closed:
                 raise ConnectionClosed("the listener is closed")
