@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import transfer, ucx
+from benchmarks import fabric, transfer, ucx
 
 PARTS = {
+    "fabric": (fabric.run, "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw."),
     "transfer": (transfer.run, "shm, tcp, Flight and a bare socket."),
     "ucx": (ucx.run, "ucx with both error modes, tcp, Flight and ucx_perftest."),
 }
