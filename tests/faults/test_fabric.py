@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,6 +40,23 @@ server = dis.Server([sys.argv[1]], catalog=None)
 server.publish("large", pa.table({"n": pa.array(range(1 << 22), pa.int64())}))
 print(server.ticket("large").hex(), server.locations("large")[0], flush=True)
 sys.stdin.readline()
+"""
+
+
+#: A client that requests a stream, and is sent addresses that it never gives back.
+HOLD = """
+import sys
+from dissociated.message import Message
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+uri = Uri.parse(sys.argv[1])
+connection = transport("fabric").connect(uri, 20)
+connection.send([Message(uri.want_data, (bytes.fromhex(sys.argv[2]),))], 20)
+tagged = None
+while not tagged:
+    tagged = connection.receive(20, lambda tag, length: bytearray(length)).tag
+print("reached", flush=True)
+sys.stdin.read()
 """
 
 
@@ -164,6 +182,35 @@ def test_a_server_that_talks_otherwise_is_refused(serve: Serve, parameter: dict[
     uri = Uri.parse(good.server.locations("good")[0]).with_parameters(**parameter)
     with pytest.raises(TransportError, match="do not understand each other"):
         dis.open_stream(str(uri), good.server.ticket("good"))
+
+
+def test_memory_outside_of_what_the_uri_names_is_not_read(serve: Serve) -> None:
+    good = serve("fabric:", allow_rma=True)
+    uri = Uri.parse(good.server.locations("good")[0])
+    base, size, length = uri.parameters["remote_memory"].split("-")
+    less = uri.with_parameters(remote_memory=f"{int(base, 16) + (1 << 40):x}-{size}-{length}")
+    with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
+        dis.open_stream(str(less), good.server.ticket("good"), allow_rma=True).read_all()
+    good.check()
+
+
+def test_a_client_that_is_killed_while_it_holds_addresses_is_noticed(serve: Serve, spawn: Spawn) -> None:
+    good = serve(WHERE, allow_rma=True)
+    (uri,) = good.server.locations("good")
+    process = spawn("-c", HOLD, uri, good.server.ticket("good").hex())
+    assert line(process) == "reached"
+    assert good.server.connections == 1, "the server waits for its addresses"
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+    good.check()
+
+
+def test_a_handle_that_is_not_ours_is_refused(serve: Serve) -> None:
+    good = serve("fabric:")
+    uri = replace(Uri.parse(good.server.locations("good")[0]), remote_handle=b"UCX")
+    with pytest.raises(UriError, match="not one of libfabric's"):
+        dis.open_stream(str(uri), good.server.ticket("good"), allow_rma=True)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "often", "1e9"])
