@@ -189,6 +189,7 @@ class FabricConnection(NativeConnection):
         self._to: int | None = None  # the peer's number, once it may be sent to
         self._welcome: bytes | None = None
         self._unsent: deque[_Sending] = deque()
+        self._again = False  # whether a read must be tried again
         self._staging: list[bytearray] = []  # in which messages were joined, for the next ones
         self._receiving = self._receiving_bytes = 0  # on their way into memory
         self._happened = False  # more than heartbeats
@@ -237,7 +238,8 @@ class FabricConnection(NativeConnection):
         def begun() -> bool:
             assert self._to is not None
             where = address if virtual else address - span.base
-            return self._gone or self._endpoint.read(self._to, where, key, view, at, length, done)
+            self._again = not (self._gone or self._endpoint.read(self._to, where, key, view, at, length, done))
+            return not self._again
 
         self._settle_until(begun, timeout)
         self._posted(reading, 0, view)
@@ -330,8 +332,8 @@ class FabricConnection(NativeConnection):
             return True
 
     def _has_room(self, size: int) -> bool:
-        # What is in flight is what the peer has not consumed.
-        return not self._in_flight or self._in_flight + size <= MAX_IN_FLIGHT
+        # What is in flight is what the peer has not consumed, or has not told yet, which can be up to _CREDIT.
+        return self._in_flight < MAX_IN_FLIGHT // 2 or self._in_flight + size <= MAX_IN_FLIGHT
 
     def _complete(self, request: _Sending) -> bool:
         return request.ended
@@ -471,7 +473,6 @@ class FabricConnection(NativeConnection):
     # The endpoint
 
     def _progress(self) -> bool:
-        self._happened = False
         while self._unsent and self._to is not None and self._begin(self._unsent[0]):
             self._unsent.popleft()
         for _ in range(_ROUNDS):
@@ -480,20 +481,22 @@ class FabricConnection(NativeConnection):
         if self._stirred == self._endpoint.ended:
             self._heard = True  # a part of a large message, behind which heartbeats must wait
         self._stirred = None
-        return self._happened
+        happened, self._happened = self._happened, False  # here, or while looking
+        return happened
 
     def _arm(self) -> bool:
         # What arrives is found by looking alone: libfabric wakes us for it, but only as long as it has not seen it.
         found, endpoint = self._endpoint.found, self._endpoint
         if endpoint.look() is not found or endpoint.ended != self._ended_before:
             self._ended_before = endpoint.ended
+            self._settle()
             self._lock.notify_all()
             return False
         return endpoint.arm()
 
     def _sleep(self, seconds: float) -> None:
         ended = self._endpoint.ended
-        woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY) if self._unsent else seconds)
+        woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY) if self._unsent or self._again else seconds)
         self._stirred = ended if woken and self._receiving else None
 
     def beat(self) -> None:
@@ -502,6 +505,7 @@ class FabricConnection(NativeConnection):
             if self._closed or self._gone:
                 return
             happened = self._progress()
+            self._settle()
             self._missed = 0 if self._heard else self._missed + 1
             self._heard = False
             if self._missed >= _MISSED:
