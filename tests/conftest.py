@@ -13,6 +13,7 @@ from hypothesis import settings
 import dissociated as dis
 from arrow_cases import Celsius
 from dissociated.transport import ucx
+from dissociated.transport._ofi import ofi
 from helpers import Serve, leaving_nothing
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
@@ -36,6 +37,12 @@ def _ucx_started() -> None:
     for address in ("127.0.0.1", "::1"):
         for rma in (False, True):
             ucx.context(ucx.place(address, rma))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libfabric_started() -> None:
+    """So does libfabric."""
+    ofi()
 
 
 def _sockets() -> Iterator[None]:

@@ -54,8 +54,9 @@ class Server:
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
 
-    With `allow_rma`, clients over `ucx:` that ask for it fetch bodies from this process's memory by themselves. UCX
-    then lets every client that connects read and write all of that memory: only for networks and peers you trust.
+    With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
+    themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
+    published: only for networks and peers you trust.
 
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
@@ -96,7 +97,7 @@ class Server:
         try:
             for text in listen:
                 uri = Uri.parse(text)
-                if allow_rma and uri.scheme == "ucx":
+                if allow_rma and uri.scheme in ("ucx", "fabric"):
                     uri = uri.with_parameters(rma="allow")
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:

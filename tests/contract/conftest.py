@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import connections_left, leaving_nothing
+from helpers import connections_left, leaving_nothing, needs_new_libfabric
 
 MEDIA = {
     "inproc": "inproc:",
@@ -25,15 +25,26 @@ MEDIA = {
     "ucx": "ucx:",
     "ucx6": "ucx://[::1]:0",
     "ucx, none": "ucx:?err_mode=none",
+    "fabric": "fabric:",
+    "fabric, tcp": "fabric:?provider=tcp",
+    "fabric6": "fabric://[::1]:0",
     "ucx, rma": "ucx:",
+    "fabric, rma": "fabric:",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
-BY_ADDRESS = ("shm", "ucx, rma")
+BY_ADDRESS = ("shm", "ucx, rma", "fabric, rma")
 
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
 #: Connecting over UCX takes its time, and these differ from "ucx" below the messages alone.
-FEWER = {"ucx6": ("one",), "ucx, none": ("two",), "ucx, rma": ("one",)}
+FEWER = {
+    "ucx6": ("one",),
+    "ucx, none": ("two",),
+    "ucx, rma": ("one",),
+    "fabric, rma": ("one",),
+    "fabric6": ("one",),
+    "fabric, tcp": ("apart",),
+}
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
 BODIES = ("any", "packed", "mixed")
 MIXED_LIMIT = 256
@@ -66,7 +77,7 @@ class Route:
         self.start()
 
     def start(self) -> None:
-        self._rma = self.way.medium == "ucx, rma"
+        self._rma = self.way.medium.endswith(", rma")
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
             dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit, allow_rma=self._rma)
@@ -127,6 +138,8 @@ def listening(medium: str) -> str:
     """Where a server of this medium listens."""
     if medium.endswith("6") and not _has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
+    if medium == "fabric, tcp":
+        needs_new_libfabric()
     return MEDIA[medium]
 
 

@@ -20,11 +20,18 @@ from dissociated.transport.inproc import InprocConnection
 from dissociated.transport.native import NativeConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, leaving_nothing, needs_new_libfabric
 
 STREAMS = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0", "shm": "shm:"}
 #: Those that have messages of their own, which may overtake each other.
-NATIVE = {"ucx": "ucx://127.0.0.1:0", "ucx6": "ucx://[::1]:0", "ucx, none": "ucx://127.0.0.1:0?err_mode=none"}
+NATIVE = {
+    "ucx": "ucx://127.0.0.1:0",
+    "ucx6": "ucx://[::1]:0",
+    "ucx, none": "ucx://127.0.0.1:0?err_mode=none",
+    "fabric": "fabric://127.0.0.1:0",
+    "fabric, tcp": "fabric://127.0.0.1:0?provider=tcp",
+    "fabric6": "fabric://[::1]:0",
+}
 MEDIA = STREAMS | NATIVE
 
 
@@ -58,6 +65,8 @@ def medium(request: pytest.FixtureRequest) -> Any:
 def listener(medium: str) -> Iterator[Listener]:
     if medium.endswith("6") and not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
+    if medium == "fabric, tcp":
+        needs_new_libfabric()
     uri = Uri.parse(MEDIA[medium])
     with leaving_nothing(), closing(transport(uri.scheme).listen(uri)) as listening:
         yield listening

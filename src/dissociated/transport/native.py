@@ -141,12 +141,13 @@ class NativeConnection(Connection):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         with self._lock:
             for message in self.prepare(messages):
-                if self._under_way:
-                    self._settle_below(MAX_IN_FLIGHT - message.size, timeout)
+                size = message.size
+                if not self._has_room(size):
+                    self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
                 self._check_open()
                 self._start(message)
             if not self._accepted:
-                self._settle_below(0, timeout)
+                self._settle_until(lambda: not self._under_way, timeout)
             elif self._under_way:
                 self._advance()
                 self._keep_moving()
@@ -238,11 +239,15 @@ class NativeConnection(Connection):
         if self._gone:
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
-    def _settle_below(self, limit: int, timeout: float) -> None:
-        """Wait until at most `limit` bytes, or nothing, are under way, taking in meanwhile what a client sends."""
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more may be under way."""
+        return not self._under_way or self._in_flight + size <= MAX_IN_FLIGHT
+
+    def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
+        """Wait until enough has been sent, taking in meanwhile what a client sends."""
 
         def settled() -> bool:
-            if not self._under_way or self._in_flight <= limit > 0:
+            if enough():
                 return True
             if self._accepted:
                 self._take(refuse)

@@ -27,7 +27,8 @@ class _TcpListener(SocketListener):
         return SocketConnection(_configure(accepted), f"tcp client {address[0]}:{address[1]}", accepted=True)
 
 
-def _check_name(host: str) -> None:
+def check_name(host: str) -> None:
+    """Raise UriError for what cannot be the name of a host."""
     try:
         host.encode("idna")
     except UnicodeError as error:
@@ -40,7 +41,7 @@ class TcpTransport(Transport):
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.host or not uri.port:
             raise UriError(f"{uri} needs a host and a port: tcp://HOST:PORT")
-        _check_name(uri.host)
+        check_name(uri.host)
         where = f"tcp server {uri.host}:{uri.port}"
         try:
             sock = socket.create_connection((uri.host, uri.port), timeout)
@@ -50,7 +51,7 @@ class TcpTransport(Transport):
 
     def listen(self, uri: Uri) -> Listener:
         host, port = uri.host or "127.0.0.1", uri.port or 0
-        _check_name(host)
+        check_name(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             sock = socket.create_server((host, port), family=family, backlog=128)
