@@ -20,13 +20,9 @@ METADATA = {b"k": b"v", b"": b"", "ü".encode(): b"\xff"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _extension_type():
-    try:
-        pa.register_extension_type(Celsius())
-    except pa.ArrowKeyError:  # another suite has, for the whole run
-        yield
-    else:
-        yield
-        pa.unregister_extension_type(Celsius().extension_name)
+    pa.register_extension_type(Celsius())
+    yield
+    pa.unregister_extension_type(Celsius().extension_name)
 
 
 def messages(batches: list[pa.RecordBatch], options: WriteOptions | None, metadata=None) -> list[SplitMessage]:
