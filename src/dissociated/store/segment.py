@@ -6,10 +6,9 @@ Arrow tool can read the same file.
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +32,7 @@ from dissociated.memory.shared import (
 )
 from dissociated.message import Buffer, FileSpan
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
+from dissociated.store.files import NewFile, Reserve, StagedFile
 
 #: From how many bytes on a body is sent from the file.
 _MIN_SPAN = 1 << 17
@@ -138,17 +138,24 @@ class SegmentWriter:
     """Writes an IPC stream to a new file, one copy of each batch, in one system call.
 
     The file has a name only after `close`: a writer that is killed leaves nothing behind. Leaving the `with` by an
-    exception discards it. Raises StoreError where the file exists already or there is no space left.
+    exception discards it. `reserve` is for files in the staging directory of a store, see StagedFile.
+    Raises StoreError where the file exists already or there is no space left.
     """
 
-    def __init__(self, path: str | Path, schema: pa.Schema, options: WriteOptions | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        schema: pa.Schema,
+        options: WriteOptions | None = None,
+        reserve: Reserve | None = None,
+    ) -> None:
         self.path = Path(path)
         self.rows = 0
         self._splitter = Splitter(schema, options)
         self._offset = 0
         self._open = True
         with explained(f"creating {self.path}"):
-            self._descriptor, self._named = _create(self.path)
+            self._file = NewFile(self.path) if reserve is None else StagedFile(self.path, reserve)
         try:
             self._append([self._splitter.schema_message])
         except BaseException:
@@ -171,30 +178,27 @@ class SegmentWriter:
             return
         try:
             with explained(f"writing {self.path}"):
-                self._offset += write_parts(self._descriptor, [END_OF_STREAM], self._offset)
-                if not self._named:
-                    # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
-                    source = f"/proc/self/fd/{self._descriptor}"
-                    os.link(source, self.path, src_dir_fd=self._descriptor, follow_symlinks=True)
-                    self._named = True
-        except StoreError:
+                self._write([END_OF_STREAM])
+                self._file.commit(self._offset)
+        except BaseException:
             self.abort()
             raise
-        os.close(self._descriptor)
         self._open = False
 
     def abort(self) -> None:
         """Discard the file. Does nothing after `close`."""
         if self._open:
-            os.close(self._descriptor)
+            self._file.abort()
             self._open = False
-            if self._named:
-                self.path.unlink(missing_ok=True)
 
     def _append(self, messages: Iterable[SplitMessage]) -> None:
         parts = [part for message in messages for part in _parts(message)]
         with explained(f"writing {self.path}"):
-            self._offset += write_parts(self._descriptor, parts, self._offset)
+            self._write(parts)
+
+    def _write(self, parts: Sequence[Buffer]) -> None:
+        self._file.reserve(self._offset + sum(memoryview(part).nbytes for part in parts))
+        self._offset += write_parts(self._file.descriptor, parts, self._offset)
 
     def __enter__(self) -> SegmentWriter:
         return self
@@ -206,15 +210,3 @@ class SegmentWriter:
             self.close()
         else:
             self.abort()
-
-
-def _create(path: Path) -> tuple[int, bool]:
-    """A new file to write, and whether it has its name already: some file systems know no files without."""
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    try:
-        return os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600), False
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), True
