@@ -50,8 +50,26 @@ class Dataset(ABC):
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name
         self.schema = schema
+        self._readers = 0
+        self._counting = threading.Lock()
         #: The identifier that want_data carries: unguessable, and of this publication alone.
         self.ticket: bytes = secrets.token_bytes(16)
+
+    @property
+    def readers(self) -> int:
+        """How many connections are sent it, or hold leases of it."""
+        return self._readers
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a reader for as long as it lasts."""
+        with self._counting:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._readers -= 1
 
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:

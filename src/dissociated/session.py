@@ -66,12 +66,14 @@ class Session:
             if request is None:
                 return
             identifier, streams, packed = request
-            try:
-                self._send(self._server.by_ticket(identifier), streams, packed)
-            except ConnectionClosed:
-                # The client may have stopped listening and still hold memory: then it goes on to give it back.
-                self._sender.fail()
-            self._drain()
+            wanted = self._server.by_ticket(identifier)
+            with wanted.reading():
+                try:
+                    self._send(wanted, streams, packed)
+                except ConnectionClosed:
+                    # The client may have stopped listening and still hold memory: then it goes on to give it back.
+                    self._sender.fail()
+                self._drain()
             if self._sender.state is State.ENDING:
                 self._sender.drained()
         except DissociatedError as error:

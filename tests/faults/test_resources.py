@@ -262,7 +262,7 @@ FULL = textwrap.dedent(
                 writer.write(fitting)
                 # Exactly to the end of a page, then no page more.
                 rest = -writer.nbytes % 4096
-                os.pwrite(writer._descriptor, bytes(rest), writer.nbytes)
+                os.pwrite(writer._file.descriptor, bytes(rest), writer.nbytes)
                 writer._offset += rest
                 fill(filler)
         except StoreError as error:

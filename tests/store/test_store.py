@@ -237,17 +237,18 @@ sys.stdin.read()
 
 #: Owns the store, commits for ever, and tells each commit once it has returned.
 COMMITTER = """
-import itertools, sys, pyarrow as pa
+import itertools, os, sys, pyarrow as pa
 from dissociated.store.store import Store
 schema = pa.schema([("n", pa.int64())])
 with Store(sys.argv[1]) as store:
     start = len(store.versions())
     print("reached", flush=True)
     for n in itertools.count(start):
-        with store.writer(f"s{n}", schema) as writer:
+        staged = f"{n}-{os.getpid()}"
+        with store.writer(staged, schema) as writer:
             writer.write(pa.record_batch({"n": pa.array([n], pa.int64())}))
         before = store.current("log")
-        store.commit("log", [f"s{n}"], key=str(n), append=True)
+        store.commit("log", [staged], key=str(n), append=True)
         if before is not None and n % 3 == 0:
             store.remove(before)
         print(n, flush=True)

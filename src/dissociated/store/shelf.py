@@ -33,8 +33,10 @@ class Version:
     key: str
     ticket: bytes
     created: float
-    #: whether only a catalog elsewhere knows if this was published
+    #: whether it is not known here if this was published
     prepared: bool = False
+    #: whether it is all of the dataset, not one part of it
+    whole: bool = True
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
     rows: int = 0
@@ -109,9 +111,13 @@ class Shelf:
                     raise StoreError(f"{directory / _MANIFEST} is damaged ({error!r}): remove {directory}") from None
         return found
 
+    def describe(self, version: Version, directory: Path) -> None:
+        """Write the manifest."""
+        _write_whole(directory / _MANIFEST, _encoded(version))
+
     def publish(self, version: Version, draft: Path) -> None:
         """Make a draft a version: the one step that counts is the rename."""
-        _write_whole(draft / _MANIFEST, _encoded(version))
+        self.describe(version, draft)
         for path in draft.iterdir():
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:

@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -112,6 +112,7 @@ class Store:
             self._disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
             self._warm = _WARM if _in_memory(self._shelf.directory) else 0
             self._versions: dict[str, tuple[Version, Shelf]] = {}
+            self._serial = 0
             self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
             for shelf in (self._shelf, *([self._disk] if self._disk else ())):  # what is on disk was moved there
                 self._versions.update({version.id: (version, shelf) for version in shelf.committed()})
@@ -141,9 +142,16 @@ class Store:
         with self._lock:
             return sorted((version for version, _ in self._versions.values()), key=lambda version: version.number)
 
+    def serial(self) -> int:
+        """A number that is higher than those of all versions before, and lower than those of all to come."""
+        with self._lock:
+            last = max((version.number for version, _ in self._versions.values()), default=0)
+            self._serial = max(self._serial + 1, last + 1, int(time.time() * 1000))  # also of those that are gone
+            return self._serial
+
     def current(self, name: str) -> Version | None:
         """The version of `name` that was committed last, if there is one."""
-        found = [version for version in self.versions() if version.name == name and not version.prepared]
+        found = [one for one in self.versions() if one.name == name and one.whole and not one.prepared]
         return found[-1] if found else None
 
     def by_key(self, key: str) -> Version | None:
@@ -232,11 +240,12 @@ class Store:
         """Give memory back until there is enough: what was replaced goes first, then what the policy allows."""
         self._empty_trash(0)
         versions = self.versions()
-        last = {version.name: version for version in versions if not version.prepared}
-        for version in versions:
-            if not version.prepared and version is not last[version.name] and not enough() and not self.in_use(version):
+        known = [version for version in versions if version.whole and not version.prepared]
+        last = {version.name: version for version in known}
+        for version in known:
+            if version is not last[version.name] and not enough() and not self.in_use(version):
                 self._give_up(version)
-        left = {version.name for version in self.versions() if version is not last.get(version.name)}
+        left = {version.name for version in known if version.id in self._versions and version is not last[version.name]}
         for version in versions:
             if enough() or self.policy is Policy.REFUSE:
                 return
@@ -246,7 +255,7 @@ class Store:
             if self.policy is Policy.SPILL:
                 self._spill(version)
                 self.moved(version)
-            elif version.prepared or version.name not in left:  # else, after a restart, an older one would be the last
+            elif version.name not in left:  # else, after a restart, an older one would be the last
                 self._give_up(version)
             self._empty_trash(0)
 
@@ -308,9 +317,9 @@ class Store:
                 raise StoreError(
                     f"the segments of {name!r} do not have one schema: {other.name} differs from the first"
                 )
-        number = max((version.number for version, _ in self._versions.values()), default=0) + 1
+        number = self.serial()
         return Version(
-            id=f"{number:012}-{secrets.token_hex(6)}",
+            id=f"{number:014}-{secrets.token_hex(6)}",
             number=number,
             name=name,
             key=key,
@@ -353,6 +362,16 @@ class Store:
             part.rename(target)
         finally:
             part.unlink(missing_ok=True)
+
+    def confirm(self, version: Version, whole: bool) -> None:
+        """A version that was prepared has been published, as the `whole` dataset or as a part of it."""
+        with self._lock:
+            there, shelf = self._find(version)
+            if there.prepared or there.whole != whole:
+                confirmed = replace(there, prepared=False, whole=whole)
+                with explained(f"confirming {version.name!r} in {self.directory}"):
+                    shelf.describe(confirmed, shelf.segments / version.id)
+                self._versions[version.id] = confirmed, shelf
 
     # Removing
 
