@@ -87,8 +87,9 @@ class Server:
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
                 from dissociated.catalog.service import CatalogService
+                from dissociated.store.stock import StageStock
 
-                self._catalog = CatalogService(self, catalog)
+                self._catalog = CatalogService(self, catalog, stock=StageStock())
         except BaseException:
             self.close()
             raise
@@ -142,18 +143,40 @@ class Server:
             old = self._datasets.get(new.name)
             if self._by_ticket.get(new.ticket, old) is not old:
                 raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
-            if old is not None:
-                del self._by_ticket[old.ticket]
             self._datasets[new.name] = new
             self._by_ticket[new.ticket] = new
+        if self._catalog is not None:
+            self._catalog.published(new)  # which lets go of the old one in its time
+        elif old is not None:
+            self.let_go(old)
+
+    def hold(self, held: Dataset, named: bool = False) -> None:
+        """Serve `held` to whoever has its ticket, instead of what had that ticket; the catalog says what it is.
+
+        With `named` it is what this server has under its name, too.
+        """
+        with self._lock:
+            if self._closed:
+                raise DissociatedError("the server is closed")
+            self._by_ticket[held.ticket] = held
+            if named:
+                self._datasets[held.name] = held
+
+    def let_go(self, held: Dataset) -> None:
+        """Serve `held` no more; streams of it go on."""
+        with self._lock:
+            if self._by_ticket.get(held.ticket) is held:
+                del self._by_ticket[held.ticket]
+            if self._datasets.get(held.name) is held:
+                del self._datasets[held.name]
 
     def drop(self, name: str) -> None:
         """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
-        with self._changing, self._lock:
-            old = self._datasets.pop(name, None)
-            if old is None:
-                raise DatasetNotFound(f"no dataset {name!r} is published here")
-            del self._by_ticket[old.ticket]
+        with self._changing:
+            old = self.dataset(name)
+            if self._catalog is not None:
+                self._catalog.drop(name)
+            self.let_go(old)
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
@@ -196,6 +219,10 @@ class Server:
         `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound.
         """
         self.dataset(name)
+        return self.listening(streams=streams, bodies=bodies)
+
+    def listening(self, *, streams: str = "both", bodies: str = "any") -> list[str]:
+        """The URIs that any dataset can be requested at; see `locations`."""
         wanted = Streams[streams.upper()]
         return [str(self._location(listener.uri, wanted, bodies == "packed")) for listener in self._listeners]
 
@@ -267,6 +294,17 @@ class Server:
             return len(self._connections)
 
     # The end
+
+    def drain(self, timeout: float) -> bool:
+        """Take no new connection, and wait up to `timeout` seconds for the others. Returns whether none is left."""
+        for listener in self._listeners:
+            listener.close()
+        end = time.monotonic() + timeout
+        with self._lock:
+            threads = [*self._connections.values()]
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not self.connections
 
     def close(self) -> None:
         """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""

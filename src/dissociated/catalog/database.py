@@ -277,9 +277,9 @@ class Database:
         """The parts of a node that some version has, and whether one of them is all of its version, the latest."""
         with self._transaction():
             rows = self._all(
-                "SELECT part, (SELECT count(DISTINCT number) FROM version_parts WHERE version = latest) = 1 AS whole FROM"
-                " (SELECT part, max(version) AS latest FROM version_parts JOIN parts ON parts.id = part WHERE node = ?"
-                " GROUP BY part)",
+                "SELECT part, (SELECT count(DISTINCT number) FROM version_parts WHERE version = latest) = 1 AS whole"
+                " FROM (SELECT part, max(version) AS latest FROM version_parts JOIN parts ON parts.id = part"
+                " WHERE node = ? GROUP BY part)",
                 node,
             )
             return {row["part"]: bool(row["whole"]) for row in rows}
@@ -363,6 +363,12 @@ class Database:
         run("DELETE FROM commits WHERE at < ?", (now - _REMEMBERED,))
         self._expire(now)
         return version
+
+    def committed(self, key: str) -> int | None:
+        """The number of the version that was committed with this key, whatever became of it."""
+        with self._transaction():
+            rows = self._all("SELECT version FROM commits WHERE key = ?", key)
+            return int(rows[0]["version"]) if rows else None
 
     def drop(self, name: str) -> None:
         """Forget the dataset `name`, all versions. Raises DatasetNotFound."""
