@@ -239,6 +239,10 @@ class Server:
         )
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
 
+    def use_catalog(self, catalog: CatalogService) -> None:
+        """Publish in this catalog, which the server owns from now on."""
+        self._catalog = catalog
+
     # Connections
 
     def _accept(self, listener: Listener) -> None:

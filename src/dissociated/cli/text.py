@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -16,6 +18,16 @@ def size(nbytes: float | None) -> str:
         nbytes /= 1000
         unit += 1
     return f"{nbytes:.0f} B" if not unit else f"{nbytes:#.3g}".rstrip(".") + f" {_UNITS[unit]}"
+
+
+def parse_size(written: str) -> int:
+    """The bytes that 8GiB, 500MB or 4096 means. Raises ValueError."""
+    found = _SIZE.fullmatch(written.strip())
+    if found is None:
+        raise ValueError(f"{written!r} is not a size: 8GiB, 500MB, or a number of bytes")
+    number, prefix, binary = found.groups()
+    power = "_KMGTP".index(prefix.upper()) if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 def count(number: int | None) -> str:
