@@ -230,6 +230,8 @@ class StoreStock(Stock):
         self.moved(self.of(version))
 
     def close(self) -> None:
+        with self._lock:
+            self._datasets.clear()
         self._store.close()
 
 
