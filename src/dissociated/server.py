@@ -158,8 +158,9 @@ class Server:
         with self._lock:
             if self._closed:
                 raise DissociatedError("the server is closed")
+            known = self._datasets.get(held.name)
             self._by_ticket[held.ticket] = held
-            if named:
+            if named or (known is not None and known.ticket == held.ticket):
                 self._datasets[held.name] = held
 
     def let_go(self, held: Dataset) -> None:

@@ -119,6 +119,12 @@ class Record:
     current: bool
     parts: tuple[Held, ...]
 
+    def more(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
+        """The tags and the time to live of a version that more is appended to: what is not said stays as it was."""
+        if ttl is None and self.expires is not None:
+            ttl = self.expires - self.created
+        return {**self.tags, **tags}, ttl
+
 
 class Database:
     """The catalog's state, in the file `path`. Safe to use from many threads. `clock` gives seconds since the epoch.
@@ -334,7 +340,7 @@ class Database:
                     f"what is to be appended to {name!r} has another schema: the columns are not the same"
                 )
             rows, nbytes = _total((before["rows"], rows)), _total((before["nbytes"], nbytes))
-            tags = {**json.loads(before["tags"]), **tags}
+            tags, ttl = self._record(before, now).more(tags, ttl)
         if before is not None:
             run("UPDATE versions SET replaced = ? WHERE id = ?", (now, before["id"]))
         version = run(

@@ -480,13 +480,17 @@ class CatalogService:
 
     def _commit_here(self, wanted: Wanted, staged: Sequence[str]) -> None:
         assert self._stock is not None
-        before = None
+        wanted = replace(wanted, staged=staged)
         if wanted.append:
             try:
-                before = appendable(wanted.name, self._mine(self._database.find(wanted.name).parts[0].ticket))
+                record = self._database.find(wanted.name)
             except DatasetNotFound:
                 pass
-        prepared = self._stock.prepare(replace(wanted, staged=staged, before=before))
+            else:
+                before = appendable(wanted.name, self._mine(record.parts[0].ticket))
+                tags, ttl = record.more(wanted.tags, wanted.ttl)
+                wanted = replace(wanted, before=before, tags=tags, ttl=ttl)
+        prepared = self._stock.prepare(wanted)
         self._hold(prepared, named=True)
         schema = _encoded(prepared.dataset.schema)
         self._database.publish(
