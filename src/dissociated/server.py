@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from dissociated.access import Authorize, Signer, Ticket, authorizer
 from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
 from dissociated.errors import (
     ConnectionClosed,
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    OptionError,
     TransportError,
 )
 from dissociated.ipc.options import WriteOptions
@@ -46,6 +50,11 @@ class Server:
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
 
+    With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
+    other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
+    that is given one and says whose it is, or something false. `tls_cert` and `tls_key` are PEM files for a catalog
+    at grpc+tls: and for listeners of tls:. See docs/access.md.
+
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
     Use it as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen.
@@ -63,6 +72,11 @@ class Server:
         inline_limit: int = 0,
         max_connections: int = 1024,
         advertise: str | None = None,
+        ticket_lifetime: float | None = None,
+        secret: bytes | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
     ) -> None:
         self.handshake_timeout = seconds(handshake_timeout)
         self.stall_timeout = seconds(stall_timeout)
@@ -71,6 +85,12 @@ class Server:
         self.live_limit = live_limit
         self.inline_limit = inline_limit
         self.max_connections = max_connections
+        if secret is not None and ticket_lifetime is None:
+            raise OptionError("a secret signs tickets, which needs a ticket_lifetime")
+        self._signer = None if ticket_lifetime is None else Signer(secret or secrets.token_bytes(32), ticket_lifetime)
+        if (tls_cert is None) != (tls_key is None):
+            raise OptionError("TLS needs a certificate and its key: give both tls_cert and tls_key")
+        certificate = None if tls_cert is None or tls_key is None else (os.fspath(tls_cert), os.fspath(tls_key))
         self._lock = threading.Lock()
         self._datasets: dict[str, Dataset] = {}
         self._by_ticket: dict[bytes, Dataset] = {}
@@ -84,11 +104,14 @@ class Server:
         try:
             for text in listen:
                 uri = Uri.parse(text)
+                if uri.scheme == "tls" and certificate is not None:
+                    uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
                 from dissociated.catalog.service import CatalogService
 
-                self._catalog = CatalogService(self, catalog)
+                allowed = None if authorize is None else authorizer(authorize)
+                self._catalog = CatalogService(self, catalog, allowed, certificate)
         except BaseException:
             self.close()
             raise
@@ -111,7 +134,8 @@ class Server:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
-        alignment, dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that
+        alignment, dictionary deltas. `ticket` is what clients ask with, or if tickets are signed what they are
+        signed for; left out, it is random. Two servers that
         publish the same source with one ticket can share the work: metadata from one, bodies from the other.
         Raises SourceError or StoreError where the source cannot be read.
         """
@@ -164,9 +188,10 @@ class Server:
         return found
 
     def by_ticket(self, ticket: bytes) -> Dataset:
-        """What has this ticket. Raises DatasetNotFound."""
+        """What has this ticket. Raises DatasetNotFound, and AccessDenied for what no ticket of this server is."""
+        identifier = ticket if self._signer is None else self._signer.check(ticket, time.time()).identifier
         with self._lock:
-            found = self._by_ticket.get(ticket)
+            found = self._by_ticket.get(identifier)
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
         return found
@@ -187,7 +212,13 @@ class Server:
 
     def ticket(self, name: str) -> bytes:
         """The identifier that requests the dataset. Raises DatasetNotFound."""
-        return self.dataset(name).ticket
+        return self.admit(self.dataset(name)).data
+
+    def admit(self, wanted: Dataset) -> Ticket:
+        """A ticket for this publication, signed if tickets are, and when it expires."""
+        if self._signer is None:
+            return Ticket(wanted.ticket, None)
+        return self._signer.sign(wanted.ticket, time.time())
 
     def locations(self, name: str, *, streams: str = "both", bodies: str = "any") -> list[str]:
         """The URIs that `name` can be requested at, one for each listener.
@@ -249,6 +280,7 @@ class Server:
     def _serve(self, connection: Connection) -> None:
         try:
             with connection:
+                connection.handshake(self.handshake_timeout)
                 Session(self, connection).run()
         except (ConnectionClosed, DeadlineExceeded) as error:
             _log.debug("%r: %s", connection, error)

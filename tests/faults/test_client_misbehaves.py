@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
@@ -113,9 +114,9 @@ def with_tags(data: bytes, uri: str) -> bytes:
 
 
 @pytest.mark.parametrize("case", HANDSHAKES, ids=lambda case: case.name)
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_broken_request(serve: Serve, scheme: str, case: Case) -> None:
-    good = serve(f"{scheme}:" if scheme == "shm" else "tcp://127.0.0.1:0")
+    good = serve(f"{scheme}:")
     with other(good, scheme) as connection:
         connection.send(with_tags(case.data, good.server.locations("good")[0]))
         assert case.phrase in reason(connection)
@@ -128,8 +129,8 @@ CUTS = [0, 3, 8, 9, 23, 24, 30, len(REQUEST) - 1]
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_client_hangs_up(serve: Serve, cut: int) -> None:
-    good = serve("shm:", "tcp://127.0.0.1:0")
-    for scheme in "tcp", "shm":
+    good = serve("shm:", "tcp:", "tls:")
+    for scheme in "tcp", "tls", "shm":
         with other(good, scheme) as connection:
             connection.send(REQUEST[:cut])
             connection.socket.shutdown(socket.SHUT_WR)
@@ -138,11 +139,11 @@ def test_client_hangs_up(serve: Serve, cut: int) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_client_falls_silent(serve: Serve, cut: int) -> None:
-    good = serve("shm:", "tcp://127.0.0.1:0", handshake_timeout=HANDSHAKE)
-    with other(good, "tcp") as one, other(good, "shm") as two:
-        for connection in one, two:
+    good = serve("shm:", "tcp:", "tls:", handshake_timeout=HANDSHAKE)
+    with other(good, "tcp") as one, other(good, "tls") as two, other(good, "shm") as three:
+        for connection in one, two, three:
             connection.send(REQUEST[:cut])
-        for connection in one, two:
+        for connection in one, two, three:
             assert f"silent for {HANDSHAKE:g} s" in reason(connection)
 
 
@@ -255,22 +256,22 @@ def test_descriptors_with_the_request(serve: Serve) -> None:
 @pytest.fixture
 def large(serve: Serve) -> Good:
     """A server whose dataset "large" does not fit in what a connection takes at once."""
-    good = serve("shm:", "tcp://127.0.0.1:0", stall_timeout=HANDSHAKE)
+    good = serve("shm:", "tcp:", "tls:", stall_timeout=HANDSHAKE)
     good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
     return good
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
     server = large.server
     (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
     with other(large, scheme) as connection:
         connection.send(want(server.ticket("large"), want_of(uri)))
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        with pytest.raises((BrokenPipeError, ConnectionResetError, ssl.SSLEOFError)):
             connection.send(frame(TAGGED, bytes(8), want_of(uri)) * 3_000_000)
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_client_takes_nothing(large: Good, scheme: str) -> None:
     # What it gets is cut off, and holds nothing that does not belong there: not even the reason.
     server = large.server

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from dissociated.access import check_token
 from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
 from dissociated.errors import (
+    AccessDenied,
     CatalogError,
     DatasetNotFound,
     DeadlineExceeded,
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
+_OWN = ("roots", "allow")  # parameters of locations that only the one who connects may give
+
 _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
 
 
@@ -43,7 +49,7 @@ _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up
 class Endpoint:
     """A part of a dataset: the identifier to ask with, and the locations that can be asked."""
 
-    ticket: bytes
+    ticket: bytes = field(repr=False)  # whoever has it can read
     locations: tuple[str, ...]
 
 
@@ -73,17 +79,35 @@ class StagePlace:
 
 
 class CatalogClient:
-    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses."""
+    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses.
 
-    def __init__(self, uri: str, timeout: float = TIMEOUT) -> None:
+    What the parameters mean, and what else is raised, says `connect`.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        timeout: float = TIMEOUT,
+        token: str | None = None,
+        tls_roots: str | os.PathLike[str] | None = None,
+        trusted_users: Sequence[str | int] = (),
+    ) -> None:
         import pyarrow.flight as flight
+
+        from dissociated.catalog.guard import client_options
 
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
         self._timeout = seconds(timeout)
         self.uri = uri
-        self._client = self._call(lambda: flight.FlightClient(uri))
+        roots = None if tls_roots is None else os.fspath(tls_roots)
+        self._trust = {
+            "tls": {} if roots is None else {"roots": roots},
+            "shm": {"allow": ",".join(map(str, trusted_users))} if trusted_users else {},
+        }
+        options = client_options(None if token is None else check_token(token), roots)
+        self._client = self._call(lambda: flight.FlightClient(uri, **options))
 
     def list(self) -> Sequence[DatasetInfo]:
         """Every dataset, by name."""
@@ -148,9 +172,16 @@ class CatalogClient:
         try:
             return call()
         except self._flight.FlightUnavailableError as error:
+            if any(sign in str(error) for sign in _UNTRUSTED):
+                raise AccessDenied(
+                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
+                    "(tls_roots says which certificates are)"
+                ) from None
             raise CatalogError(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
         except self._flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
+        except (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError) as error:
+            raise AccessDenied(_sentence(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_sentence(error)) from None
         except (pa.ArrowException, ValueError) as error:
@@ -245,12 +276,17 @@ class Client(CatalogClient):
             )
         reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
         while True:
-            nearest = [str(uri) for uri in reachable.pop()]
+            nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
             try:
                 return opened(nearest, endpoint.ticket)
             except TransportError:
                 if not reachable:
                     raise
+
+    def _trusting(self, uri: Uri) -> Uri:
+        """The location, with what this client trusts, and not what the catalog may say about that."""
+        told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
+        return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
     def __enter__(self) -> Client:
         return self
@@ -268,9 +304,23 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
-def connect(catalog_uri: str, *, timeout: float = TIMEOUT) -> Client:
-    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT. `timeout` is how many seconds it may be silent."""
-    return Client(catalog_uri, timeout)
+def connect(
+    catalog_uri: str,
+    *,
+    timeout: float = TIMEOUT,
+    token: str | None = None,
+    tls_roots: str | os.PathLike[str] | None = None,
+    trusted_users: Sequence[str | int] = (),
+) -> Client:
+    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
+
+    `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
+    certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
+    or numbers of users whose servers' memory is mapped, beside this one's and root's.
+
+    Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
+    """
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users)
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:
@@ -327,5 +377,5 @@ def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBa
 def _sentence(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    text = text.partition(". Detail: Python exception")[0].strip()
+    text = text.partition(". Detail: ")[0].strip()
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated.access import Authorize
+from dissociated.catalog.guard import protection
 from dissociated.dataset import Dataset
-from dissociated.errors import DatasetNotFound, DissociatedError, TransportError, UriError
+from dissociated.errors import AccessDenied, DatasetNotFound, DissociatedError, TransportError, UriError
 from dissociated.store.segment import Segment
 from dissociated.store.stage import Stage, boot_id, host_name
 from dissociated.uri import Uri
@@ -44,13 +46,22 @@ _MAX_REMEMBERED = 1024  # commits, so that one that is sent twice is done once
 
 
 class CatalogService:
-    """Serves the catalog of `server` at `uri`, on threads of gRPC's own. Raises TransportError if it cannot listen."""
+    """Serves the catalog of `server` at `uri`, on threads of gRPC's own. Raises TransportError if it cannot listen.
 
-    def __init__(self, server: Server, uri: str) -> None:
+    `authorize` is asked about the bearer token of each call; `certificate` are the files of a certificate and its key.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        uri: str,
+        authorize: Authorize | None = None,
+        certificate: tuple[str, str] | None = None,
+    ) -> None:
         self._stage = Stage()
         _check_free(uri)  # gRPC would say it, and much else, on stderr
         try:
-            self._flight = _Flight(server, self._stage, uri)
+            self._flight = _Flight(server, self._stage, uri, **protection(uri, authorize, certificate))
         except (pa.ArrowException, OSError) as error:
             raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
         scheme, _, host = uri.partition("://")
@@ -70,13 +81,17 @@ class CatalogService:
 
 def _check_free(uri: str) -> None:
     located = Uri.parse(uri)
-    if located.scheme not in ("grpc", "grpc+tcp") or not located.host:
-        raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT")
+    if located.scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not located.host:
+        raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT, or grpc+tls://HOST:PORT")
     try:
         family = socket.AF_INET6 if ":" in located.host else socket.AF_INET
         socket.create_server((located.host, located.port or 0), family=family).close()
     except OSError as error:
         raise TransportError(f"the catalog cannot listen at {uri}: {error.strerror or error}") from None
+
+
+def _timestamp(seconds: float | None) -> Any:
+    return None if seconds is None else pa.scalar(round(seconds * 1000), pa.timestamp("ms", "UTC"))
 
 
 @contextmanager
@@ -86,12 +101,14 @@ def _told_by_flight() -> Iterator[None]:
         yield
     except DatasetNotFound as error:
         raise KeyError(str(error)) from None
+    except AccessDenied as error:
+        raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
         raise flight.FlightServerError(str(error)) from None
 
 
 class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
-    def __init__(self, server: Server, stage: Stage, uri: str) -> None:
+    def __init__(self, server: Server, stage: Stage, uri: str, **protection: Any) -> None:
         self._server = server
         self._stage = stage
         self._lock = threading.Lock()
@@ -102,7 +119,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
             "discard": (self._discard, "remove segments that will not be committed"),
             "drop": (self._drop, "make a dataset unavailable"),
         }
-        super().__init__(uri)
+        super().__init__(uri, **protection)
 
     # What Flight defines
 
@@ -151,10 +168,11 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
 
     def _info(self, dataset: Dataset) -> flight.FlightInfo:
         locations = [*self._server.locations(dataset.name), REUSE_CONNECTION]
+        ticket = self._server.admit(dataset)
         return flight.FlightInfo(
             dataset.schema,
             flight.FlightDescriptor.for_path(dataset.name),
-            [flight.FlightEndpoint(dataset.ticket, locations)],
+            [flight.FlightEndpoint(ticket.data, locations, _timestamp(ticket.expires))],
             -1 if dataset.rows is None else dataset.rows,
             -1 if dataset.nbytes is None else dataset.nbytes,
             ordered=True,

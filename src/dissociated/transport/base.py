@@ -49,6 +49,13 @@ class Connection(ABC):
         #: The regions that the peer has shared.
         self.space = AddressSpace()
 
+    def handshake(self, timeout: float) -> None:  # noqa: B027  # most media need none
+        """Agree with the peer on what comes before any message, within `timeout` seconds in all.
+
+        `connect` does it for the client; on a connection that was accepted, its own thread does it first.
+        May also raise AccessDenied.
+        """
+
     @abstractmethod
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.

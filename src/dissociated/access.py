@@ -1,0 +1,142 @@
+"""Who may have what: tickets that are signed and expire, and bearer tokens.
+
+A random ticket is the identifier of one publication: it is good until that is replaced or dropped. A signed one says
+which publication, which part of it and until when, and proves by a MAC that the server said so:
+
+    32 bytes  HMAC-SHA256 of all that follows
+     8 bytes  when it expires: milliseconds since 1970
+     2 bytes  length of the identifier of the publication
+    the identifier
+    the selection: what part of it, in whatever way the server writes that; empty for all of it
+
+Integers are little-endian. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from dissociated.errors import AccessDenied, OptionError
+
+#: Given a bearer token, says whose it is (a name, or just True), or something false.
+Authorize: TypeAlias = Callable[[str], object]
+
+_MAC = hashlib.sha256().digest_size
+_head = struct.Struct("<QH")
+_STEPS = 8  # in a lifetime
+
+_FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
+_EXPIRED = "this ticket has expired: look the dataset up again"
+
+
+class Ticket(NamedTuple):
+    """What a client asks with, and when that ends: seconds since 1970, None for never."""
+
+    data: bytes
+    expires: float | None
+
+
+class Granted(NamedTuple):
+    """What a signed ticket is good for."""
+
+    identifier: bytes
+    selection: bytes
+
+
+class Signer:
+    """Makes tickets that are good for at most `lifetime` seconds, and checks them.
+
+    The end is rounded down to an eighth of the lifetime, so that who asks twice gets the same ticket.
+    """
+
+    def __init__(self, secret: bytes, lifetime: float) -> None:
+        if not lifetime > 0:
+            raise OptionError(f"the lifetime of tickets is a positive number of seconds, not {lifetime}")
+        if len(secret) < 16:
+            raise OptionError(f"a secret of {len(secret)} bytes can be guessed: take secrets.token_bytes(32)")
+        self._secret = secret
+        self._lifetime = max(_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
+
+    def sign(self, identifier: bytes, now: float, selection: bytes = b"") -> Ticket:
+        """A ticket for `selection` of what has this identifier."""
+        step = self._lifetime // _STEPS
+        expires = (round(now * 1000) + self._lifetime) // step * step
+        content = _head.pack(expires, len(identifier)) + identifier + selection
+        return Ticket(self._mac(content) + content, expires / 1000)
+
+    def check(self, ticket: bytes, now: float) -> Granted:
+        """What `ticket` is good for. Raises AccessDenied where it is foreign, altered or expired."""
+        mac, content = ticket[:_MAC], ticket[_MAC:]
+        if len(content) < _head.size or not hmac.compare_digest(mac, self._mac(content)):
+            raise AccessDenied(_FOREIGN)
+        expires, length = _head.unpack_from(content)
+        if now * 1000 >= expires:
+            raise AccessDenied(_EXPIRED)
+        end = _head.size + length
+        return Granted(content[_head.size : end], content[end:])
+
+    def _mac(self, content: bytes) -> bytes:
+        return hmac.digest(self._secret, content, hashlib.sha256)
+
+
+class Tokens:
+    """Bearer tokens, and the names of those they belong to. Only digests of the tokens are kept.
+
+    Raises OptionError where there is none, or one that no header can carry.
+    """
+
+    def __init__(self, tokens: Iterable[str] | Mapping[str, str]) -> None:
+        if isinstance(tokens, str):
+            raise OptionError("give a list of tokens, not one string")
+        named = tokens if isinstance(tokens, Mapping) else {one: f"token {n}" for n, one in enumerate(tokens, 1)}
+        if not named:
+            raise OptionError("there is no token, so nobody could come in: give at least one")
+        self._names = {_digest(check_token(token)): name for token, name in named.items()}
+
+    @classmethod
+    def read(cls, path: str | Path) -> Tokens:
+        """The tokens in a file: one a line, alone or after a name and a space; # begins a comment."""
+        return cls({line[-1]: line[0] if line[1:] else f"token {n}" for n, line in enumerate(_lines(path), 1)})
+
+    def __call__(self, token: str) -> str | None:
+        """Whose token it is; None where it is nobody's."""
+        return self._names.get(_digest(token))
+
+
+def read_token(path: str | Path) -> str:
+    """The first token in a file such as `Tokens.read` reads."""
+    for line in _lines(path):
+        return check_token(line[-1])
+    raise OptionError(f"there is no token in {path}")
+
+
+def check_token(token: str) -> str:
+    """The token itself. Raises OptionError, which does not quote it, where no header can carry it."""
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise OptionError("a token consists of printable ASCII characters and has no spaces")
+    return token
+
+
+def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, str]) -> Authorize:
+    """What decides about tokens: the callable itself, or one made of the tokens that are given."""
+    return authorize if callable(authorize) else Tokens(authorize)
+
+
+def _lines(path: str | Path) -> list[list[str]]:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise OptionError(f"cannot read tokens from {path}: {getattr(error, 'strerror', None) or error}") from None
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if any(len(line) > 2 for line in lines):
+        raise OptionError(f"{path} has a line of more than a name and a token")
+    return lines
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

@@ -1,0 +1,99 @@
+"""Who may call a catalog: TLS, and a bearer token with each call."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow.flight as flight
+
+from dissociated.access import Authorize
+from dissociated.errors import OptionError
+
+_log = logging.getLogger(__name__)
+
+_HEADER = "authorization"
+_SCHEME = "bearer"
+
+
+def protection(uri: str, authorize: Authorize | None, certificate: tuple[str, str] | None) -> dict[str, Any]:
+    """What makes a Flight server at `uri` ask for tokens and speak TLS. Raises OptionError for files it cannot use."""
+    options: dict[str, Any] = {}
+    if authorize is not None:
+        options["middleware"] = {"guard": Guard(authorize)}
+    if uri.startswith("grpc+tls:"):
+        if certificate is None:
+            raise OptionError(f"a catalog at {uri} needs a certificate and its key: tls_cert and tls_key")
+        options["tls_certificates"] = [tuple(map(_read, certificate))]
+    return options
+
+
+class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Lets calls in whose bearer token somebody owns."""
+
+    def __init__(self, authorize: Authorize) -> None:
+        self._authorize = authorize
+
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
+        """Refuse the call, or let it go on. Tokens are never logged, nor what was made of them."""
+        tokens = [token for scheme, token in map(_split, headers.get(_HEADER, ())) if scheme == _SCHEME]
+        if not tokens:
+            raise _refused(info, "the catalog asks for a token: connect(uri, token=...)")
+        for token in tokens:
+            try:
+                owner = self._authorize(token)
+            except Exception as error:  # it is the operator's code: anything may come out of it, the token too
+                _log.error("a token could not be checked: %s in authorize", type(error).__name__)
+                raise _refused(info, "the catalog could not check the token") from None
+            if owner:
+                known = {"identity": owner} if isinstance(owner, str) else {}
+                _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **known})
+                return
+        raise _refused(info, "the catalog does not accept this token: it may have been withdrawn")
+
+
+def _refused(info: Any, reason: str) -> flight.FlightUnauthenticatedError:
+    _log.warning("%s was refused: %s", info.method.name, reason, extra={"method": info.method.name})
+    return flight.FlightUnauthenticatedError(reason)
+
+
+def _split(header: str) -> tuple[str, str]:
+    scheme, _, token = header.partition(" ")
+    return scheme.lower(), token.strip()
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise OptionError(f"cannot read {path} for TLS: {error.strerror}") from None
+
+
+class Bearer(flight.ClientMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Sends a token with each call of a client."""
+
+    def __init__(self, token: str) -> None:
+        self._headers = {_HEADER: f"Bearer {token}"}
+
+    def start_call(self, info: Any) -> flight.ClientMiddleware:
+        """What adds the header to one call."""
+        return _Sending(self._headers)
+
+
+class _Sending(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._headers = headers
+
+    def sending_headers(self) -> dict[str, str]:
+        return self._headers
+
+
+def client_options(token: str | None, tls_roots: str | None) -> dict[str, Any]:
+    """What makes a Flight client send a token, and trust the certificates in the PEM file `tls_roots` alone."""
+    options: dict[str, Any] = {}
+    if token is not None:
+        options["middleware"] = [Bearer(token)]
+    if tls_roots is not None:
+        options["tls_root_certs"] = _read(tls_roots)
+    return options
