@@ -17,7 +17,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import RemoteError
 
-from .conftest import Good, descriptors, wait_until
+from .conftest import ROWS, Good, descriptors, wait_until
 from .peer import (
     ABORT,
     PATIENCE,
@@ -322,22 +322,30 @@ def test_many_at_once(serve: Serve) -> None:
 AS_NOBODY = """
 import os, sys
 import dissociated as dis
+import pyarrow as pa
 
 path = sys.argv[1]
 if sys.argv[2] == "serve":
     os.setuid(65534)
     server = dis.Server([f"shm://{path}"], catalog=None)
-    print("up", flush=True)
+    server.publish("data", pa.table({"n": [1, 2, 3]}), ticket=b"ticket")
+    print(server.locations("data")[0], flush=True)
     sys.stdin.read()
 else:
-    os.setuid(65534)
+    os.setuid(int(sys.argv[4]) if sys.argv[4:] else 65534)
     try:
-        dis.open_stream(f"shm://{path}?want_data=1", b"ticket", timeout=5)
-    except dis.errors.TransportError as error:
+        print(dis.open_stream(path, bytes.fromhex(sys.argv[3]), timeout=5).read_all().num_rows)
+    except dis.DissociatedError as error:
         print(type(error).__name__, error)
 """
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+def stranger(spawn: Spawn, uri: str, ticket: bytes, user: int = 65534) -> str:
+    """What another user hears who asks at `uri`."""
+    out, _ = spawn("-c", AS_NOBODY, uri, "connect", ticket.hex(), str(user)).communicate(timeout=PATIENCE)
+    return out.strip()
 
 
 @root_only
@@ -346,12 +354,30 @@ def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: 
     os.chmod(runtime, 0o755)
     good = serve(f"shm://{runtime}/own.sock")
     os.chmod(f"{runtime}/own.sock", mode)
-    out, _ = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "connect").communicate(timeout=PATIENCE)
+    heard = stranger(spawn, good.server.locations("good")[0], good.server.ticket("good"))
     if mode == 0o600:
-        assert out.startswith("TransportError connecting to the shm server"), out
-        assert "Permission denied" in out
+        assert heard.startswith("TransportError connecting to the shm server")
+        assert "Permission denied" in heard
     else:
-        assert out.startswith("ConnectionClosed"), out
+        assert heard == "RemoteError this server does not serve user 65534: its owner can allow that"
+    good.check()
+
+
+@root_only
+def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: str) -> None:
+    # And trusts the server's user, which is root here, as everybody does. Nobody else gets in.
+    os.chmod(runtime, 0o755)
+    good = serve(f"shm://{runtime}/own.sock?allow=nobody,12345")
+    assert "allow" not in good.server.locations("good")[0]
+    heard = {
+        user: stranger(spawn, good.server.locations("good")[0], good.server.ticket("good"), user)
+        for user in (65534, 12345, 54321)
+    }
+    assert heard == {
+        65534: str(3 * ROWS),
+        12345: str(3 * ROWS),
+        54321: "RemoteError this server does not serve user 54321: its owner can allow that",
+    }
     good.check()
 
 
@@ -360,9 +386,12 @@ def test_server_of_another_user(spawn: Spawn, runtime: str) -> None:
     os.chmod(runtime, 0o777)
     process = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "serve")
     assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    with pytest.raises(dis.errors.TransportError, match="runs as another user, whose memory is not to be trusted"):
-        dis.open_stream(f"shm://{runtime}/own.sock?want_data=1", b"ticket")
+    uri = process.stdout.readline().strip()
+    sentence = r"runs as another user, whose memory is not to be trusted unless you say so: trusted_users=\[65534\]"
+    for trusted in ("", "&allow=12345"):
+        with pytest.raises(dis.errors.TransportError, match=sentence):
+            dis.open_stream(uri + trusted, b"ticket")
+    assert dis.open_stream(uri + "&allow=nobody", b"ticket").read_all()["n"].to_pylist() == [1, 2, 3]
     process.kill()
     process.wait(PATIENCE)
     os.unlink(f"{runtime}/own.sock")

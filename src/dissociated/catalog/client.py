@@ -316,7 +316,7 @@ def connect(
 
     `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
     certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
-    or numbers of users whose servers' memory is mapped, beside this one's and root's.
+    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm.
 
     Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
     """
