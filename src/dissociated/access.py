@@ -7,7 +7,7 @@ which publication, which part of it and until when, and proves by a MAC that the
      8 bytes  when it expires: milliseconds since 1970
      2 bytes  length of the identifier of the publication
     the identifier
-    the selection: what part of it, in whatever way the server writes that; empty for all of it
+    the selection: the names of its columns that may be read, as a JSON list; empty for all there are
 
 Integers are little-endian. Nothing here reads a clock.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -42,10 +43,10 @@ class Ticket(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """What a signed ticket is good for."""
+    """What a signed ticket is good for: a publication, or some columns of it."""
 
     identifier: bytes
-    selection: bytes
+    columns: tuple[str, ...] | None = None
 
 
 class Signer:
@@ -62,8 +63,10 @@ class Signer:
         self._secret = secret
         self._lifetime = max(_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
 
-    def sign(self, identifier: bytes, now: float, selection: bytes = b"") -> Ticket:
-        """A ticket for `selection` of what has this identifier."""
+    def sign(self, granted: Granted, now: float) -> Ticket:
+        """A ticket for what is granted."""
+        identifier, columns = granted
+        selection = b"" if columns is None else json.dumps(columns).encode()
         step = self._lifetime // _STEPS
         expires = (round(now * 1000) + self._lifetime) // step * step
         content = _head.pack(expires, len(identifier)) + identifier + selection
@@ -78,7 +81,8 @@ class Signer:
         if now * 1000 >= expires:
             raise AccessDenied(_EXPIRED)
         end = _head.size + length
-        return Granted(content[_head.size : end], content[end:])
+        columns = tuple(json.loads(content[end:])) if content[end:] else None
+        return Granted(content[_head.size : end], columns)
 
     def _mac(self, content: bytes) -> bytes:
         return hmac.digest(self._secret, content, hashlib.sha256)

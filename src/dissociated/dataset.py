@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, SourceError
+from dissociated.errors import ColumnNotFound, DissociatedError, SourceError
 from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
@@ -118,6 +118,7 @@ class Group(NamedTuple):
     prepared: Any
     messages: int
     leased: Sequence[int]
+    nbytes: int  # of the bodies
 
 
 class Shared(Protocol):
@@ -178,7 +179,9 @@ def _encode(
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
-        yield Group(connection.prepare(outgoing), len(some), leased if streams & Streams.BODIES else ())
+        bodies = bool(streams & Streams.BODIES)
+        nbytes = sum(message.parsed.body_length for message in some) if bodies else 0
+        yield Group(connection.prepare(outgoing), len(some), leased if bodies else (), nbytes)
         first += len(some)
 
 
@@ -324,6 +327,24 @@ def _reader(source: Source) -> pa.RecordBatchReader:
         "__arrow_c_stream__, a callable that returns one of these, the path of an Arrow IPC or Parquet file, "
         "or one or more tensors"
     )
+
+
+def column_positions(whole: Dataset, columns: Sequence[str]) -> list[int]:
+    """Where these columns stand, ascending. Raises ColumnNotFound, also for a name that several have."""
+    positions = {column: whole.schema.get_field_index(column) for column in columns}
+    for column, position in positions.items():
+        if position < 0:
+            raise ColumnNotFound(f"{whole.name!r} has no column {column!r}, or several of that name")
+    return sorted(positions.values())
+
+
+def only(whole: Dataset, columns: Sequence[str]) -> Dataset:
+    """These columns of `whole`, in the order of its schema, for one reading. Raises ColumnNotFound."""
+    indices = column_positions(whole, columns)
+    schema = pa.schema([whole.schema.field(index) for index in indices], whole.schema.metadata)
+    reader = whole.open_reader()
+    some = pa.RecordBatchReader.from_batches(schema, (batch.select(indices) for batch in reader))
+    return LiveDataset(whole.name, lambda: some, one_shot=True)
 
 
 def _is_parquet(path: Path) -> bool:

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dissociated.access import Authorize, Signer, Ticket, authorizer
-from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
+import pyarrow as pa
+
+from dissociated.access import Authorize, Granted, Signer, Ticket, authorizer
+from dissociated.dataset import Dataset, SegmentsDataset, Source, column_positions, dataset, only
 from dissociated.errors import (
+    AccessDenied,
     ConnectionClosed,
     DatasetNotFound,
     DeadlineExceeded,
@@ -25,6 +28,7 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.protocol.events import Streams
 from dissociated.session import FREE_DATA, Session, want_tag
+from dissociated.status import Activity, ServerStatus, Tally
 from dissociated.store.segment import Segment
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
@@ -33,6 +37,7 @@ from dissociated.uri import Uri
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
+    from dissociated.metrics import MetricsService
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +58,8 @@ class Server:
     With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
     other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
     that is given one and says whose it is, or something false. `tls_cert` and `tls_key` are PEM files for a catalog
-    at grpc+tls: and for listeners of tls:. See docs/access.md.
+    at grpc+tls: and for listeners of tls:. See docs/access.md. `metrics` is
+    HOST:PORT, where Prometheus may ask for /metrics, and anybody else.
 
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
@@ -77,6 +83,7 @@ class Server:
         authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
+        metrics: str | None = None,
     ) -> None:
         self.handshake_timeout = seconds(handshake_timeout)
         self.stall_timeout = seconds(stall_timeout)
@@ -95,10 +102,12 @@ class Server:
         self._datasets: dict[str, Dataset] = {}
         self._by_ticket: dict[bytes, Dataset] = {}
         self._changing = threading.Lock()  # held by whoever replaces what a name means
+        self._activity = Activity()
         self._connections: dict[Connection, threading.Thread] = {}
         self._listeners: list[Listener] = []
         self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
+        self._metrics: MetricsService | None = None
         self._closed = False
         self._ended = threading.Event()
         try:
@@ -112,6 +121,10 @@ class Server:
 
                 allowed = None if authorize is None else authorizer(authorize)
                 self._catalog = CatalogService(self, catalog, allowed, certificate)
+            if metrics is not None:
+                from dissociated.metrics import MetricsService
+
+                self._metrics = MetricsService(metrics, self.status)
         except BaseException:
             self.close()
             raise
@@ -188,13 +201,27 @@ class Server:
         return found
 
     def by_ticket(self, ticket: bytes) -> Dataset:
-        """What has this ticket. Raises DatasetNotFound, and AccessDenied for what no ticket of this server is."""
-        identifier = ticket if self._signer is None else self._signer.check(ticket, time.time()).identifier
+        """What may be read with this ticket. Raises as `granted` does."""
+        found, columns = self.granted(ticket)
+        return found if columns is None else only(found, columns)
+
+    def granted(self, ticket: bytes) -> tuple[Dataset, Sequence[str] | None]:
+        """What was published, and which columns of it this ticket is for; None for all of them.
+
+        Raises DatasetNotFound, and AccessDenied for what is no ticket of this server, or not any more.
+        """
+        identifier, columns = Granted(ticket) if self._signer is None else self._signer.check(ticket, time.time())
         with self._lock:
             found = self._by_ticket.get(identifier)
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
-        return found
+        return found, columns
+
+    def open_reader(self, ticket: bytes) -> pa.RecordBatchReader:
+        """A reader over what may be read with this ticket, for Flight. Raises as `granted` does, and SourceError."""
+        reader = self.by_ticket(ticket).open_reader()
+        self._activity.flight()
+        return reader
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
@@ -210,15 +237,31 @@ class Server:
             raise DissociatedError("this server was made without a catalog")
         return self._catalog.uri
 
-    def ticket(self, name: str) -> bytes:
-        """The identifier that requests the dataset. Raises DatasetNotFound."""
-        return self.admit(self.dataset(name)).data
+    @property
+    def metrics_uri(self) -> str:
+        """Where metrics are. Raises DissociatedError for a server without them."""
+        if self._metrics is None:
+            raise DissociatedError("this server was made without metrics")
+        return self._metrics.uri
+
+    def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
+        """The identifier that requests the dataset, or where tickets are signed these columns of it and no others.
+
+        Raises DatasetNotFound, ColumnNotFound, and OptionError where tickets say nothing of columns.
+        """
+        wanted = self.dataset(name)
+        if columns is None:
+            return self.admit(wanted).data
+        if self._signer is None:
+            raise OptionError("only signed tickets can be for some columns: give the server a ticket_lifetime")
+        column_positions(wanted, columns)
+        return self._signer.sign(Granted(wanted.ticket, tuple(columns)), time.time()).data
 
     def admit(self, wanted: Dataset) -> Ticket:
         """A ticket for this publication, signed if tickets are, and when it expires."""
         if self._signer is None:
             return Ticket(wanted.ticket, None)
-        return self._signer.sign(wanted.ticket, time.time())
+        return self._signer.sign(Granted(wanted.ticket), time.time())
 
     def locations(self, name: str, *, streams: str = "both", bodies: str = "any") -> list[str]:
         """The URIs that `name` can be requested at, one for each listener.
@@ -259,36 +302,48 @@ class Server:
             if connection is None:
                 return
             complained = False
-            if not self._start(connection):
+            if not self._start(connection, listener):
+                self._activity.refuse(str(listener.uri))
+                _log.info("%r was turned away: there are %d connections", connection, self.max_connections)
                 connection.abort("the server takes no more connections now: try again later")
                 connection.close()
 
-    def _start(self, connection: Connection) -> bool:
+    def _start(self, connection: Connection, listener: Listener) -> bool:
         """Serve `connection` in a thread of its own. False where there can be no more."""
-        thread = threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True)
         with self._lock:
             if self._closed or len(self._connections) >= self.max_connections:
                 return False
+            tally = self._activity.begin(str(listener.uri), connection.peer)
+            name = f"serve {tally.connection}"
+            thread = threading.Thread(target=self._serve, args=(connection, tally), name=name, daemon=True)
             try:
                 thread.start()  # within the lock: `close` joins whatever it finds
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
+                self._activity.end(tally, "failed")
                 return False
             self._connections[connection] = thread
         return True
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, tally: Tally) -> None:
+        outcome, why = "failed", ""
         try:
             with connection:
                 connection.handshake(self.handshake_timeout)
-                Session(self, connection).run()
+                Session(self, connection, tally).run()
+            outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
         except (ConnectionClosed, DeadlineExceeded) as error:
-            _log.debug("%r: %s", connection, error)
+            outcome, why = "gone", str(error)
+        except (AccessDenied, DatasetNotFound) as error:
+            outcome, why = "refused", str(error)
         except DissociatedError as error:
-            _log.info("%r: %s", connection, error)
+            why = str(error)
         except Exception:
-            _log.exception("%r: a stream failed for a reason of ours", connection)
+            why = "a stream failed for a reason of ours"
+            _log.exception("%r: %s", connection, why, extra=tally.fields())
         finally:
+            _log.info("%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
+            self._activity.end(tally, outcome)
             with self._lock:
                 self._connections.pop(connection, None)
 
@@ -297,6 +352,13 @@ class Server:
         """How many connections are open."""
         with self._lock:
             return len(self._connections)
+
+    def status(self) -> ServerStatus:
+        """What this server publishes, who reads it, and what it has sent."""
+        with self._lock:
+            datasets = [self._datasets[name] for name in sorted(self._datasets)]
+        catalog = None if self._catalog is None else self._catalog.uri
+        return self._activity.status(catalog, [str(listener.uri) for listener in self._listeners], datasets)
 
     # The end
 
@@ -307,6 +369,8 @@ class Server:
                 return
             self._closed = True
         self._ended.set()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._catalog is not None:
             self._catalog.close()
         for listener in self._listeners:

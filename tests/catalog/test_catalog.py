@@ -189,7 +189,7 @@ def test_actions_without_what_they_take_are_refused(plain: flight.FlightClient, 
 def test_an_unknown_action_is_answered_with_those_there_are(plain: flight.FlightClient) -> None:
     with pytest.raises(flight.FlightServerError, match="no action 'dance'; there are stage, commit"):
         list(plain.do_action(flight.Action("dance", b"")))
-    assert {action.type for action in plain.list_actions()} == {"stage", "commit", "discard", "drop"}
+    assert {action.type for action in plain.list_actions()} == {"stage", "commit", "discard", "drop", "status"}
 
 
 # For any client of Arrow Flight

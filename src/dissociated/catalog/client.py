@@ -21,6 +21,7 @@ from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
     DeadlineExceeded,
+    FormatError,
     RemoteError,
     TransportError,
     UriError,
@@ -28,6 +29,7 @@ from dissociated.errors import (
 )
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.tensor import Tensor
+from dissociated.status import ServerStatus
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
@@ -154,6 +156,13 @@ class CatalogClient:
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
         self._act("drop", {"name": name})
+
+    def status(self) -> ServerStatus:
+        """What the catalog's server publishes, who reads it, and what it has sent."""
+        try:
+            return ServerStatus.parse(self._act("status", {}))
+        except FormatError as error:
+            raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
     def close(self) -> None:
         """Close the connection to the catalog. Streams that were opened go on."""

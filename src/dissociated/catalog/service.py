@@ -3,11 +3,12 @@
 An ordinary Flight client can list, describe and, with DoGet, read every dataset. A client of this library takes
 from the FlightInfo where the dataset can be had without Flight.
 
-Actions, for writers on the same host; their bodies and results are JSON:
+Actions, most for writers on the same host; their bodies and results are JSON:
     stage    {}                                          -> {directory, host, boot_id}
     commit   {name, segments, append, schema (base64)}   -> {}
     discard  {segments}                                  -> {}
     drop     {name}                                      -> {}
+    status   {}                                          -> what `Server.status` says, as `ServerStatus.plain` does
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
             "commit": (self._commit, "publish segments under a name, whole and at once"),
             "discard": (self._discard, "remove segments that will not be committed"),
             "drop": (self._drop, "make a dataset unavailable"),
+            "status": (lambda body: self._server.status().plain(), "what there is, who reads it, what was sent"),
         }
         super().__init__(uri, **protection)
 
@@ -138,7 +140,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with _told_by_flight():
-            return flight.RecordBatchStream(self._server.by_ticket(ticket.ticket).open_reader())
+            return flight.RecordBatchStream(self._server.open_reader(ticket.ticket))
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [(name, description) for name, (_, description) in self._actions.items()]

@@ -8,6 +8,8 @@ import signal
 import threading
 from pathlib import Path
 
+from dissociated import log
+from dissociated.access import Tokens
 from dissociated.cli import text
 from dissociated.errors import SourceError
 
@@ -28,27 +30,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0)",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        "shm:///PATH?allow=USER,... serves other users of this host, too",
     )
     parser.add_argument(
         "--catalog",
-        default="grpc://127.0.0.1:0",
         metavar="URI",
-        help="where the catalog, Arrow Flight, answers (default: %(default)s; port 0 is one that is free)",
+        help="where the catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a certificate; "
+        "port 0 is one that is free)",
     )
+    group = parser.add_argument_group("access")
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM file of the certificate, with its chain, that proves us")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM file of its key")
+    group.add_argument(
+        "--token-file", metavar="FILE", help="tokens that the catalog accepts, one a line, each alone or after a name"
+    )
+    group.add_argument(
+        "--ticket-lifetime",
+        type=float,
+        metavar="S",
+        help="sign tickets, and let them expire after so many seconds (default: good until a dataset is replaced)",
+    )
+    group = parser.add_argument_group("seeing it")
+    group.add_argument("--metrics", metavar="HOST:PORT", help="answer Prometheus there, at /metrics")
+    group.add_argument("--log-format", choices=log.FORMATS, default="text", help="of what is logged, on stderr")
+    group.add_argument("--log-level", choices=log.LEVELS, default="warning", help="from which on it is logged")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     from dissociated.server import Server
 
+    log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file and each client needs some
     sources = _sources(arguments.path)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Server(arguments.listen or ("shm:", "tcp://127.0.0.1:0"), catalog=arguments.catalog) as server:
+    tls = arguments.tls_cert is not None
+    with Server(
+        arguments.listen or ("shm:", "tls://127.0.0.1:0" if tls else "tcp://127.0.0.1:0"),
+        catalog=arguments.catalog or ("grpc+tls://127.0.0.1:0" if tls else "grpc://127.0.0.1:0"),
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        authorize=Tokens.read(arguments.token_file) if arguments.token_file else None,
+        ticket_lifetime=arguments.ticket_lifetime,
+        metrics=arguments.metrics,
+    ) as server:
         for name, path in sources.items():
             server.publish(name, path)
         rows = [
@@ -57,7 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
             for found in (server.dataset(name),)
         ]
         print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "FILE"), rows, right=(1, 2, 3)))
-        print(f"\ncatalog  {server.catalog_uri}", flush=True)
+        print(f"\nmetrics  {server.metrics_uri}" if arguments.metrics else "")
+        print(f"catalog  {server.catalog_uri}", flush=True)
         stop.wait()
 
 

@@ -49,6 +49,11 @@ class Connection(ABC):
         #: The regions that the peer has shared.
         self.space = AddressSpace()
 
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for people."""
+        return type(self).__name__
+
     def handshake(self, timeout: float) -> None:  # noqa: B027  # most media need none
         """Agree with the peer on what comes before any message, within `timeout` seconds in all.
 
