@@ -15,6 +15,8 @@ _log = logging.getLogger(__name__)
 
 _HEADER = "authorization"
 _SCHEME = "bearer"
+#: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
+_RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
 
 
 def protection(uri: str, authorize: Authorize | None, certificate: tuple[str, str] | None) -> dict[str, Any]:
@@ -91,7 +93,7 @@ class _Sending(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no
 
 def client_options(token: str | None, tls_roots: str | None) -> dict[str, Any]:
     """What makes a Flight client send a token, and trust the certificates in the PEM file `tls_roots` alone."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"generic_options": [*_RECONNECT.items()]}
     if token is not None:
         options["middleware"] = [Bearer(token)]
     if tls_roots is not None:

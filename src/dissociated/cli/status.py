@@ -61,7 +61,7 @@ def _watch(look: Callable[[], ServerStatus], now: ServerStatus, interval: float)
     sys.stdout.write(_ENTER)
     try:
         while True:
-            lines = [*_view(now, before), *(["", trouble] if trouble else [])]
+            lines = [*([trouble, ""] if trouble else []), *_view(now, before)]
             width, height = shutil.get_terminal_size()
             if len(lines) > height - 1:
                 lines[height - 2 :] = [f"... and {len(lines) - height + 2} more lines"]
@@ -72,7 +72,7 @@ def _watch(look: Callable[[], ServerStatus], now: ServerStatus, interval: float)
                 before, now = now, look()
                 trouble = ""
             except DissociatedError as error:
-                trouble = f"{time.strftime('%H:%M:%S')}  {error}; trying again"
+                trouble = f"{time.strftime('%H:%M:%S')} trying again: {error}"
     except KeyboardInterrupt:
         pass
     finally:
