@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -248,6 +251,56 @@ def test_descriptors_with_the_request(serve: Serve) -> None:
         assert "/dev/zero" not in descriptors()
         connection.send(free(*held, tag=free_of(uri)))
         assert connection.read_frames() == []
+
+
+CANNOT_WRITE = """
+import mmap, os, sys
+
+descriptor = int(sys.argv[1])
+os.setuid(65534)  # as which this one may have it; root could do anything
+for attempt in (
+    lambda: os.pwrite(descriptor, b"x", 0),
+    lambda: os.ftruncate(descriptor, 0),
+    lambda: mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE),
+    lambda: os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR),
+):
+    try:
+        attempt()
+        print("could")
+    except OSError as error:
+        print(error.errno)
+print(len(mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ).read()))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("kind", ["table", "live", "file"])
+def test_descriptors_that_are_handed_out_cannot_be_written(
+    serve: Serve, table: pa.Table, tmp_path: Path, kind: str
+) -> None:
+    good = serve("shm:")
+    path = tmp_path / "file.arrow"
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    path.chmod(0o644)
+    sources = {"table": table, "live": table.to_reader, "file": path}
+    good.server.publish("this", sources[kind])
+    (uri,) = good.server.locations("this")
+    with connect(uri) as connection:
+        connection.send(want(good.server.ticket("this"), want_of(uri)))
+        connection.read_frame()
+        while not connection.descriptors:
+            connection.read_frame()
+        (descriptor,) = connection.descriptors
+        ran = subprocess.run(
+            [sys.executable, "-c", CANNOT_WRITE, str(descriptor)],
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert ran.stdout.split() == [str(errno.EBADF), str(errno.EINVAL), str(errno.EACCES), str(errno.EACCES), "4096"]
+    good.check()
 
 
 # Floods
