@@ -11,6 +11,7 @@ import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from certificates import Certificates
 from dissociated.errors import DatasetNotFound, StoreError
 from dissociated.spark import datasource, publish
 from dissociated.spark.types import arrow_schema
@@ -254,3 +255,16 @@ def test_a_type_that_arrow_lacks_is_told_before_any_task(spark: SparkSession, ca
 def test_reading_into_spark_says_what_to_use_instead(spark: SparkSession, schema: str | None) -> None:
     with pytest.raises(PySparkException, match=r"dissociated.connect\(catalog\).read\(name\)"):
         spark.read.format("dissociated").load("x", schema=schema).collect()
+
+
+def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("sesame\n")
+    with dis.Server(["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
+        writing = spark.range(10).write.format("dissociated").mode("overwrite").option("catalog", server.catalog_uri)
+        with pytest.raises(PySparkException, match="asks for a token"):
+            writing.option("tls_roots", certified.roots).save("numbers")
+        assert server.names() == []
+        writing.option("tls_roots", certified.roots).option("token_file", str(token_file)).save("numbers")
+        with dis.connect(server.catalog_uri, token="sesame", tls_roots=certified.roots) as client:
+            assert client.read("numbers").read_all()["id"].to_pylist() == [*range(10)]

@@ -24,7 +24,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from dissociated.catalog.client import CatalogClient, connect
+from dissociated.access import read_token
+from dissociated.catalog.client import CatalogClient, Client, connect
 from dissociated.errors import CatalogError, DissociatedError, StoreError
 from dissociated.spark.types import arrow_schema, conform
 from dissociated.store.segment import SegmentWriter
@@ -32,7 +33,10 @@ from dissociated.store.stage import boot_id, host_name
 
 
 class DissociatedDataSource(DataSource):
-    """`df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")`."""
+    """`df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")`.
+
+    The options `token_file` and `tls_roots` name files for a catalog that is guarded: its token, and whom to trust.
+    """
 
     @classmethod
     def name(cls) -> str:
@@ -44,6 +48,8 @@ class DissociatedDataSource(DataSource):
             name=self._option("path", 'the dataset goes: .save("NAME")'),
             schema=arrow_schema(schema),
             mode="overwrite" if overwrite else "append",
+            token_file=self.options.get("token_file"),
+            tls_roots=self.options.get("tls_roots"),
         )
 
     def schema(self) -> NoReturn:
@@ -77,13 +83,23 @@ class DatasetWriter(DataSourceArrowWriter):
     Made once, while Spark plans the write, then copied to every task and to the commit; all share `job`.
     """
 
-    def __init__(self, catalog: str, name: str, schema: pa.Schema, mode: str) -> None:
+    def __init__(
+        self,
+        catalog: str,
+        name: str,
+        schema: pa.Schema,
+        mode: str,
+        token_file: str | None = None,
+        tls_roots: str | None = None,
+    ) -> None:
         self.catalog = catalog
+        self.token_file = token_file  # not the token: this object is copied to every task
+        self.tls_roots = tls_roots
         self.name = name
         self.schema = schema
         self.mode = mode
         self.job = uuid.uuid4().hex
-        with connect(catalog) as client:
+        with self._connect() as client:
             self.stage = client.stage()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
@@ -108,14 +124,18 @@ class DatasetWriter(DataSourceArrowWriter):
         written = [message for message in messages if isinstance(message, Written)]
         written.sort(key=lambda message: message.partition)
         segments = [message.segment for message in written if message.segment]
-        with connect(self.catalog) as client:
+        with self._connect() as client:
             self._sweep(client, keep=segments)  # before: once the dataset is visible, nothing may fail
             client.commit(self.name, segments, self.mode, self.schema)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, after a task or the commit has failed: remove what the job has written."""
-        with connect(self.catalog) as client:
+        with self._connect() as client:
             self._sweep(client)
+
+    def _connect(self) -> Client:
+        token = None if self.token_file is None else read_token(self.token_file)
+        return connect(self.catalog, token=token, tls_roots=self.tls_roots)
 
     def _sweep(self, client: CatalogClient, keep: Sequence[str] = ()) -> None:
         left = {entry.name for entry in Path(self.stage.directory).glob(f"{self.job}-*")}.difference(keep)
