@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 import dissociated as dis
+from certificates import Certificates, certificates
 from helpers import Serve, leaving_nothing
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
@@ -42,6 +43,20 @@ def _sockets_of_the_run() -> Iterator[None]:
 def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
     """A place of its own: a server that makes a socket knocks at those beside it, to see who still lives."""
     yield from _sockets()
+
+
+@pytest.fixture(scope="session")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """A certificate for this host, made in this run."""
+    return certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def trusted(certified: Certificates) -> Iterator[Certificates]:
+    """The same, trusted by everybody as if the system's administrator did: not only by who is told so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", certified.roots)
+        yield certified
 
 
 @pytest.fixture

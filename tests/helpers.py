@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -65,3 +66,24 @@ def leaving_nothing() -> Iterator[None]:
     assert not left_threads, "threads are left behind"
     left = {number: target for number, target in descriptors().items() if number not in before}
     assert not left, "descriptors are left behind"
+
+
+def as_big_endian(stream: bytes) -> bytes:
+    """The same stream with a schema that says its bodies are big-endian, which libarrow writes on no machine of ours.
+
+    `Schema.endianness` is left out where it is little: its slot is made to point to a 1 behind everything else.
+    """
+    (length,) = struct.unpack_from("<i", stream, 4)
+    header = bytearray(stream[8 : 8 + length])
+
+    def slot(table: int, index: int) -> int:
+        return table - int(struct.unpack_from("<i", header, table)[0]) + 4 + 2 * index
+
+    def follow(at: int) -> int:
+        return at + int(struct.unpack_from("<I", header, at)[0])
+
+    message = follow(0)
+    schema = follow(message + struct.unpack_from("<H", header, slot(message, 2))[0])
+    struct.pack_into("<H", header, slot(schema, 0), len(header) - schema)
+    header += struct.pack("<q", 1)
+    return stream[:4] + struct.pack("<i", len(header)) + bytes(header) + stream[8 + length :]

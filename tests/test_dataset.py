@@ -12,6 +12,7 @@ import pytest
 from dissociated.dataset import Dataset, SegmentsDataset, dataset
 from dissociated.errors import SourceError, StoreError
 from dissociated.store.segment import Segment, SegmentWriter
+from ipc.vectors import BATCH, END, SCHEMA
 
 TABLE = pa.table({"n": [1, 2, 3], "s": ["a", None, "c"]}, metadata={"a": "b"})
 
@@ -104,6 +105,16 @@ def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(SourceError, match=r"data\.parquet"):
         dataset("data", path)
+
+
+def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    nodes = bytes.fromhex("0300000000000000 0000000000000000")  # three rows, no nulls
+    header = BATCH.header.replace(nodes, b"\x04" + nodes[1:])
+    path.write_bytes(SCHEMA.whole + BATCH.prefix + header + (BATCH.body or b"") + END)
+    reader = dataset("damaged", path).open_reader()
+    with pytest.raises(SourceError, match="'damaged' failed: OSError: Array length did not match"):
+        reader.read_next_batch()
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dissociated import errors
 from dissociated.catalog.client import Client, DatasetInfo, connect
-from dissociated.client import open_stream
+from dissociated.client import open_stream, open_stream_async
 from dissociated.errors import DissociatedError
 from dissociated.ipc.options import ReadOptions, WriteOptions
 from dissociated.server import Server
+from dissociated.tensor_client import open_tensors
 
 __version__ = "0.1.0"
 
@@ -31,4 +32,6 @@ __all__ = [
     "connect",
     "errors",
     "open_stream",
+    "open_stream_async",
+    "open_tensors",
 ]

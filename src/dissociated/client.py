@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, ConnectionClosed, OptionError, RemoteProtocolError, UriError
+from dissociated.errors import (
+    ColumnNotFound,
+    ConnectionClosed,
+    OptionError,
+    RemoteProtocolError,
+    UriError,
+    WrongKind,
+)
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
@@ -21,6 +29,9 @@ from dissociated.stream import Deliveries, Stream
 from dissociated.transport.base import seconds
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+
+if TYPE_CHECKING:
+    from dissociated.ipc.asynchronous import AsyncStreamReader
 
 #: Seconds that a server may be silent.
 TIMEOUT = 60.0
@@ -51,13 +62,37 @@ def open_stream(
     body that is taken, in bytes.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
-    refuses, ColumnNotFound, OptionError. Reading may raise these too, RemoteProtocolError, and FormatError where
-    the schema nests deeper than `options` allow.
+    refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
+    RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
-    timeout = seconds(timeout)
     options = options or ReadOptions()
     if columns is not None and options.included_fields:
         raise OptionError("give columns or included_fields, not both")
+    stream = request(uri, ticket, timeout, max_body, options.memory_pool)
+    deliveries = stream.deliveries()
+    schema = next(deliveries)
+    assert isinstance(schema, Delivery)  # no run begins a stream
+    try:
+        if schema.parsed.is_tensor:
+            raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
+        if columns is not None or options.included_fields:
+            options = _only(schema.header, columns, options)
+        if stream.space.static:
+            reader = _read_in_place(stream, schema, deliveries, options)
+        else:
+            reader = join(stream.attached(_again([schema], deliveries)), options)
+    except BaseException:
+        deliveries.close()
+        stream.settle()
+        raise
+    return _rows_alone(reader) if columns is not None and not columns else reader
+
+
+def request(
+    uri: str | Sequence[str], ticket: bytes, timeout: float, max_body: int, pool: pa.MemoryPool | None = None
+) -> Stream:
+    """Connect to the URI, or to both, and ask for the stream `ticket`. Raises as `open_stream` does."""
+    timeout = seconds(timeout)
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
@@ -70,23 +105,26 @@ def open_stream(
             except ConnectionClosed:
                 connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
                 raise
-        stream = Stream(opened, uris[-1].free_data, timeout, max_body, options.memory_pool)
+        stream = Stream(opened, uris[-1].free_data, timeout, max_body, pool)
         connections.pop_all()  # the stream owns them now
-    deliveries = stream.deliveries()
-    schema = next(deliveries)
-    assert isinstance(schema, Delivery)  # no run begins a stream
-    try:
-        if columns is not None or options.included_fields:
-            options = _only(schema.header, columns, options)
-        if stream.space.static:
-            reader = _read_in_place(stream, schema, deliveries, options)
-        else:
-            reader = join(stream.attached(_again([schema], deliveries)), options)
-    except BaseException:
-        deliveries.close()
-        stream.settle()
-        raise
-    return _rows_alone(reader) if columns is not None and not columns else reader
+    return stream
+
+
+async def open_stream_async(
+    uri: str | Sequence[str],
+    ticket: bytes,
+    *,
+    columns: Sequence[str] | None = None,
+    options: ReadOptions | None = None,
+    timeout: float = TIMEOUT,
+    max_body: int = MAX_BODY,
+) -> AsyncStreamReader:
+    """`open_stream` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
+    from dissociated.ipc.asynchronous import open_reader_async
+
+    return await open_reader_async(
+        open_stream, uri, ticket, columns=columns, options=options, timeout=timeout, max_body=max_body
+    )
 
 
 def _nothing(tag: int | None, length: int) -> Buffer:

@@ -13,15 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, SourceError
+from dissociated.errors import ColumnNotFound, DissociatedError, SourceError
 from dissociated.ipc.encapsulated import first_message_at
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
-from dissociated.memory.region import MAX_REGIONS
+from dissociated.memory.region import MAX_REGIONS, Region
+from dissociated.memory.shared import Backing
 from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
@@ -135,6 +136,15 @@ class Group(NamedTuple):
     prepared: Any
     messages: int
     leased: Sequence[int]
+    nbytes: int  # of the bodies
+
+
+class Shared(Protocol):
+    """Memory that peers can map. The descriptor is read-only."""
+
+    descriptor: int
+    region: Region
+    backing: Backing
 
 
 class StaticDataset(Dataset):
@@ -150,7 +160,7 @@ class StaticDataset(Dataset):
         """The messages, to be sent with their bodies inline."""
 
     @abstractmethod
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
         """The messages, to be sent as addresses into these segments."""
 
     def groups(self, connection: Connection, streams: Streams, mapped: bool, inline_limit: int) -> Iterable[Group]:
@@ -187,7 +197,9 @@ def _encode(
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
-        yield Group(connection.prepare(outgoing), len(some), leased if streams & Streams.BODIES else ())
+        bodies = bool(streams & Streams.BODIES)
+        nbytes = sum(message.parsed.body_length for message in some) if bodies else 0
+        yield Group(connection.prepare(outgoing), len(some), leased if bodies else (), nbytes)
         first += len(some)
 
 
@@ -213,7 +225,7 @@ class TableDataset(StaticDataset):
                 self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
             return self._packed
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
         with self._copying:
             if self._segments is None:
                 segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
@@ -261,8 +273,9 @@ class SegmentsDataset(StaticDataset):
         return pa.RecordBatchReader.from_batches(self.schema, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        for segment in self.segments:
-            yield from _open_ipc(segment.region.memory)
+        with source_blamed(self.name):
+            for segment in self.segments:
+                yield from _open_ipc(segment.region.memory)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
@@ -285,7 +298,8 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
     lies; one to a Parquet file is read anew by each client. A RecordBatchReader can be read by one client, once.
     A callable is called once to learn the schema and again for each client; it gives a reader, or anything with
     `__arrow_c_stream__`, and the same stream each time. Anything else with `__arrow_c_stream__` (a
-    DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time.
+    DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time. A Tensor, a sparse one,
+    or a list of them is held, and read with `read_tensors` or `open_tensors`.
 
     Raises SourceError for what is none of these.
     """
@@ -302,6 +316,10 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)
+    from dissociated.tensor_dataset import TensorDataset, tensors_in
+
+    if (tensors := tensors_in(source)) is not None:
+        return TensorDataset(name, tensors, options)
     with source_blamed(name):
         return LiveDataset(name, lambda: _reader(source() if callable(source) else source), options)
 
@@ -324,8 +342,27 @@ def _reader(source: Source) -> pa.RecordBatchReader:
         return pa.RecordBatchReader.from_stream(source)
     raise SourceError(
         f"cannot publish a {type(source).__name__}: give a Table, a RecordBatchReader, an object with "
-        "__arrow_c_stream__, a callable that returns one of these, or the path of an Arrow IPC or Parquet file"
+        "__arrow_c_stream__, a callable that returns one of these, the path of an Arrow IPC or Parquet file, "
+        "or one or more tensors"
     )
+
+
+def column_positions(whole: Dataset, columns: Sequence[str]) -> list[int]:
+    """Where these columns stand, ascending. Raises ColumnNotFound, also for a name that several have."""
+    positions = {column: whole.schema.get_field_index(column) for column in columns}
+    for column, position in positions.items():
+        if position < 0:
+            raise ColumnNotFound(f"{whole.name!r} has no column {column!r}, or several of that name")
+    return sorted(positions.values())
+
+
+def only(whole: Dataset, columns: Sequence[str]) -> Dataset:
+    """These columns of `whole`, in the order of its schema, for one reading. Raises ColumnNotFound."""
+    indices = column_positions(whole, columns)
+    schema = pa.schema([whole.schema.field(index) for index in indices], whole.schema.metadata)
+    reader = whole.open_reader()
+    some = pa.RecordBatchReader.from_batches(schema, (batch.select(indices) for batch in reader))
+    return LiveDataset(whole.name, lambda: some, one_shot=True)
 
 
 def _is_parquet(path: Path) -> bool:

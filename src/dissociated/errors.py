@@ -7,13 +7,15 @@
     │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   └── ConnectionClosed     the peer is gone, or this side closed the connection
+    ├── AccessDenied             a ticket, a token or a certificate that is not accepted, also a PermissionError
     ├── RemoteError              the peer ended the stream and said why
     ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
     ├── SourceError              what was given to publish cannot be read
     ├── FormatError              bytes that are no Arrow IPC, cut off or damaged, or what it cannot hold, a ValueError
     ├── OptionError              an option with a value that makes no sense, also a ValueError
+    ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
-    ├── StoreError               a segment cannot be written or read: no space, wrong content, not there
+    ├── StoreError               a segment or a file cannot be written or read: no space, wrong content, not there
     ├── CatalogError             the catalog cannot be reached or refuses
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
     └── JavaNotFound             there is no Java that Spark could run on
@@ -53,6 +55,10 @@ class ConnectionClosed(TransportError):
     """The peer closed the connection or died, or this side closed it."""
 
 
+class AccessDenied(DissociatedError, PermissionError):
+    """A ticket, a token or a certificate is not accepted."""
+
+
 class RemoteError(DissociatedError):
     """The peer ended the stream on purpose and gave this reason."""
 
@@ -73,6 +79,10 @@ class OptionError(DissociatedError, ValueError):
     """An option was given a value that makes no sense."""
 
 
+class WrongKind(DissociatedError, TypeError):
+    """A dataset holds tensors where record batches were asked for, or the other way round."""
+
+
 class ColumnNotFound(DissociatedError, KeyError):
     """A column was asked for that the dataset does not have."""
 
@@ -80,7 +90,7 @@ class ColumnNotFound(DissociatedError, KeyError):
 
 
 class StoreError(DissociatedError):
-    """A segment cannot be written or read."""
+    """A segment or a file cannot be written or read, or is closed."""
 
 
 class CatalogError(DissociatedError):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from dissociated.dataset import Dataset, SegmentsDataset, Source, dataset
+import pyarrow as pa
+
+from dissociated.access import Authorize, Granted, Ticket, security
+from dissociated.dataset import Dataset, SegmentsDataset, Source, column_positions, dataset, only
 from dissociated.errors import (
+    AccessDenied,
     ConnectionClosed,
     DatasetNotFound,
     DeadlineExceeded,
@@ -21,6 +26,7 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.protocol.events import Streams
 from dissociated.session import FREE_DATA, Session, want_tag
+from dissociated.status import Activity, ServerStatus, Tally
 from dissociated.store.segment import Segment
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
@@ -29,6 +35,7 @@ from dissociated.uri import Uri
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
+    from dissociated.metrics import MetricsService
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +52,12 @@ class Server:
     what it wants, `stall_timeout` for one that takes nothing, `lease_timeout` for one that holds memory and says
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
+
+    With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
+    other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
+    that is given one and says whose it is, or something false. `tls_cert` and `tls_key` are PEM files for a catalog
+    at grpc+tls: and for listeners of tls:. See docs/access.md. `metrics` is
+    HOST:PORT, where Prometheus may ask for /metrics, and anybody else.
 
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
@@ -63,6 +76,12 @@ class Server:
         inline_limit: int = 0,
         max_connections: int = 1024,
         advertise: str | None = None,
+        ticket_lifetime: float | None = None,
+        secret: bytes | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        metrics: str | None = None,
     ) -> None:
         self.handshake_timeout = seconds(handshake_timeout)
         self.stall_timeout = seconds(stall_timeout)
@@ -71,25 +90,38 @@ class Server:
         self.live_limit = live_limit
         self.inline_limit = inline_limit
         self.max_connections = max_connections
+        guarded = security(
+            ticket_lifetime=ticket_lifetime, secret=secret, authorize=authorize, tls_cert=tls_cert, tls_key=tls_key
+        )
+        certificate = guarded.certificate
+        self.tickets = guarded.tickets
         self._lock = threading.Lock()
         self._datasets: dict[str, Dataset] = {}
-        self._by_ticket: dict[bytes, Dataset] = {}
+        self._by_identifier: dict[bytes, Dataset] = {}
         self._changing = threading.Lock()  # held by whoever replaces what a name means
+        self._activity = Activity()
         self._connections: dict[Connection, threading.Thread] = {}
         self._listeners: list[Listener] = []
         self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
+        self._metrics: MetricsService | None = None
         self._closed = False
         self._ended = threading.Event()
         try:
             for text in listen:
                 uri = Uri.parse(text)
+                if uri.scheme == "tls" and certificate is not None:
+                    uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
                 from dissociated.catalog.service import CatalogService
                 from dissociated.store.stock import StageStock
 
-                self._catalog = CatalogService(self, catalog, stock=StageStock())
+                self._catalog = CatalogService(self, catalog, stock=StageStock(), security=guarded)
+            if metrics is not None:
+                from dissociated.metrics import MetricsService
+
+                self._metrics = MetricsService(metrics, self.status)
         except BaseException:
             self.close()
             raise
@@ -112,7 +144,8 @@ class Server:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
-        alignment, dictionary deltas. `ticket` is what clients ask with; left out, it is random. Two servers that
+        alignment, dictionary deltas. `ticket` is what clients ask with, or if tickets are signed what they are
+        signed for; left out, it is random. Two servers that
         publish the same source with one ticket can share the work: metadata from one, bodies from the other.
         Raises SourceError or StoreError where the source cannot be read.
         """
@@ -141,10 +174,10 @@ class Server:
             if self._closed:
                 raise DissociatedError("the server is closed")
             old = self._datasets.get(new.name)
-            if self._by_ticket.get(new.ticket, old) is not old:
+            if self._by_identifier.get(new.ticket, old) is not old:
                 raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
             self._datasets[new.name] = new
-            self._by_ticket[new.ticket] = new
+            self._by_identifier[new.ticket] = new
         if self._catalog is not None:
             self._catalog.published(new)  # which lets go of the old one in its time
         elif old is not None:
@@ -159,15 +192,15 @@ class Server:
             if self._closed:
                 raise DissociatedError("the server is closed")
             known = self._datasets.get(held.name)
-            self._by_ticket[held.ticket] = held
+            self._by_identifier[held.ticket] = held
             if named or (known is not None and known.ticket == held.ticket):
                 self._datasets[held.name] = held
 
     def let_go(self, held: Dataset) -> None:
         """Serve `held` no more; streams of it go on."""
         with self._lock:
-            if self._by_ticket.get(held.ticket) is held:
-                del self._by_ticket[held.ticket]
+            if self._by_identifier.get(held.ticket) is held:
+                del self._by_identifier[held.ticket]
             if self._datasets.get(held.name) is held:
                 del self._datasets[held.name]
 
@@ -188,12 +221,37 @@ class Server:
         return found
 
     def by_ticket(self, ticket: bytes) -> Dataset:
-        """What has this ticket. Raises DatasetNotFound."""
+        """What may be read with this ticket. Raises as `granted` does."""
+        found, columns = self.granted(ticket)
+        return found if columns is None else only(found, columns)
+
+    def granted(self, ticket: bytes) -> tuple[Dataset, Sequence[str] | None]:
+        """What was published, and which columns of it this ticket is for; None for all of them.
+
+        Raises DatasetNotFound, and AccessDenied for what is no ticket of this server, or not any more.
+        """
+        identifier, columns = self.tickets.check(ticket, time.time())
+        return self.identified(identifier), columns
+
+    def identified(self, identifier: bytes) -> Dataset:
+        """The publication that tickets are made for. Raises DatasetNotFound."""
         with self._lock:
-            found = self._by_ticket.get(ticket)
+            found = self._by_identifier.get(identifier)
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
         return found
+
+    def open_reader(self, ticket: bytes) -> pa.RecordBatchReader:
+        """A reader over what may be read with this ticket, for Flight. Raises as `granted` does, and SourceError."""
+        found, columns = self.granted(ticket)
+        reader = (found if columns is None else only(found, columns)).open_reader()
+        self._activity.flight()
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with found.reading():
+                yield from reader
+
+        return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
@@ -209,9 +267,27 @@ class Server:
             raise DissociatedError("this server was made without a catalog")
         return self._catalog.uri
 
-    def ticket(self, name: str) -> bytes:
-        """The identifier that requests the dataset. Raises DatasetNotFound."""
-        return self.dataset(name).ticket
+    @property
+    def metrics_uri(self) -> str:
+        """Where metrics are. Raises DissociatedError for a server without them."""
+        if self._metrics is None:
+            raise DissociatedError("this server was made without metrics")
+        return self._metrics.uri
+
+    def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
+        """The identifier that requests the dataset, or where tickets are signed these columns of it and no others.
+
+        Raises DatasetNotFound, ColumnNotFound, and OptionError where tickets say nothing of columns.
+        """
+        wanted = self.dataset(name)
+        if columns is None:
+            return self.admit(wanted).data
+        column_positions(wanted, columns)
+        return self.tickets.sign(Granted(wanted.ticket, tuple(columns)), time.time()).data
+
+    def admit(self, wanted: Dataset) -> Ticket:
+        """A ticket for this publication, signed if tickets are, and when it expires."""
+        return self.tickets.sign(Granted(wanted.ticket), time.time())
 
     def locations(self, name: str, *, streams: str = "both", bodies: str = "any") -> list[str]:
         """The URIs that `name` can be requested at, one for each listener.
@@ -260,35 +336,48 @@ class Server:
             if connection is None:
                 return
             complained = False
-            if not self._start(connection):
+            if not self._start(connection, listener):
+                self._activity.refuse(str(listener.uri))
+                _log.info("%r was turned away: there are %d connections", connection, self.max_connections)
                 connection.abort("the server takes no more connections now: try again later")
                 connection.close()
 
-    def _start(self, connection: Connection) -> bool:
+    def _start(self, connection: Connection, listener: Listener) -> bool:
         """Serve `connection` in a thread of its own. False where there can be no more."""
-        thread = threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True)
         with self._lock:
             if self._closed or len(self._connections) >= self.max_connections:
                 return False
+            tally = self._activity.begin(str(listener.uri), connection.peer)
+            name = f"serve {tally.connection}"
+            thread = threading.Thread(target=self._serve, args=(connection, tally), name=name, daemon=True)
             try:
                 thread.start()  # within the lock: `close` joins whatever it finds
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
+                self._activity.end(tally, "failed")
                 return False
             self._connections[connection] = thread
         return True
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, tally: Tally) -> None:
+        outcome, why = "failed", ""
         try:
             with connection:
-                Session(self, connection).run()
+                connection.handshake(self.handshake_timeout)
+                Session(self, connection, tally).run()
+            outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
         except (ConnectionClosed, DeadlineExceeded) as error:
-            _log.debug("%r: %s", connection, error)
+            outcome, why = "gone", str(error)
+        except (AccessDenied, DatasetNotFound) as error:
+            outcome, why = "refused", str(error)
         except DissociatedError as error:
-            _log.info("%r: %s", connection, error)
+            why = str(error)
         except Exception:
-            _log.exception("%r: a stream failed for a reason of ours", connection)
+            why = "a stream failed for a reason of ours"
+            _log.exception("%r: %s", connection, why, extra=tally.fields())
         finally:
+            _log.info("%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
+            self._activity.end(tally, outcome)
             with self._lock:
                 self._connections.pop(connection, None)
 
@@ -297,6 +386,16 @@ class Server:
         """How many connections are open."""
         with self._lock:
             return len(self._connections)
+
+    def status(self) -> ServerStatus:
+        """What this server publishes, who reads it, and what it has sent."""
+        datasets: dict[str, list[Dataset]] = {}
+        with self._lock:
+            for held in self._by_identifier.values():
+                datasets.setdefault(held.name, []).append(held)
+        catalog, nodes = (None, []) if self._catalog is None else (self._catalog.uri, self._catalog.node_status())
+        listeners = [str(listener.uri) for listener in self._listeners]
+        return self._activity.status(catalog, listeners, dict(sorted(datasets.items())), nodes)
 
     # The end
 
@@ -318,6 +417,8 @@ class Server:
                 return
             self._closed = True
         self._ended.set()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._catalog is not None:
             self._catalog.close()
         for listener in self._listeners:
@@ -325,7 +426,7 @@ class Server:
         with self._lock:
             connections = dict(self._connections)
             self._datasets.clear()
-            self._by_ticket.clear()
+            self._by_identifier.clear()
         for connection in connections:
             connection.interrupt()
         end = time.monotonic() + _JOIN_TIMEOUT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dissociated.dataset import Dataset, LiveDataset, StaticDataset, source_blamed
+from dissociated.dataset import Dataset, LiveDataset, StaticDataset, only, source_blamed
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -26,6 +26,7 @@ from dissociated.transport.base import Connection
 
 if TYPE_CHECKING:
     from dissociated.server import Server
+    from dissociated.status import Tally
 
 # The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed.
 _WANT = 0x4449_5353_0000_0000
@@ -51,11 +52,13 @@ _TAGS = Tags(
 class Session:
     """One connection: a request, the stream, and the frees that come back."""
 
-    def __init__(self, server: Server, connection: Connection) -> None:
+    def __init__(self, server: Server, connection: Connection, tally: Tally) -> None:
         self._server = server
         self._connection = connection
         self._sender = Sender(_TAGS)
         self._ledger = Ledger()
+        self._tally = tally
+        tally.held = self._ledger
         self._regions: list[LiveRegion] = []  # of a live stream; bodies go to the last
         self._inline = False  # a live region was full, and no free has come since
 
@@ -66,10 +69,11 @@ class Session:
             if request is None:
                 return
             identifier, streams, packed = request
-            wanted = self._server.by_ticket(identifier)
-            with wanted.reading():
+            found, columns = self._server.granted(identifier)
+            self._tally.dataset = found
+            with found.reading():
                 try:
-                    self._send(wanted, streams, packed)
+                    self._send(found if columns is None else only(found, columns), streams, packed)
                 except ConnectionClosed:
                     # The client may have stopped listening and still hold memory: then it goes on to give it back.
                     self._sender.fail()
@@ -102,6 +106,7 @@ class Session:
         elif isinstance(wanted, LiveDataset):
             self._send_live(wanted, streams, mapped)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
+        self._tally.sent = True
 
     def _send_static(self, wanted: StaticDataset, streams: Streams, mapped: bool) -> None:
         if mapped:
@@ -112,6 +117,8 @@ class Session:
             self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
             self._connection.send(group.prepared, self._server.stall_timeout)
             self._sender.sent(group.messages)
+            self._tally.messages += group.messages
+            self._tally.bytes += group.nbytes
             self._take_frees()
 
     def _send_live(self, wanted: LiveDataset, streams: Streams, mapped: bool) -> None:
@@ -124,6 +131,9 @@ class Session:
                 else:
                     body = Body(BodyKind.PACKED, message.body)
             self._connection.send(self._sender.send(message.header, body), self._server.stall_timeout)
+            self._tally.messages += 1
+            if body is not None:
+                self._tally.bytes += message.parsed.body_length
             self._take_frees()
 
     def _room(self, name: str, length: int) -> bool:

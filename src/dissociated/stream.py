@@ -15,13 +15,13 @@ from typing import Any, TypeAlias, TypeVar
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
+from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import Returns, leased_buffer
 from dissociated.memory.region import Region
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import buffer_extents, relocate
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.run import Batches
 from dissociated.transport.base import Allocate, Connection
@@ -35,6 +35,7 @@ _FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
 
 Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
 D = TypeVar("D", bound=Delivery | Batches)
+T = TypeVar("T")
 
 
 class Stream:
@@ -106,10 +107,14 @@ class Stream:
 
     def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
         """The same messages, with their bodies where libarrow shall find them."""
+        return self.each(deliveries, lambda d: attach(d, self.space, self._leases, self._allocate_packed))
+
+    def each(self, deliveries: Iterable[Delivery | Batches], make: Callable[[Delivery], T]) -> Generator[T, None, None]:
+        """What `make` makes of each message; it must attach or hold what the message leases."""
         try:
             for item in deliveries:
                 for delivery in (item,) if isinstance(item, Delivery) else item.expand():
-                    yield self._attach(delivery)
+                    yield make(delivery)
         except DissociatedError:
             self._leases.abandon()
             raise
@@ -126,21 +131,16 @@ class Stream:
         """The whole region as a buffer, at whose end `addresses`, which were delivered, go back."""
         return self._leases.lease(region, addresses)
 
-    def _attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
-        _, header, parsed, body = delivery
-        if not isinstance(body, AddressList):
-            return header, body
-        leased = body.leased
-        if not leased:
-            return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
-        region = self.space.find(leased[0])
+    def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
+        """The buffers of a message that came by address, each by itself, where they lie."""
+        body = delivery.body
+        assert isinstance(body, AddressList)
+        if not body.leased:
+            return [pa.py_buffer(b"")] * len(body.lengths)
+        region = self.space.find(body.leased[0])
         offsets = region.offsets(body.addresses, body.lengths)
-        if any(offset % 8 for offset in offsets):  # which libarrow refuses: gather them where they should be
-            wanted, _ = buffer_extents(header, parsed)
-            packed = region.gather(offsets, body.lengths, wanted, self._allocate_packed(parsed.body_length))
-            self._leases.give_back(leased)
-            return header, packed
-        return relocate(header, parsed, offsets, region.size), self.hold(region, leased)
+        whole = self.hold(region, body.leased)
+        return [whole.slice(offset, length) for offset, length in zip(offsets, body.lengths, strict=True)]
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run

@@ -194,6 +194,7 @@ def test_an_unknown_action_is_answered_with_those_there_are(plain: flight.Flight
         "commit",
         "discard",
         "drop",
+        "status",
         "CancelFlightInfo",
     }
 

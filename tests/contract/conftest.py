@@ -16,12 +16,14 @@ import pytest
 
 import dissociated as dis
 from arrow_cases import Celsius
+from certificates import Certificates
 from helpers import connections_left, leaving_nothing
 
 MEDIA = {
     "inproc": "inproc:",
     "tcp": "tcp://127.0.0.1:0",
     "tcp6": "tcp://[::1]:0",
+    "tls": "tls://127.0.0.1:0",
     "shm": "shm:",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
@@ -56,14 +58,15 @@ WAYS = [
 class Route:
     """Publishes to one end, reads at the other."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Way, certified: Certificates) -> None:
         self.way = way
+        self.certified = certified
         self.start()
 
     def start(self) -> None:
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
-            dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit)
+            dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit, **self.certified.options)
             for _ in range(2 if self.way.arrangement == "apart" else 1)
         ]
 
@@ -121,8 +124,8 @@ def listening(medium: str) -> str:
     return MEDIA[medium]
 
 
-def _run(way: Way) -> Iterator[Route]:
-    with leaving_nothing(), closing(Route(way)) as route:
+def _run(way: Way, certified: Certificates) -> Iterator[Route]:
+    with leaving_nothing(), closing(Route(way, certified)) as route:
         yield route
 
 
@@ -135,8 +138,8 @@ def _check(route: Route) -> Iterator[Route]:
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
-def _any_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    yield from _run(request.param)
+def _any_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
 
 
 @pytest.fixture
@@ -146,8 +149,8 @@ def route(_any_route: Route) -> Iterator[Route]:
 
 
 @pytest.fixture(scope="module", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
-def _direct_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    yield from _run(request.param)
+def _direct_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from helpers import as_big_endian
 
 from .conftest import Route
 
@@ -119,27 +119,6 @@ def test_ipc_files_whose_dictionaries_grow(route: Route, tmp_path: Path) -> None
             writer.write_batch(batch)
     _, arrived = route.read(tmp_path / "file")
     assert [batch["d"].to_pylist() for batch in arrived] == [["a", "a"], ["ccc", "a"], ["dddd", "a"]]
-
-
-def as_big_endian(stream: bytes) -> bytes:
-    """The same stream with a schema that says its bodies are big-endian, which libarrow writes on no machine of ours.
-
-    `Schema.endianness` is left out where it is little: its slot is made to point to a 1 behind everything else.
-    """
-    (length,) = struct.unpack_from("<i", stream, 4)
-    header = bytearray(stream[8 : 8 + length])
-
-    def slot(table: int, index: int) -> int:
-        return table - int(struct.unpack_from("<i", header, table)[0]) + 4 + 2 * index
-
-    def follow(at: int) -> int:
-        return at + int(struct.unpack_from("<I", header, at)[0])
-
-    message = follow(0)
-    schema = follow(message + struct.unpack_from("<H", header, slot(message, 2))[0])
-    struct.pack_into("<H", header, slot(schema, 0), len(header) - schema)
-    header += struct.pack("<q", 1)
-    return stream[:4] + struct.pack("<i", len(header)) + bytes(header) + stream[8 + length :]
 
 
 def test_a_stream_of_the_other_byte_order(route: Route, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ METADATA = [
     Case("empty", frame(UNTAGGED), BROKEN, "the prefix alone has 5"),
     Case("unknown kind", frame(UNTAGGED, b"\x02\0\0\0\0"), BROKEN, "unknown kind 2"),
     Case("end of stream with a tail", SCHEMA + frame(UNTAGGED, b"\0\1\0\0\0\0"), BROKEN, "instead of exactly 5"),
-    Case("end before the schema", end(0), BROKEN, "before its schema"),
+    Case("end before the schema", end(0), BROKEN, "before its first message"),
     Case("end before what was sent", SCHEMA + META + end(1), BROKEN, "ended the stream at 1"),
     Case("two ends", SCHEMA + end(2) + end(2), BROKEN, "not allowed"),
     Case("no flatbuffer", metadata(0, b""), BROKEN, "no Arrow IPC message"),
@@ -198,7 +198,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_broken_rule(scripted: Start, scheme: str, case: Case) -> None:
     refused(scripted(scheme, saying(case.data)), case.error, case.phrase)
 
@@ -234,7 +234,7 @@ CUTS = [0, 1, 7, 8, 9, 23, 24, 30, len(GOOD) - 8000, len(GOOD) - 4000, len(GOOD)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_server_closes_in_the_middle(scripted: Start, scheme: str, cut: int) -> None:
     server = scripted(scheme, saying(GOOD[:cut], RawConnection.close))
     with pytest.raises(dis.DissociatedError, match=r"the peer closed|does not speak") as caught:

@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError
+from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError, TransportError
 from dissociated.ipc.join import join
 from dissociated.ipc.options import ReadOptions
+
+from .vectors import LZ4, SCHEMA
 
 Pairs = Generator[tuple[bytes, pa.Buffer | None], None, None]
 
@@ -124,4 +126,12 @@ def test_content_that_libarrow_refuses() -> None:
     assert body is not None
     reader = join(iter(Feed([schema, (header, body.slice(0, body.size - 64))])))
     with pytest.raises(RemoteProtocolError, match="what libarrow cannot read"):
+        reader.read_next_batch()
+
+
+def test_compressed_content_that_would_be_longer_than_memory() -> None:
+    """Its first 8 bytes say how long."""
+    body = (1 << 56).to_bytes(8, "little") + LZ4.body[8:]
+    reader = join(iter(Feed([(SCHEMA.header, None), (LZ4.header, pa.py_buffer(body))])))
+    with pytest.raises(TransportError, match=r"there is no memory for what the peer sent: .* 72057594037927936 "):
         reader.read_next_batch()

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from arrow_cases import ARRAYS, ROWS, batches
+from dissociated.errors import SourceError
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.protocol.header import HeaderType
@@ -133,6 +134,16 @@ def test_a_source_that_raises_raises() -> None:
     assert [next(messages).parsed.type.name for _ in range(2)] == ["SCHEMA", "RECORD_BATCH"]
     with pytest.raises(RuntimeError, match="no more"):
         next(messages)
+
+
+def test_a_batch_whose_offsets_leave_its_values_is_refused() -> None:
+    """libarrow would end the process."""
+    offsets = np.array([0, 1], np.int32)
+    buffers, values = [None, pa.py_buffer(offsets)], pa.array([1, 2], pa.int8())
+    batch = pa.record_batch({"l": pa.Array.from_buffers(pa.list_(pa.int8()), 1, buffers, children=[values])})
+    offsets += 5_000_000  # as it may come from a peer: libarrow's reader does not look
+    with pytest.raises(SourceError, match=r"a record batch is not valid: .*offset"):
+        list(split(reader(batch)))
 
 
 def test_rows_are_not_lost_where_there_is_nothing_else() -> None:

@@ -22,7 +22,18 @@ from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
 
-from .wire import Encoded, address_list, encode, encode_tensor, end_of_stream, joined, metadata, patched, tag, uint64s
+from .wire import (
+    Encoded,
+    address_list,
+    encode,
+    encode_tensor,
+    end_of_stream,
+    golden_tensor,
+    joined,
+    metadata,
+    tag,
+    uint64s,
+)
 
 DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode(), "n": [1, 2, 3]})
 EMPTY = pa.record_batch({"n": pa.array([], pa.int64())})
@@ -33,6 +44,7 @@ SCHEMA, BATCH = encode(NUMBERS)
 _, EMPTY_BATCH = encode(EMPTY)
 _, DICTIONARY_BATCH, INDICES = encode(DICTIONARY)
 TENSOR = encode_tensor(pa.Tensor.from_numpy(NUMBERS.column(0).to_numpy()))
+SPARSE = golden_tensor("csr_int32")
 
 
 class Form(NamedTuple):
@@ -58,8 +70,17 @@ FORMS = [
         AddressList((0, 64, 128), (0, 12, 3)),
     ),
     Form(INDICES, 0, INDICES.body, INDICES.body),
+]
+TENSOR_FORMS = [
     Form(TENSOR, 0, TENSOR.body, TENSOR.body),
     Form(TENSOR, 1, address_list((2**40, 32)), AddressList((2**40,), (32,))),
+    Form(SPARSE, 0, SPARSE.body, SPARSE.body),
+    Form(
+        SPARSE,
+        1,
+        address_list((2**40, 24), (8, 24), (64, 40)),
+        AddressList((2**40, 8, 64), (24, 24, 40)),
+    ),
 ]
 PACKED, LISTED, EMPTY_PACKED = FORMS[:3]
 
@@ -207,6 +228,26 @@ class TestSchema:
         with pytest.raises(RemoteProtocolError, match="one schema"):
             receiver().receive_metadata(metadata(1, SCHEMA.header))
 
+    @pytest.mark.parametrize("form", TENSOR_FORMS)
+    def test_tensors_need_none(self, form):
+        receiving = receiver()
+        for sequence in (1, 0):
+            receive(receiving, sequence, form)
+        receiving.receive_metadata(end_of_stream(2))
+        assert seen(take(receiving)) == [(number, form.message.header, form.delivered) for number in (0, 1)]
+        assert receiving.complete
+
+    @pytest.mark.parametrize("order", [*permutations([(0, SCHEMA), (1, BATCH), (2, TENSOR)])])
+    def test_a_stream_is_all_tensors_or_has_none(self, order):
+        receiving = receiver()
+
+        def arrive() -> None:
+            for sequence, message in order:
+                receiving.receive_metadata(metadata(sequence, message.header))
+
+        with pytest.raises(RemoteProtocolError, match="all tensors, or has none"):
+            arrive()
+
     @pytest.mark.parametrize("kind", [0, 1])
     @pytest.mark.parametrize("first", ["metadata", "body"])
     def test_a_schema_has_no_body(self, kind, first):
@@ -271,7 +312,7 @@ class TestEnd:
             receiver(schema=True).receive_metadata(end_of_stream(0))
 
     def test_an_end_before_the_schema_is_refused(self):
-        with pytest.raises(RemoteProtocolError, match="before its schema"):
+        with pytest.raises(RemoteProtocolError, match="before its first message"):
             receiver().receive_metadata(end_of_stream(0))
 
     @pytest.mark.parametrize("sequence", [2, 3])
@@ -395,12 +436,16 @@ class TestBodies:
         with pytest.raises(RemoteProtocolError):
             receiving.next()
 
-    def test_a_sparse_tensor_comes_packed(self):
-        receiving, sparse = receiver(schema=True), Encoded(patched(20, "05"), bytes(100))
-        receive(receiving, 1, Form(sparse, 0, sparse.body, sparse.body))
-        receive(receiving, 2, Form(sparse, 1, address_list(), AddressList((), ())))
-        assert receiving.next().body == sparse.body
-        with pytest.raises(RemoteProtocolError, match="sparse tensor"):
+    @pytest.mark.parametrize(
+        "extents",
+        [[], [(64, 40)], [(0, 24), (24, 24), (48, 48)], [(0, 24), (24, 40), (64, 24)]],
+        ids=["nothing", "values alone", "other lengths", "another order"],
+    )
+    def test_addresses_of_a_sparse_tensor_that_disagree_with_its_metadata(self, extents):
+        receiving = receiver()
+        receiving.receive_metadata(metadata(0, SPARSE.header))
+        receiving.receive_body(tag(0, kind=1), address_list(*[(4096 + at, length) for at, length in extents]))
+        with pytest.raises(RemoteProtocolError, match="announced 3 of 88"):
             receiving.next()
 
     def test_the_announced_length_is_known_once_the_metadata_is(self):
@@ -466,8 +511,9 @@ def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it(st
 class AnyOrder(RuleBasedStateMachine):
     """A peer sends, the network reorders, the consumer takes when it likes; all three at once."""
 
-    @initialize(start=st.sampled_from([0, ROLLS_OVER_AFTER_3]))
-    def begin(self, start: int) -> None:
+    @initialize(start=st.sampled_from([0, ROLLS_OVER_AFTER_3]), forms=st.sampled_from([FORMS, TENSOR_FORMS]))
+    def begin(self, start: int, forms: list[Form]) -> None:
+        self.forms = forms
         self.receiving = receiver(start)
         self.start = self.number = start
         self.in_flight: list[tuple] = []
@@ -477,9 +523,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.ended = False
 
     @precondition(lambda self: not self.ended)
-    @rule(form=st.sampled_from(FORMS))
-    def send(self, form: Form) -> None:
-        if self.number == 0:
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        form = data.draw(st.sampled_from(self.forms))
+        if self.number == 0 and self.forms is FORMS:
             self.in_flight.append((None, metadata(0, SCHEMA.header)))
             self.expected.append((0, SCHEMA.header, None))
         else:
@@ -553,11 +600,13 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 
-headers = st.sampled_from([SCHEMA.header, *(form.message.header for form in FORMS)]) | st.binary(max_size=64)
+headers = st.sampled_from([SCHEMA.header, *(form.message.header for form in FORMS + TENSOR_FORMS)]) | st.binary(
+    max_size=64
+)
 numbers = st.integers(0, 4) | st.integers(0, 2**32 - 1)
 metadata_messages = st.builds(metadata, numbers, headers) | st.builds(end_of_stream, numbers) | st.binary()
 tags = st.builds(tag, numbers, st.integers(0, 2)) | st.integers(0, 2**64 - 1)
-bodies = st.sampled_from([form.sent for form in FORMS]) | st.binary()
+bodies = st.sampled_from([form.sent for form in FORMS + TENSOR_FORMS]) | st.binary()
 
 
 @given(

@@ -157,10 +157,10 @@ class TestWhatTheServerSends:
         sending.sent(2)
         assert on_the_wire(sending.end()) == [(None, b"\x00\x07\x00\x00\x00")]
 
-    def test_a_stream_has_at_least_its_schema(self):
+    def test_a_stream_has_at_least_one_message(self):
         sending = Sender(TAGS)
         sending.receive(WANT, b"ticket")
-        with pytest.raises(LocalProtocolError, match="schema"):
+        with pytest.raises(LocalProtocolError, match="first message"):
             sending.end()
         assert sending.state is State.STREAMING
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from tensor_cases import GOLDEN
+
 UINT32 = 2**32
 
 
@@ -92,6 +94,13 @@ def encode_tensor(tensor: pa.Tensor) -> Encoded:
     pa.ipc.write_tensor(tensor, sink)
     message = pa.ipc.read_message(sink.getvalue())
     return Encoded(message.metadata.to_pybytes(), message.body.to_pybytes())
+
+
+def golden_tensor(name: str) -> Encoded:
+    """The message of one of the golden tensors."""
+    content = GOLDEN[name]
+    body_at = 8 + int.from_bytes(content[4:8], "little")
+    return Encoded(content[8:body_at], content[body_at:])
 
 
 def decode(header: bytes, body: bytes) -> pa.ipc.Message:

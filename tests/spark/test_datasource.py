@@ -11,6 +11,7 @@ import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from certificates import Certificates
 from dissociated.errors import DatasetNotFound, StoreError
 from dissociated.spark import datasource, publish
 from dissociated.spark.types import arrow_schema
@@ -275,3 +276,16 @@ def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path:
             publish(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
         assert client.list() == []
         assert staged(node.store.staging) == []
+
+
+def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("sesame\n")
+    with dis.Server(["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
+        writing = spark.range(10).write.format("dissociated").mode("overwrite").option("catalog", server.catalog_uri)
+        with pytest.raises(PySparkException, match="asks for a token"):
+            writing.option("tls_roots", certified.roots).save("numbers")
+        assert server.names() == []
+        writing.option("tls_roots", certified.roots).option("token_file", str(token_file)).save("numbers")
+        with dis.connect(server.catalog_uri, token="sesame", tls_roots=certified.roots) as client:
+            assert client.read("numbers").read_all()["id"].to_pylist() == [*range(10)]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 
+from certificates import Certificates
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, SourceError
 from dissociated.message import FileSpan, Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
@@ -20,7 +21,13 @@ from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, leaving_nothing
 
-MEDIA = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0", "shm": "shm:"}
+MEDIA = {
+    "inproc": "inproc:",
+    "tcp": "tcp://127.0.0.1:0",
+    "tcp6": "tcp://[::1]:0",
+    "tls": "tls://127.0.0.1:0",
+    "shm": "shm:",
+}
 
 
 class Ends(NamedTuple):
@@ -45,19 +52,23 @@ def plain(incoming: Incoming | None) -> tuple[int | None, bytes] | None:
 
 
 @pytest.fixture(params=MEDIA)
-def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+def listener(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Listener]:
     if request.param == "tcp6" and not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
     uri = Uri.parse(MEDIA[request.param])
+    if request.param == "tls":
+        uri = uri.with_parameters(cert=trusted.cert, key=trusted.key)
     with leaving_nothing(), closing(transport(uri.scheme).listen(uri)) as listening:
         yield listening
 
 
 def connect(listener: Listener) -> Ends:
-    client = transport(listener.uri.scheme).connect(listener.uri, PATIENCE)
-    server = listener.accept()
-    assert server is not None
-    return Ends(client, server)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(transport(listener.uri.scheme).connect, listener.uri, PATIENCE)
+        server = listener.accept()
+        assert server is not None
+        server.handshake(PATIENCE)
+        return Ends(connecting.result(PATIENCE), server)
 
 
 @pytest.fixture

@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from dissociated.access import check_token
 from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
-from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, RemoteError, TransportError, UriError
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    DatasetNotFound,
+    DeadlineExceeded,
+    FormatError,
+    RemoteError,
+    TransportError,
+    UriError,
+    WrongKind,
+)
 from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.tensor import Tensor
+from dissociated.status import ServerStatus
 from dissociated.store.stage import boot_id, host_name
+from dissociated.tensor_client import open_tensors
+from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
 
+if TYPE_CHECKING:
+    from dissociated.ipc.asynchronous import AsyncStreamReader
+
 T = TypeVar("T")
+
+_UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
+_OWN = ("roots", "allow")  # parameters of locations that only the one who connects may give
 
 _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
 
@@ -33,7 +56,7 @@ class Endpoint:
     There are none where its node, which is on `hosts`, says nothing any more.
     """
 
-    ticket: bytes
+    ticket: bytes = field(repr=False)  # whoever has it can read
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
 
@@ -55,6 +78,11 @@ class DatasetInfo:
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> TensorsInfo | None:
+        """What tensors it has; None for a dataset of record batches."""
+        return tensors_of(self.schema)
+
 
 @dataclass(frozen=True)
 class StagePlace:
@@ -72,17 +100,35 @@ class StagePlace:
 
 
 class CatalogClient:
-    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses."""
+    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses.
 
-    def __init__(self, uri: str, timeout: float = TIMEOUT) -> None:
+    What the parameters mean, and what else is raised, says `connect`.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        timeout: float = TIMEOUT,
+        token: str | None = None,
+        tls_roots: str | os.PathLike[str] | None = None,
+        trusted_users: Sequence[str | int] = (),
+    ) -> None:
         import pyarrow.flight as flight
+
+        from dissociated.catalog.guard import client_options
 
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
         self._timeout = seconds(timeout)
         self.uri = uri
-        self._client = self._call(lambda: flight.FlightClient(uri))
+        roots = None if tls_roots is None else os.fspath(tls_roots)
+        self._trust = {
+            "tls": {} if roots is None else {"roots": roots},
+            "shm": {"allow": ",".join(map(str, trusted_users))} if trusted_users else {},
+        }
+        options = client_options(None if token is None else check_token(token), roots)
+        self._client = self._call(lambda: flight.FlightClient(uri, **options))
 
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
@@ -188,6 +234,13 @@ class CatalogClient:
         """Make a dataset unavailable. Raises DatasetNotFound."""
         self.act("drop", {"name": name})
 
+    def status(self) -> ServerStatus:
+        """What the catalog's server publishes, who reads it, and what it has sent."""
+        try:
+            return ServerStatus.parse(self.act("status", {}))
+        except FormatError as error:
+            raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
+
     def close(self) -> None:
         """Close the connection to the catalog. Streams that were opened go on."""
         self._client.close()
@@ -206,9 +259,16 @@ class CatalogClient:
         try:
             return call()
         except self._flight.FlightUnavailableError as error:
+            if any(sign in str(error) for sign in _UNTRUSTED):
+                raise AccessDenied(
+                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
+                    "(tls_roots says which certificates are)"
+                ) from None
             raise CatalogError(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
         except self._flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
+        except (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError) as error:
+            raise AccessDenied(_sentence(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_sentence(error)) from None
         except (pa.ArrowException, ValueError) as error:
@@ -235,16 +295,53 @@ class Client(CatalogClient):
         how batches are decoded. Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
         wanted = partial(self._open, name, transport, columns, options, max_body)
+        return _chained(*self._endpoints(name, version, wanted))
+
+    def read_tensors(
+        self, name: str, transport: str | None = None, *, version: int | None = None, max_body: int = MAX_BODY
+    ) -> Iterator[Tensor]:
+        """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
+
+        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. Raises DatasetNotFound,
+        WrongKind where the dataset holds record batches, and what `open_tensors` raises.
+        """
+        if transport == "grpc":
+            raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
+        opened = partial(open_tensors, timeout=self._timeout, max_body=max_body)
+        _, readers = self._endpoints(name, version, lambda endpoint: self._nearest(name, transport, endpoint, opened))
+        return chain.from_iterable(readers)
+
+    def _endpoints(
+        self, name: str, version: int | None, opened: Callable[[Endpoint], T]
+    ) -> tuple[DatasetInfo, list[T]]:
+        """The dataset `name`, and each of its endpoints, opened."""
         info = self.describe(name, version)
         for _ in range(_MAX_REPLACED):
             try:
-                return _chained(info, [wanted(endpoint) for endpoint in info.endpoints])
+                return info, [opened(endpoint) for endpoint in info.endpoints]
             except RemoteError:
                 found = self.describe(name, version)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return _chained(info, [wanted(endpoint) for endpoint in info.endpoints])
+        return info, [opened(endpoint) for endpoint in info.endpoints]
+
+    async def read_async(
+        self,
+        name: str,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        version: int | None = None,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+    ) -> AsyncStreamReader:
+        """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
+        from dissociated.ipc.asynchronous import open_reader_async
+
+        return await open_reader_async(
+            self.read, name, transport, columns, version=version, options=options, max_body=max_body
+        )
 
     def _open(
         self,
@@ -258,6 +355,13 @@ class Client(CatalogClient):
         if scheme == "grpc":
             reader = self.do_get(endpoint.ticket, options)
             return reader if columns is None else _select(reader, columns)
+        opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
+        return self._nearest(name, scheme, endpoint, opened)
+
+    def _nearest(
+        self, name: str, scheme: str | None, endpoint: Endpoint, opened: Callable[[Sequence[str], bytes], T]
+    ) -> T:
+        """The endpoint, opened where it is nearest."""
         if not endpoint.locations:
             raise CatalogError(
                 f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: "
@@ -272,19 +376,17 @@ class Client(CatalogClient):
             )
         reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
         while True:
-            nearest = [str(uri) for uri in reachable.pop()]
+            nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
             try:
-                return open_stream(
-                    nearest,
-                    endpoint.ticket,
-                    columns=columns,
-                    options=options,
-                    timeout=self._timeout,
-                    max_body=max_body,
-                )
+                return opened(nearest, endpoint.ticket)
             except TransportError:
                 if not reachable:
                     raise
+
+    def _trusting(self, uri: Uri) -> Uri:
+        """The location, with what this client trusts, and not what the catalog may say about that."""
+        told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
+        return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
     def __enter__(self) -> Client:
         return self
@@ -302,9 +404,23 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
-def connect(catalog_uri: str, *, timeout: float = TIMEOUT) -> Client:
-    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT. `timeout` is how many seconds it may be silent."""
-    return Client(catalog_uri, timeout)
+def connect(
+    catalog_uri: str,
+    *,
+    timeout: float = TIMEOUT,
+    token: str | None = None,
+    tls_roots: str | os.PathLike[str] | None = None,
+    trusted_users: Sequence[str | int] = (),
+) -> Client:
+    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
+
+    `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
+    certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
+    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm.
+
+    Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
+    """
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users)
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:
@@ -375,5 +491,5 @@ def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBa
 def _sentence(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    text = text.partition(". Detail: Python exception")[0].strip()
+    text = text.partition(". Detail: ")[0].strip()
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

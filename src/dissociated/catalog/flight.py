@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError
+from dissociated.catalog.guard import require_peer
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
+_BETWEEN = frozenset(("prepare", "register", "heartbeat", "leave"))  # catalogs and nodes
 _FIRST_FIELD = 0x0A  # of a protobuf message, as bytes
 
 _Body = dict[str, Any]
@@ -29,6 +31,8 @@ def told_by_flight() -> Iterator[None]:
         yield
     except DatasetNotFound as error:
         raise KeyError(str(error)) from None
+    except AccessDenied as error:
+        raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
         raise flight.FlightServerError(str(error)) from None
 
@@ -36,7 +40,7 @@ def told_by_flight() -> Iterator[None]:
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
     """Answers for `service` once that is `ready`."""
 
-    def __init__(self, service: CatalogService, uri: str) -> None:
+    def __init__(self, service: CatalogService, uri: str, **protection: Any) -> None:
         self._service = service
         self.ready = threading.Event()
         self._actions: dict[str, tuple[Callable[[_Body], Any], str]] = {
@@ -56,6 +60,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 "what of a dataset can still be read",
             ),
             "nodes": (lambda body: {"nodes": service.nodes()}, "who holds parts of datasets"),
+            "status": (lambda body: service.status().plain(), "what there is, who reads it, what was sent"),
             "prepare": (service.prepare, "between catalogs and nodes: make segments ready to be published"),
             "register": (service.register, "between catalogs and nodes: all that a node holds"),
             "heartbeat": (service.heartbeat, "between catalogs and nodes: a node lives"),
@@ -65,7 +70,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             "RenewFlightEndpoint": (self._renew, "keep the ticket of an endpoint good for longer"),
             "CancelFlightInfo": (self._cancel, "nothing is computed for a FlightInfo, so there is nothing to cancel"),
         }
-        super().__init__(uri)
+        super().__init__(uri, **protection)
 
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[flight.FlightInfo]:
         with self._answering():
@@ -109,6 +114,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
         with self._answering():
+            if action.type in _BETWEEN:
+                require_peer(context, self._service.security)
             try:
                 if action.type in self._binary:
                     return [self._binary[action.type][0](content)]

@@ -18,11 +18,16 @@ Actions; their bodies and results are JSON, but for those that Flight defines:
     drop      {name}                                 -> {}
     versions  {name}                                 -> {versions}
     nodes     {}                                     -> {nodes}
+    status    {}                                     -> what `ServerStatus.plain` says
     RenewFlightEndpoint, CancelFlightInfo            as in Flight.proto
-and between catalogs and nodes: prepare, register, heartbeat, leave.
+and between catalogs and nodes: prepare, register, heartbeat, leave. Where there are tokens or a secret, these take a
+peer: whoever has the same secret.
 
 A segment in `commit` is a name in the stage of this catalog's own node, or {node, segment}. One catalog knows many
 nodes; one that is given an `outer` catalog is a node of that, and answers with what that says.
+
+Within, and in the database, a publication has an identifier. `Security.tickets` make of it what clients ask with, and
+understand that again; without signatures the two are the same.
 """
 
 from __future__ import annotations
@@ -43,9 +48,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated.access import Granted, Security
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.database import FOR_EVER, Announced, Database, Held, Node, Part, Record
 from dissociated.catalog.flight import FlightServer
+from dissociated.catalog.guard import protection
 from dissociated.catalog.messages import (
     parse_announced,
     parse_node,
@@ -55,7 +62,16 @@ from dissociated.catalog.messages import (
     plain_part,
 )
 from dissociated.dataset import Dataset, LiveDataset
-from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, TransportError, UriError
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    DatasetNotFound,
+    DeadlineExceeded,
+    DissociatedError,
+    TransportError,
+    UriError,
+)
+from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus
 from dissociated.store.stage import boot_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
 from dissociated.uri import Uri
@@ -84,7 +100,8 @@ class CatalogService:
     `server` and `stock`, which it then owns, make this process a node; without them it is a catalog alone. What it
     knows is in `database`, which it owns too, and by default in memory. `retain` is for how many seconds a ticket that
     was given out stays good after its version has been replaced. `beat` is how many seconds there are between signs
-    of life to the `outer` catalog.
+    of life to the `outer` catalog. `security` says who may call, and how this one proves itself to others; a `server`
+    checks the tickets that it signs.
     """
 
     def __init__(
@@ -98,7 +115,11 @@ class CatalogService:
         retain: float = 0.0,
         beat: float = 5.0,
         advertise: str | None = None,
+        security: Security | None = None,
     ) -> None:
+        self.security = security or Security()
+        self._tickets = self.security.tickets if server is None else server.tickets
+        self._activity = Activity()  # of a catalog alone
         self._server = server
         self._stock = stock
         self.retain = retain
@@ -114,10 +135,10 @@ class CatalogService:
                 undo.callback(stock.close)
             self._database = database or Database()
             undo.callback(self._database.close)
-            self._outer = undo.enter_context(_Outer(outer)) if outer else None
+            self._outer = undo.enter_context(_Outer(outer, self.security)) if outer else None
             _check_free(uri)  # gRPC would say it, and much else, on stderr
             try:
-                self._flight = FlightServer(self, uri)
+                self._flight = FlightServer(self, uri, **protection(uri, self.security))
             except (pa.ArrowException, OSError) as error:
                 raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
             scheme, _, host = uri.partition("://")
@@ -138,7 +159,10 @@ class CatalogService:
             if isinstance(stock, StoreStock):
                 self._serve_store(stock)
             if self._outer is not None:
-                self._register()
+                try:
+                    self._register()
+                except (CatalogError, DeadlineExceeded) as error:
+                    _log.warning("%s: %s; it will be told later", self.uri, error)
             undo.pop_all()
         self._flight.ready.set()
         # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
@@ -240,30 +264,32 @@ class CatalogService:
         if self._stock is None:
             return
         if unwanted is None:
-            unwanted = self._database.unwanted(self.node.id, self._announced()[1])
+            unwanted = self._database.unwanted(self.node.id, self._announced(prepared=True)[1])
         if unwanted:
             self._forget(unwanted)
             self._stock.remove(unwanted)
             self._database.released(unwanted)
 
-    def _announced(self) -> tuple[int, list[Announced]]:
-        """What is in the store, and a serial that is not lower than those of all of it."""
+    def _announced(self, prepared: bool = False) -> tuple[int, list[Announced]]:
+        """What is in the store, or only what was `prepared` there, and a serial that all of it was made before."""
         if not isinstance(self._stock, StoreStock):
             return 0, []
         serial = self._stock.serial()
         found = []
         for version in self._stock.versions():
-            try:
-                prepared = self._stock.of(version)
-            except DissociatedError as error:
-                _log.debug("%s: %s", version.name, error)  # it cannot be read, or is gone since
+            if prepared and not version.prepared:
                 continue
+            try:
+                schema = _encoded(self._stock.of(version).dataset.schema)
+            except DissociatedError as error:
+                _log.warning("%s is in the store and cannot be read now: %s", version.name, error)
+                schema = b""
             found.append(
                 Announced(
-                    self._part(prepared),
+                    Part(version.id, self.node.id, version.ticket, version.rows, version.nbytes, 0, version.number),
                     version.name,
                     version.key,
-                    _encoded(prepared.dataset.schema),
+                    schema,
                     version.created,
                     version.prepared,
                     version.whole,
@@ -315,6 +341,8 @@ class CatalogService:
             "serial": serial,
             "digest": digest,
             "lives": 3 * self._beat,
+            "guarded": self.security.authorize is not None,
+            "signs": self._tickets.mark(),
         }
         told = self._outer.act("register", body)
         self._digest = digest
@@ -355,7 +383,13 @@ class CatalogService:
             app_metadata=json.dumps(about),
         )
 
-    def endpoint(self, part: Held, asking: Mapping[str, Any], expires: float | None) -> flight.FlightEndpoint:
+    def endpoint(
+        self,
+        part: Held,
+        asking: Mapping[str, Any],
+        expires: float | None,
+        columns: tuple[str, ...] | None = None,
+    ) -> flight.FlightEndpoint:
         """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out."""
         host, boot = asking.get("host"), asking.get("boot_id")
 
@@ -376,20 +410,22 @@ class CatalogService:
         ]
         if self._live(part.ticket):
             expires = None  # whoever asks again may get nothing, or another stream
+        ticket = self._tickets.sign(Granted(part.ticket, columns), time.time())
+        ends = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
-            part.ticket,
+            ticket.data,
             locations,
-            None if expires is None else pa.scalar(int(expires * 1e6), pa.timestamp("us", "UTC")),
+            None if not ends else pa.scalar(int(min(ends) * 1e6), pa.timestamp("us", "UTC")),
             json.dumps({"nodes": about}),
         )
 
-    def _live(self, ticket: bytes) -> bool:
-        return isinstance(self._mine(ticket), LiveDataset)
+    def _live(self, identifier: bytes) -> bool:
+        return isinstance(self._mine(identifier), LiveDataset)
 
-    def _mine(self, ticket: bytes) -> Dataset | None:
+    def _mine(self, identifier: bytes) -> Dataset | None:
         if self._server is not None:
             try:
-                return self._server.by_ticket(ticket)
+                return self._server.identified(identifier)
             except DatasetNotFound:
                 pass
         return None
@@ -399,27 +435,40 @@ class CatalogService:
         return time.time() + self.retain if self.retain else None
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
-        """The stream of a ticket, from here or from the node that has it. Raises DatasetNotFound."""
-        mine = self._mine(ticket)
-        if mine is not None:
-            return _counted(mine)
+        """The stream of a ticket, from here or from the node that has it. Raises DatasetNotFound and AccessDenied."""
+        identifier, _ = self._tickets.check(ticket, time.time())
+        if self._server is not None and self._mine(identifier) is not None:
+            return self._server.open_reader(ticket)
         if self._outer is not None:
             return self._outer.do_get(ticket)
-        record, part = self._database.by_ticket(ticket)
+        record, part = self._database.by_ticket(identifier)
         for node in part.nodes:
             if node.alive and node.id != self.node.id:
-                return _from_node(node, ticket)
+                reader = self._from_node(node, ticket)
+                self._activity.flight()
+                return reader
         silent = ", ".join(node.host for node in part.nodes)
         raise CatalogError(
             f"a part of {record.name!r} is on {silent}, which says nothing any more: is its node running?"
         )
 
+    def _from_node(self, node: Node, ticket: bytes) -> pa.RecordBatchReader:
+        client = _Outer(node.flight, self.security)
+        reader = client.do_get(ticket)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with client:
+                yield from reader
+
+        return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
     def renew(self, ticket: bytes) -> flight.FlightEndpoint:
-        """The endpoint, good for longer. Raises DatasetNotFound where it is over."""
-        if not self.retain:
+        """The endpoint, good for longer. Raises DatasetNotFound where it is over, AccessDenied where it has expired."""
+        if not self.retain and not self._tickets.mark():
             raise CatalogError("this catalog promises nothing of its tickets, so none can be renewed")
-        _, part = self._database.by_ticket(ticket, self.retain)
-        return self.endpoint(part, {}, self.expiry())
+        identifier, columns = self._tickets.check(ticket, time.time())
+        _, part = self._database.by_ticket(identifier, self.retain)
+        return self.endpoint(part, {}, self.expiry(), columns)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
@@ -516,7 +565,7 @@ class CatalogService:
             if node == self.node.id:
                 told = self.prepare(body)
             else:
-                with _Outer(nodes[node].flight) as client:
+                with _Outer(nodes[node].flight, self.security) as client:
                     told = client.act("prepare", body)
             parts.append(replace(parse_part(told["part"]), number=number))
             schemas.add(base64.b64decode(told["schema"]))
@@ -567,14 +616,18 @@ class CatalogService:
 
     def _put_there(self, asked: Mapping[str, Any], reader: Any) -> dict[str, Any]:
         node = self._some_node({})
-        with flight.FlightClient(node.flight) as client:
-            descriptor = flight.FlightDescriptor.for_command(json.dumps({**asked, "staged": True}))
+        descriptor = flight.FlightDescriptor.for_command(json.dumps({**asked, "staged": True}))
+
+        def put(client: flight.FlightClient) -> Any:
             writer, told = client.do_put(descriptor, reader.schema)
             with writer:
                 for chunk in reader:
                     writer.write_batch(chunk.data)
                 writer.done_writing()
-                answer = json.loads(told.read().to_pybytes())
+                return json.loads(told.read().to_pybytes())
+
+        with _Outer(node.flight, self.security) as there:
+            answer = there.forwarded(put)
         self._commit_put(asked, reader.schema, {"node": node.id, "segment": answer["segment"]})
         return dict(answer)
 
@@ -610,7 +663,7 @@ class CatalogService:
         """Where writers put segments: on the host that asks, if there is a node."""
         if self._stock is None:
             node = self._some_node(asking)
-            with _Outer(node.flight) as client:
+            with _Outer(node.flight, self.security) as client:
                 return client.act("stage", dict(asking))
         return {
             "directory": str(self._stock.directory),
@@ -637,6 +690,13 @@ class CatalogService:
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A node tells everything."""
         node = parse_node(body["node"])
+        if self.security.authorize is not None and not body.get("guarded"):
+            raise AccessDenied("this catalog asks for tokens, and the node does not: give it authorize, a token file")
+        if body.get("signs", "") != self._tickets.mark():
+            raise AccessDenied(
+                "this catalog and the node do not make the same tickets: give both the same secret and a "
+                "ticket_lifetime, or neither"
+            )
         announced = [parse_announced(one) for one in body["parts"]]
         until = time.time() + float(body["lives"])
         self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]))
@@ -656,6 +716,24 @@ class CatalogService:
         """Every node, for people."""
         return [{**plain_node(node), "alive": node.alive, "seen": node.seen} for node in self._database.nodes()]
 
+    def status(self) -> ServerStatus:
+        """What is served here; of a catalog alone what there is, and who serves it."""
+        if self._server is not None:
+            return self._server.status()
+        datasets = tuple(
+            DatasetStatus(one.name, one.rows, one.nbytes, 0, 0, 0, 0, 0) for one in self._database.datasets()
+        )
+        return replace(self._activity.status(self.uri, [], {}, self.node_status()), datasets=datasets)
+
+    def node_status(self) -> list[NodeStatus]:
+        """The nodes of this catalog, itself left out."""
+        now = time.time()
+        return [
+            NodeStatus(node.host, node.flight, node.alive, max(0.0, now - node.seen))
+            for node in self._database.nodes()
+            if node.id != self.node.id
+        ]
+
     def versions(self, name: str) -> list[dict[str, Any]]:
         """Every version of a dataset that can still be read."""
         return [
@@ -672,8 +750,8 @@ class CatalogService:
 class _Outer(CatalogClient):
     """Another catalog, or a node of this one."""
 
-    def __init__(self, uri: str) -> None:
-        super().__init__(uri, _NODE_TIMEOUT)
+    def __init__(self, uri: str, security: Security) -> None:
+        super().__init__(uri, _NODE_TIMEOUT, security.peer, security.roots)
 
     def forwarded(self, call: Callable[[flight.FlightClient], T]) -> T:
         """What that one answers."""
@@ -689,29 +767,6 @@ class _Outer(CatalogClient):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _from_node(node: Node, ticket: bytes) -> pa.RecordBatchReader:
-    client = CatalogClient(node.flight, _NODE_TIMEOUT)
-    reader = client.do_get(ticket)
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        try:
-            yield from reader
-        finally:
-            client.close()
-
-    return pa.RecordBatchReader.from_batches(reader.schema, batches())
-
-
-def _counted(dataset: Dataset) -> pa.RecordBatchReader:
-    reader = dataset.open_reader()
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        with dataset.reading():
-            yield from reader
-
-    return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
 
 def _encoded(schema: pa.Schema) -> bytes:
@@ -736,8 +791,8 @@ def _digest(announced: Sequence[Announced]) -> str:
 
 def _check_free(uri: str) -> None:
     located = Uri.parse(uri)
-    if located.scheme not in ("grpc", "grpc+tcp") or not located.host:
-        raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT")
+    if located.scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not located.host:
+        raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT, or grpc+tls://HOST:PORT")
     try:
         family = socket.AF_INET6 if ":" in located.host else socket.AF_INET
         socket.create_server((located.host, located.port or 0), family=family).close()

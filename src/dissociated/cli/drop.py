@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dissociated.catalog.client import connect
-from dissociated.cli import text
+from dissociated.cli import access, text
 from dissociated.errors import UriError
 
 SUMMARY = "make a dataset unavailable"
@@ -15,6 +14,7 @@ DESCRIPTION = "Make a dataset unavailable. Whoever reads it goes on; a node then
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `drop`."""
     parser.add_argument("uri", metavar="URI/NAME", help="grpc://HOST:PORT/NAME")
+    access.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -22,5 +22,5 @@ def run(arguments: argparse.Namespace) -> None:
     catalog, name = text.split_name(arguments.uri)
     if not name:
         raise UriError(f"{arguments.uri} names no dataset: grpc://HOST:PORT/NAME")
-    with connect(catalog) as client:
+    with access.client(catalog, arguments) as client:
         client.drop(name)

@@ -10,7 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from dissociated.cli import text
+from dissociated import log
+from dissociated.cli import access, text
 
 SUMMARY = "serve a store of segments, one for each host"
 DESCRIPTION = """\
@@ -43,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0)",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate)",
     )
     parser.add_argument(
         "--flight",
-        default="grpc://127.0.0.1:0",
         metavar="URI",
-        help="where its own catalog, Arrow Flight, answers (default: %(default)s; port 0 is one that is free)",
+        help="where its own catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a "
+        "certificate; port 0 is one that is free)",
     )
     parser.add_argument(
         "--catalog", metavar="URI", help="the catalog that it is a node of, if there is one for several"
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long those who read may go on after SIGTERM (default: %(default)g)",
     )
     parser.add_argument("--idle-exit", type=float, metavar="SECONDS", help="end when nobody was there for so long")
+    access.add_serving_arguments(parser, peers=True)
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
 
@@ -79,25 +81,32 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.store.node import Node
     from dissociated.store.store import Policy, Store
 
+    log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    listen, flight = access.places(arguments)
+    options = access.serving(arguments, peers=True)
     store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill)
     with Node(
         store,
-        arguments.listen or ("shm:", "tcp://127.0.0.1:0"),
-        flight=arguments.flight,
+        arguments.listen or listen,
+        flight=arguments.flight or f"{flight}:0",
         catalog=arguments.catalog,
         retain=arguments.retain,
         beat=arguments.beat,
         advertise=arguments.advertise,
+        metrics=arguments.metrics,
+        **options,
     ) as node:
         usage = store.usage()
         print(f"store    {store.directory}, {len(store.versions())} versions, {text.size(usage.total)}")
         for uri in node.server.listening():
             print(f"listens  {uri.partition('?')[0]}")
+        if arguments.metrics:
+            print(f"metrics  {node.server.metrics_uri}")
         print(f"catalog  {node.uri}", flush=True)
         if arguments.ready_fd is not None:
             os.write(arguments.ready_fd, f"{node.uri}\n".encode())

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dissociated.catalog.client import connect
-from dissociated.cli import text
+from dissociated.cli import access, text
 from dissociated.errors import SourceError, UriError
 
 SUMMARY = "publish files as a dataset of a node"
@@ -26,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")
+    access.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         if source.schema != schema:
             raise SourceError(f"{file} has another schema than {arguments.file[0]}, so they are not one dataset")
     batches = (batch for source in sources for batch in source.open_reader())
-    with connect(catalog) as client:
+    with access.client(catalog, arguments) as client:
         mode = "append" if arguments.append else "overwrite"
         reader = pa.RecordBatchReader.from_batches(schema, batches)
         rows = client.put(name, reader, mode=mode, tags=tags, ttl=arguments.ttl)

@@ -1,1 +1,42 @@
 """Arrow IPC: libarrow on one side, plain (header, buffers) on the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dissociated.ipc.decoder import CollectListener, DissociatedDecoder, Listener, StreamDecoder
+from dissociated.ipc.files import FileReader, open_file, open_stream
+from dissociated.ipc.reader import StreamReader
+
+if TYPE_CHECKING:
+    from dissociated.ipc.asynchronous import (
+        AsyncBatches,
+        AsyncFileReader,
+        AsyncStreamReader,
+        async_batches,
+        open_async,
+    )
+
+__all__ = [
+    "AsyncBatches",
+    "AsyncFileReader",
+    "AsyncStreamReader",
+    "CollectListener",
+    "DissociatedDecoder",
+    "FileReader",
+    "Listener",
+    "StreamDecoder",
+    "StreamReader",
+    "async_batches",
+    "open_async",
+    "open_file",
+    "open_stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dissociated.ipc import asynchronous  # on first use: asyncio takes as long to import as all of this library
+
+    return getattr(asynchronous, name)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from dissociated.errors import DissociatedError
 from dissociated.ipc.encapsulated import CONTINUATION, END_OF_STREAM
 from dissociated.ipc.options import ReadOptions
-from dissociated.ipc.reader import PeerReader
+from dissociated.ipc.reader import PeerReader, StreamReader
 from dissociated.message import Buffer
 
 _length = struct.Struct("<i")
@@ -83,11 +83,11 @@ class _Source:
         return False
 
 
-def join(messages: Messages, options: ReadOptions | None = None) -> pa.RecordBatchReader:
+def join(messages: Messages, options: ReadOptions | None = None, kind: type[StreamReader] = PeerReader) -> StreamReader:
     """A reader over the stream that `messages` make, the schema first.
 
     It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.
     Whatever they raise comes out of the reader. Raises RemoteProtocolError where libarrow finds the content
-    invalid.
+    invalid, or what another `kind` of reader raises.
     """
-    return PeerReader(pa.PythonFile(_Source(messages), mode="r"), options)
+    return kind(pa.PythonFile(_Source(messages), mode="r"), options)

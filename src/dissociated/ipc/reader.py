@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError
+from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
 from dissociated.ipc.options import ReadOptions
 
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
@@ -16,7 +16,7 @@ _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError a
 
 @contextmanager
 def blamed(blame: type[DissociatedError]) -> Iterator[None]:
-    """Turn what libarrow raises about content into `blame`."""
+    """Turn what libarrow raises about content into `blame`, what memory does not suffice for included."""
     try:
         yield
     except _COMPLAINTS as error:
@@ -24,11 +24,16 @@ def blamed(blame: type[DissociatedError]) -> Iterator[None]:
 
 
 def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
-    # Ours pass: they come from below, through libarrow. So do an interruption, and memory that has run out.
-    if isinstance(error, (DissociatedError, MemoryError, pa.ArrowCancelled)):
+    if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
-    who = "the peer sent what libarrow cannot read" if blame is RemoteProtocolError else "libarrow cannot read this"
-    return blame(f"{who}: {error}")
+    if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
+        return OptionError(f"included_fields has a field that the schema has not: {error}")
+    peer = blame is RemoteProtocolError
+    if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
+        return (TransportError if peer else blame)(
+            f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
+        )
+    return blame(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
 
 
 class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
@@ -66,6 +71,9 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
 
 
 class PeerReader(StreamReader):
-    """The same over what a peer sent: raises RemoteProtocolError where the content is invalid."""
+    """The same over what a peer sent.
+
+    Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
+    """
 
     _blame = RemoteProtocolError

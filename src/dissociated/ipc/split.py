@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from dissociated.errors import SourceError
 from dissociated.ipc.encapsulated import CONTINUATION
 from dissociated.ipc.options import WriteOptions
 from dissociated.message import Buffer
@@ -97,7 +98,14 @@ class Splitter:
         return self._schema_message
 
     def split(self, batch: pa.RecordBatch, metadata: pa.KeyValueMetadata | None = None) -> list[SplitMessage]:
-        """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch."""
+        """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch.
+
+        Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
+        """
+        try:
+            batch.validate()
+        except pa.ArrowInvalid as error:
+            raise SourceError(f"a record batch is not valid: {error}") from None
         self._writer.write_batch(batch, custom_metadata=metadata)
         messages = self._sink.take()
         if not self._schema_written:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -83,12 +84,19 @@ class Returns:
                 return addresses
 
 
+class Put(Protocol):
+    """Where addresses go whose lease has ended: `Returns`, a queue.SimpleQueue, or what else may be called anywhere."""
+
+    def put(self, addresses: Sequence[int], /) -> object:
+        """Take them. Called from finalizers, at any point of any thread: enqueue, do nothing else."""
+
+
 class Lease:
     """Keeps a region mapped and its addresses held, for as long as anything refers to it."""
 
     __slots__ = ("_addresses", "_memory", "_put")
 
-    def __init__(self, region: Region, addresses: Sequence[int], returns: Returns) -> None:
+    def __init__(self, region: Region, addresses: Sequence[int], returns: Put) -> None:
         self._memory = region.memory
         self._addresses = addresses
         self._put = returns.put
@@ -97,6 +105,6 @@ class Lease:
         self._put(self._addresses)
 
 
-def leased_buffer(region: Region, addresses: Sequence[int], returns: Returns) -> pa.Buffer:
+def leased_buffer(region: Region, addresses: Sequence[int], returns: Put) -> pa.Buffer:
     """The whole region as a buffer. When the last array in it is collected, `addresses` are returned."""
     return pa.foreign_buffer(region.memory.address, region.size, Lease(region, addresses, returns))

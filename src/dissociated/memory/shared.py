@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -42,7 +42,25 @@ _REQUIRED_SEALS = {Backing.FILE: 0, Backing.SEALED: _SEALS_STATIC, Backing.LIVE:
 
 def create_memfd(name: str) -> int:
     """A new, empty, sealable memfd. The caller owns the descriptor."""
-    return os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o400)  # else other users could open what they get read-only once more, for writing
+    return descriptor
+
+
+def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
+    """A read-only descriptor, which the caller owns, of a sealed memfd with what `write` wrote to the one it got.
+
+    Raises StoreError where there is no memory for it.
+    """
+    with explained(f"shared memory for {name}"):
+        writable = create_memfd(name)
+    try:
+        with explained(f"shared memory for {name}"):
+            write(writable)
+            seal(writable, Backing.SEALED)
+            return reopen_read_only(writable)
+    finally:
+        os.close(writable)
 
 
 def seal(descriptor: int, backing: Backing) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
+from dissociated.errors import FormatError
+
 _u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
 _i32 = struct.Struct("<i").unpack_from
@@ -77,11 +79,14 @@ class Table(NamedTuple):
         return [Table.read(self.header, follow(self.header, at + 4 * index), count) for index in range(length)]
 
     def text(self, number: int) -> str:
-        """A string; empty where it is left out. Raises UnicodeDecodeError."""
+        """A string; empty where it is left out. Raises FormatError where it is no UTF-8."""
         if not self.fields[number]:
             return ""
         at, length, _ = self._vector(number, 1)
-        return bytes(self.header[at : at + length]).decode()
+        try:
+            return bytes(self.header[at : at + length]).decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"a name that is no UTF-8 ({error})") from None
 
     def _present(self, number: int) -> int:
         if not self.fields[number]:

@@ -13,14 +13,14 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from dissociated.errors import RemoteProtocolError
+from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.message import Buffer
+from dissociated.protocol.flatbuffer import fields, follow
+from dissociated.protocol.tensor import sparse_buffers
 
-_u16 = struct.Struct("<H").unpack_from
 _u32 = struct.Struct("<I").unpack_from
-_i32 = struct.Struct("<i").unpack_from
 _i64 = struct.Struct("<q")
 _read_i64 = _i64.unpack_from
-_SLOTS = [struct.Struct(f"<{count}H").unpack_from for count in range(6)]
 
 #: Caps on what one message may claim; both far above anything that libarrow writes.
 MAX_BUFFERS = 1 << 24
@@ -55,6 +55,13 @@ class Header(NamedTuple):
     buffer_count: int
     #: whether the message carries custom metadata of its own
     has_metadata: bool
+    #: the offsets and the lengths of buffers that stand in no table, those of a sparse tensor; None for others
+    scattered: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the message is a tensor, dense or sparse, which belongs to no schema."""
+        return self.type is HeaderType.TENSOR or self.type is HeaderType.SPARSE_TENSOR
 
     @property
     def has_body(self) -> bool:
@@ -62,78 +69,84 @@ class Header(NamedTuple):
         return self.type is not HeaderType.SCHEMA
 
 
-def parse_header(header: bytes) -> Header:
+def parse_header(header: Buffer) -> Header:
     """Read the flatbuffer of a `Message`. Raises RemoteProtocolError for anything that is not one."""
     try:
         return _parse(header)
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise _no_message(error) from None
 
 
-def _parse(header: bytes) -> Header:
+def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
+    """The type of a `Message` and the length of its body alone, which is quicker. Raises RemoteProtocolError."""
+    try:
+        return _envelope(header)[:2]
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None
+
+
+def _no_message(error: Exception) -> RemoteProtocolError:
+    return RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})")
+
+
+def _envelope(header: bytes) -> tuple[HeaderType, int, int, int, int]:
+    """Type and body length; then where the body length, what the type says, and the metadata are, 0 if left out."""
     root = _u32(header)[0]
-    _, type_at, table_at, length_at, metadata_at = _fields(header, root, 5)
+    _, type_at, table_at, length_at, metadata_at = fields(header, root, 5)
     type_ = _TYPES.get(header[root + type_at]) if type_at else None
     if type_ is None or not table_at:
         raise RemoteProtocolError(
             f"the peer sent an Arrow IPC message of unknown type {header[root + type_at] if type_at else 0}"
         )
     body_length = _read_i64(header, root + length_at)[0] if length_at else 0
-    body_length_at = root + length_at if length_at else -1
     if body_length < 0:
         raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
+    return type_, body_length, length_at and root + length_at, root + table_at, metadata_at
+
+
+def _parse(header: bytes) -> Header:
+    type_, body_length, length_at, table_at, metadata_at = _envelope(header)
+    body_length_at = length_at or -1
     if type_ is HeaderType.SCHEMA:
         if body_length:
             raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
         return Header(type_, 0, body_length_at, 0, 0, metadata_at != 0)
-    table = _follow(header, root + table_at)
+    table = follow(header, table_at)
+    if type_ is HeaderType.SPARSE_TENSOR:
+        try:
+            scattered = sparse_buffers(header, table)
+        except FormatError as error:
+            raise RemoteProtocolError(f"the peer sent a sparse tensor that cannot be read: {error}") from None
+        return Header(type_, body_length, body_length_at, 0, len(scattered[0]), metadata_at != 0, scattered)
     if type_ is HeaderType.DICTIONARY_BATCH:
-        _, batch_at = _fields(header, table, 2)
+        _, batch_at = fields(header, table, 2)
         if not batch_at:
             raise RemoteProtocolError("the peer sent a dictionary batch without data")
-        table = _follow(header, table + batch_at)
+        table = follow(header, table + batch_at)
     at, count = _buffers(header, table, type_)
     return Header(type_, body_length, body_length_at, at, count, metadata_at != 0)
 
 
 def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
-    """Position and number of the buffer structs of this record batch or tensor."""
+    """Position and number of the buffer structs of this record batch or dense tensor."""
     if type_ is HeaderType.TENSOR:  # Tensor { type_type, type, shape, strides, data: Buffer }
-        at, count = table + _fields(header, table, 5)[4], 1
+        at, count = table + fields(header, table, 5)[4], 1
         absent = at == table
-    elif type_ is HeaderType.SPARSE_TENSOR:  # its index buffers are scattered: such bodies come packed
-        return 0, 0
     else:  # RecordBatch { length, nodes, buffers: [Buffer], ... }
-        vector_at = _fields(header, table, 3)[2]
+        vector_at = fields(header, table, 3)[2]
         if not vector_at:
             return 0, 0
-        vector = _follow(header, table + vector_at)
+        vector = follow(header, table + vector_at)
         at, count, absent = vector + 4, _u32(header, vector)[0], False
     if absent or count > MAX_BUFFERS or at + count * _BUFFER > len(header):
         raise RemoteProtocolError(f"the peer sent metadata whose {count} buffers lie outside the message")
     return at, count
 
 
-def _fields(header: bytes, table: int, count: int) -> tuple[int, ...]:
-    """Where the first `count` fields of the flatbuffer table lie, from its position on; 0 where one is left out."""
-    vtable = table - _i32(header, table)[0]
-    if vtable < 0:
-        raise IndexError("a table outside the message")
-    present = (_u16(header, vtable)[0] - 4) // 2
-    if present >= count:
-        offsets: tuple[int, ...] = _SLOTS[count](header, vtable + 4)
-        return offsets
-    offsets = _SLOTS[max(present, 0)](header, vtable + 4)
-    return (*offsets, *[0] * (count - len(offsets)))
-
-
-def _follow(header: bytes, at: int) -> int:
-    """Where the flatbuffer offset at this position leads."""
-    return at + int(_u32(header, at)[0])
-
-
 def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The offsets and the lengths, in bytes, of the message's buffers within its packed body."""
+    if parsed.scattered is not None:
+        return parsed.scattered
     flat = struct.unpack_from(f"<{2 * parsed.buffer_count}q", header, parsed.buffers_at)
     return flat[0::2], flat[1::2]
 
@@ -143,7 +156,7 @@ def relocate(header: bytes, parsed: Header, offsets: Sequence[int], body_length:
 
     Lengths stay. This is how bodies by reference reach libarrow: the body is then the whole region. Where the
     flatbuffer leaves the body length out, as libarrow does for an empty batch, there is nothing to relocate.
-    libarrow reads a tensor from the start of its body, whatever its offset: cut a tensor's buffer out instead.
+    Tensors are not relocated: their buffers are cut out of the region one by one.
     """
     if parsed.body_length_at < 0:
         if any(buffer_extents(header, parsed)[1]):
@@ -167,11 +180,11 @@ def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
         return []
     try:
         root = _u32(header)[0]
-        table = _follow(header, root + _fields(header, root, 3)[2])
-        length_at, nodes_at = _fields(header, table, 2)
+        table = follow(header, root + fields(header, root, 3)[2])
+        length_at, nodes_at = fields(header, table, 2)
         if not length_at or not nodes_at:
             return []
-        nodes = _follow(header, table + nodes_at)
+        nodes = follow(header, table + nodes_at)
         spans = [
             (parsed.body_length_at, parsed.body_length_at + 8),
             (table + length_at, table + length_at + 8),
@@ -189,11 +202,11 @@ def row_count(header: bytes) -> int:
     """The rows of a record batch message, 0 for any other. Raises RemoteProtocolError for what is no message."""
     try:
         root = _u32(header)[0]
-        _, type_at, table_at = _fields(header, root, 3)
+        _, type_at, table_at = fields(header, root, 3)
         if not type_at or header[root + type_at] != HeaderType.RECORD_BATCH:
             return 0
-        table = _follow(header, root + table_at)
-        length_at = _fields(header, table, 1)[0]
+        table = follow(header, root + table_at)
+        length_at = fields(header, table, 1)[0]
         return int(_read_i64(header, table + length_at)[0]) if length_at else 0
     except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+        raise _no_message(error) from None

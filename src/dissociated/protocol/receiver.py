@@ -24,6 +24,7 @@ MAX_WAITING_METADATA = 1 << 28
 class Receiver:
     """Takes messages in whatever order they arrive and delivers them in the order they were numbered.
 
+    A stream is a schema and what belongs to it, or tensors alone, which have no schema.
     Bodies are opaque: only their length is looked at, and the content of address lists. What waits for its turn
     is capped by `max_waiting` messages, `max_waiting_bytes` of bodies and `max_waiting_metadata` bytes of metadata;
     a peer that exceeds any of them breaks the protocol.
@@ -45,6 +46,7 @@ class Receiver:
         self._waiting_metadata = 0  # bytes
         self._next = 0  # of the message to deliver next
         self._count: int | None = None  # of messages in the stream, known from its end
+        self._tensors: bool | None = None  # whether the stream is one of tensors, known from its first arrival
 
     @property
     def state(self) -> State:
@@ -70,7 +72,13 @@ class Receiver:
         self._machine.move(Step.METADATA, RemoteProtocolError)
         sequence = self._place(wire_sequence, self._headers, "metadata")
         parsed = parse_header(header)
-        if (sequence == 0) is not (parsed.type is HeaderType.SCHEMA):
+        if self._tensors is None:
+            self._tensors = parsed.is_tensor
+        if parsed.is_tensor is not self._tensors:
+            raise RemoteProtocolError(
+                f"message {sequence} is a {parsed.type.name}; a stream is all tensors, or has none"
+            )
+        if not parsed.is_tensor and (sequence == 0) is not (parsed.type is HeaderType.SCHEMA):
             raise RemoteProtocolError(
                 f"message {sequence} is a {parsed.type.name}; a stream has one schema, and it comes first"
             )
@@ -194,15 +202,13 @@ class Receiver:
         if count <= last:
             raise RemoteProtocolError(f"the peer ended the stream at {count} messages, but has sent message {last}")
         if count == 0:
-            raise RemoteProtocolError("the peer ended the stream before its schema")
+            raise RemoteProtocolError("the peer ended the stream before its first message")
         self._count = count
         if self._next == count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
 
 
 def _agreeing(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> AddressList:
-    if parsed.type is HeaderType.SPARSE_TENSOR:
-        raise RemoteProtocolError(f"the body of message {sequence}, a sparse tensor, did not come packed")
     _, lengths = buffer_extents(header, parsed)
     if listed.lengths != lengths:
         raise RemoteProtocolError(

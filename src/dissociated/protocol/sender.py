@@ -91,7 +91,7 @@ class Sender:
     def end(self) -> list[Message]:
         """The end of stream. Nothing may be sent after it."""
         if self.state is State.STREAMING and not self.sequence:
-            raise LocalProtocolError("a stream cannot end before its first message, the schema")
+            raise LocalProtocolError("a stream cannot end before its first message")
         self._machine.move(Step.END, LocalProtocolError)
         return encode_end(self.sequence, self.streams)
 

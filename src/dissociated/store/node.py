@@ -10,17 +10,18 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from dissociated.access import Authorize, security
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import DissociatedError, StoreError
+from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.memory.shared import explained
 from dissociated.server import Server
 from dissociated.store.stock import StoreStock
@@ -39,7 +40,9 @@ class Node:
     """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
 
     With `catalog` it is a node of that catalog and publishes what that says. `retain` and `beat` are in seconds: see
-    CatalogService. Raises StoreError, TransportError and CatalogError where it cannot.
+    CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and trust each
+    other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError, AccessDenied
+    and OptionError where it cannot.
 
     Use it as a context manager, or `close` it. Whoever finds the store finds the node: its address lies there.
     """
@@ -55,15 +58,40 @@ class Node:
         retain: float = RETAIN,
         beat: float = 5.0,
         advertise: str | None = None,
+        ticket_lifetime: float | None = None,
+        secret: bytes | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_roots: str | os.PathLike[str] | None = None,
+        metrics: str | None = None,
     ) -> None:
         self.store = store
         with ExitStack() as undo:
             stock = StoreStock(store)
             undo.callback(stock.close)
+            guarded = security(
+                ticket_lifetime=ticket_lifetime,
+                secret=secret,
+                authorize=authorize,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                tls_roots=tls_roots,
+                peers=True,
+            )
             kept = Database(database)
             undo.callback(kept.close)
             self.server = undo.enter_context(
-                Server([self._placed(uri) for uri in listen], catalog=None, advertise=advertise)
+                Server(
+                    [self._placed(uri) for uri in listen],
+                    catalog=None,
+                    advertise=advertise,
+                    ticket_lifetime=ticket_lifetime,
+                    secret=secret if ticket_lifetime is not None else None,
+                    tls_cert=tls_cert,
+                    tls_key=tls_key,
+                    metrics=metrics,
+                )
             )
             self.service = CatalogService(
                 self.server,
@@ -74,6 +102,7 @@ class Node:
                 retain=retain,
                 beat=beat,
                 advertise=advertise,
+                security=guarded,
             )
             self.server.use_catalog(self.service)
             undo.pop_all()
@@ -145,6 +174,8 @@ def running(directory: str | os.PathLike[str]) -> Address | None:
             client.stage()
         finally:
             client.close()
+    except AccessDenied:
+        pass  # it answers, though not us: it asks for a token, or its certificate must be trusted first
     except DissociatedError:
         return None
     return address
@@ -160,13 +191,15 @@ def ensure(
     listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
     flight: str = "grpc://127.0.0.1:0",
     idle_exit: float | None = None,
+    options: Sequence[str] = (),
     timeout: float = 30.0,
 ) -> Address:
     """The node of the store in `directory`, which is started where there is none.
 
     The node is a process of its own, that goes on when this one ends; all options but `directory` and `timeout` are
     for one that is started. With `idle_exit` it ends when nobody has read or written for so many seconds; what is
-    committed stays. However many processes ask at once, one node is started. Raises StoreError where none answers
+    committed stays. `options` are further ones of the command `dissociated node`, as those for access. However many
+    processes ask at once, one node is started. Raises StoreError where none answers
     within `timeout` seconds, with what it said.
     """
     store = Path(directory or default_store()).absolute()
@@ -176,6 +209,7 @@ def ensure(
     for option, value in (("catalog", catalog), ("limit", limit), ("spill", spill), ("idle-exit", idle_exit)):
         if value is not None:
             arguments += [f"--{option}", os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+    arguments += options
     deadline = time.monotonic() + timeout
     with explained(f"the store {store}"):
         store.mkdir(mode=0o700, parents=True, exist_ok=True)

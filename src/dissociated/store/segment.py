@@ -23,11 +23,9 @@ from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.region import Region, reserve_base
 from dissociated.memory.shared import (
     Backing,
-    create_memfd,
     explained,
     map_read_only,
-    reopen_read_only,
-    seal,
+    sealed_memfd,
     write_parts,
 )
 from dissociated.message import Buffer, FileSpan
@@ -73,15 +71,7 @@ class Segment:
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
-        with explained(f"shared memory for {name}"):
-            writable = create_memfd(name)
-        try:
-            with explained(f"shared memory for {name}"):
-                _write(writable, split(reader, options), 0)
-                seal(writable, Backing.SEALED)
-                descriptor = reopen_read_only(writable)
-        finally:
-            os.close(writable)
+        descriptor = sealed_memfd(name, lambda writable: _write(writable, split(reader, options), 0))
         return cls(descriptor, name, Backing.SEALED)
 
     @cached_property

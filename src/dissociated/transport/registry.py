@@ -13,6 +13,7 @@ _OURS = {
     "inproc": "dissociated.transport.inproc:InprocTransport",
     "shm": "dissociated.transport.shm:ShmTransport",
     "tcp": "dissociated.transport.tcp:TcpTransport",
+    "tls": "dissociated.transport.tls:TlsTransport",
 }
 
 

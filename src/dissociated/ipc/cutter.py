@@ -1,0 +1,228 @@
+"""A stream of encapsulated messages that arrives in pieces of any size, cut into its messages without a copy.
+
+start     4 bytes: `ARRO`, where a file begins, whose messages follow 4 bytes later; or what `prefix` takes
+prefix    4 bytes: the continuation marker; or the length of the metadata, as before 0.15; 0 ends the stream
+length    4 bytes: the length of the metadata; 0 ends the stream
+metadata  so many bytes
+body      as many as the metadata says
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
+from dissociated.message import Buffer
+from dissociated.protocol.header import HeaderType, parse_envelope
+
+_length = struct.Struct("<i")
+_marker_and_length = struct.Struct("<ii")
+_PREFIX = 4
+#: How much is allocated for a part of which little has come.
+_AT_FIRST = 1 << 20
+_MAGIC = MAGIC + b"\0\0"
+
+
+class Cut(NamedTuple):
+    """One message. The end of the stream is a message without type, of no metadata, as it is on the wire."""
+
+    type: HeaderType | None
+    header: Buffer
+    body: Buffer | None
+
+
+END = Cut(None, b"", None)
+
+
+def octets(data: Buffer) -> memoryview:
+    """Its bytes, where they lie. Raises TypeError for what is not C-contiguous."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class Piece:
+    """What was fed, and how far it has been used."""
+
+    __slots__ = ("at", "bytes")
+
+    def __init__(self, data: Buffer) -> None:
+        self.bytes = octets(data)
+        self.at = 0
+
+    def take(self, size: int) -> memoryview:
+        """The next bytes, as many as there are and at most `size`, where they lie."""
+        start, self.at = self.at, min(self.at + size, len(self.bytes))
+        return self.bytes[start : self.at]
+
+
+class _Joined:
+    """A part that comes in several pieces. What is allocated follows what has come, not what was announced."""
+
+    def __init__(self, size: int, pool: pa.MemoryPool | None) -> None:
+        self._size = size
+        self._memory = pa.allocate_buffer(min(size, _AT_FIRST), pool, resizable=True)
+        self._view = octets(self._memory)
+        self.arrived = 0
+
+    def add(self, piece: memoryview) -> memoryview | None:
+        """The whole part, once this was the last piece of it."""
+        end = self.arrived + len(piece)
+        if end > len(self._view):
+            self._memory.resize(min(self._size, max(end, 2 * len(self._view))))
+            self._view = octets(self._memory)
+        self._view[self.arrived : end] = piece
+        self.arrived = end
+        return self._view if end == self._size else None
+
+
+#: What to do with the bytes that were awaited.
+_Step: TypeAlias = "Callable[[Cutter, memoryview], Cut | None]"
+
+
+class Cutter:
+    """Follows one stream.
+
+    Bytes are copied only where a part of a message comes in several pieces, and then to one place, from `pool`.
+    Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused when they are announced.
+    """
+
+    def __init__(self, max_metadata: int, max_body: int, pool: pa.MemoryPool | None = None) -> None:
+        self._max_metadata = max_metadata
+        self._max_body = max_body
+        self._pool = pool
+        self._step: _Step = Cutter._start  # not bound to this, which would be a cycle
+        self._size = _PREFIX  # of what is awaited
+        self._joined: _Joined | None = None  # where it comes in several pieces
+        self._type: HeaderType | None = None
+        self._header: Buffer = b""  # of the message whose body is awaited
+        self._cut = 0  # messages
+
+    @property
+    def required(self) -> int:
+        """How many bytes would complete the part that is awaited; 0 after the end of the stream."""
+        return self._size - (self._joined.arrived if self._joined else 0)
+
+    def cut(self, piece: Piece) -> Cut | None:
+        """Use as much of `piece` as belongs to one message. The message, or None where it goes on after the piece.
+
+        What follows the end of the stream is passed over. Raises FormatError for what is no stream.
+        """
+        while self._size:
+            if self._step is Cutter._prefix and (message := self._at_once(piece)) is not None:
+                return message
+            part = piece.take(self.required)
+            if len(part) < self._size:
+                whole = self._join(part)
+                if whole is None:
+                    return None
+                part = whole
+            message = self._step(self, part)
+            if message is not None:
+                return message
+        piece.take(len(piece.bytes))
+        return None
+
+    def _at_once(self, piece: Piece) -> Cut | None:
+        """The next message, if all of it lies in `piece`, without its steps; None for what is out of the ordinary."""
+        view, at = piece.bytes, piece.at + 2 * _PREFIX
+        if self._joined or at > len(view):
+            return None
+        marker, length = _marker_and_length.unpack_from(view, piece.at)
+        body_at = at + length
+        if marker != -1 or not 0 < length <= self._max_metadata or body_at > len(view):
+            return None
+        header = view[at:body_at]
+        type_, body_length = self._envelope(header)
+        end = body_at + body_length
+        if end > len(view):
+            return None
+        piece.at = end
+        self._cut += 1
+        return Cut(type_, header, view[body_at:end] if body_length else None)
+
+    def _join(self, part: memoryview) -> memoryview | None:
+        if not part:
+            return None
+        if self._joined is None:
+            self._joined = _Joined(self._size, self._pool)
+        whole = self._joined.add(part)
+        if whole is not None:
+            self._joined = None
+        return whole
+
+    def _await(self, step: _Step, size: int) -> None:
+        self._step, self._size = step, size
+
+    def _start(self, part: memoryview) -> Cut | None:
+        if part == _MAGIC[:_PREFIX]:
+            self._await(Cutter._magic, len(_MAGIC) - _PREFIX)
+            return None
+        return self._prefix(part)
+
+    def _magic(self, part: memoryview) -> None:
+        if part[:2] != MAGIC[_PREFIX:]:
+            raise FormatError("this is neither an Arrow IPC stream nor a file: it begins like the magic of a file only")
+        self._await(Cutter._prefix, _PREFIX)
+
+    def _prefix(self, part: memoryview) -> Cut | None:
+        if part == CONTINUATION:
+            self._await(Cutter._length, _length.size)
+            return None
+        return self._length(part)
+
+    def _length(self, part: memoryview) -> Cut | None:
+        (length,) = _length.unpack(part)
+        if not length:
+            self._await(Cutter._prefix, 0)
+            return END
+        if length < 0:
+            raise FormatError(f"this is no Arrow IPC stream: message {self._cut} begins with {bytes(part).hex(' ')}")
+        if length > self._max_metadata:
+            raise FormatError(
+                f"message {self._cut} announces metadata of {length} bytes; "
+                f"at most {self._max_metadata} are taken (max_metadata)"
+            )
+        self._await(Cutter._metadata, length)
+        return None
+
+    def _metadata(self, part: memoryview) -> Cut | None:
+        self._type, body_length = self._envelope(part)
+        self._header = part
+        if not body_length:
+            return self._body(None)
+        self._await(Cutter._body, body_length)
+        return None
+
+    def _envelope(self, header: memoryview) -> tuple[HeaderType, int]:
+        try:
+            type_, body_length = parse_envelope(header)
+        except RemoteProtocolError:
+            raise FormatError(f"the metadata of message {self._cut} is no Arrow IPC message") from None
+        if body_length > self._max_body:
+            raise FormatError(
+                f"message {self._cut} announces a body of {body_length} bytes; "
+                f"at most {self._max_body} are taken (max_body)"
+            )
+        return type_, body_length
+
+    def _body(self, part: memoryview | None) -> Cut:
+        self._await(Cutter._prefix, _PREFIX)
+        self._cut += 1
+        header, self._header = self._header, b""  # what was fed is not held longer than it is needed
+        return Cut(self._type, header, part)
+
+    def end(self) -> bool:
+        """Await no more. Whether the stream ends by this; if not, it had ended. Raises FormatError within a message."""
+        if not self._size:
+            return False
+        if self._joined or self._step not in (Cutter._start, Cutter._prefix):
+            raise FormatError(
+                f"the Arrow IPC stream is cut off: {self.required} bytes of message {self._cut} are missing"
+            )
+        self._await(Cutter._prefix, 0)
+        return True

@@ -1,0 +1,255 @@
+"""Blocking readers of IPC streams and files ("IPC Streaming Format", "IPC File Format").
+
+libarrow decodes. Where batches lie is read from the footer, so that rows are counted, and metadata is loaded ahead,
+without touching a body.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
+from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
+from dissociated.ipc.footer import Footer, parse_footer
+from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.reader import StreamReader, blamed
+from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, readable, sequential
+from dissociated.ipc.stats import ReadStats
+from dissociated.protocol.header import HeaderType, parse_header, row_count
+
+_length = struct.Struct("<i")
+_TAIL = _length.size + len(MAGIC)
+
+
+class FileReader:
+    """Reads the record batches of an IPC file, in any order; made by `open_file`.
+
+    Batches of a file that is mapped or in memory lie there, and stay valid after `close`. Several threads may use
+    one reader, and one of them closes it when the others are done.
+
+    Reading raises FormatError where the content is invalid, StoreError where it cannot be read or the reader is
+    closed, OptionError for a batch that the file does not have.
+    """
+
+    def __init__(self, source: RandomAccess, footer_offset: int | None, options: ReadOptions) -> None:
+        if footer_offset is not None and not 0 < footer_offset <= source.size:
+            raise OptionError(
+                f"footer_offset is where the Arrow file ends, from 1 to {source.size}, not {footer_offset}"
+            )
+        self._source = source
+        self._end = footer_offset or source.size
+        self._options = options
+        self._lock = threading.Lock()  # libarrow's reader is not made for several threads
+        with blamed(FormatError):
+            self._reader: Any = pa.ipc.RecordBatchFileReader(
+                source.native(), footer_offset, options=options.to_pyarrow(), memory_pool=options.memory_pool
+            )
+        #: Of the batches that are read: without the fields that are not included.
+        self.schema: pa.Schema = self._reader.schema
+        self.num_record_batches: int = self._reader.num_record_batches
+        options.check_depth(self.schema)
+
+    @property
+    def version(self) -> pa.ipc.MetadataVersion:
+        """The version that the footer names."""
+        try:
+            return pa.ipc.MetadataVersion(self.footer.version)
+        except ValueError:
+            raise FormatError(f"the footer of the Arrow IPC file names version {self.footer.version}") from None
+
+    @property
+    def metadata(self) -> dict[bytes, bytes] | None:
+        """The custom metadata of the footer, None where it has none."""
+        found: dict[bytes, bytes] | None = self._native().metadata
+        return found
+
+    @property
+    def stats(self) -> ReadStats:
+        """What has been read so far."""
+        return self._native().stats
+
+    @cached_property
+    def footer(self) -> Footer:
+        """Where dictionaries and record batches lie."""
+        (length,) = _length.unpack(self._source.read(self._end - _TAIL, _length.size))
+        footer = parse_footer(self._source.read(self._end - _TAIL - length, length).to_pybytes())
+        if len(footer.record_batches) != self.num_record_batches:
+            raise FormatError("the footer of the Arrow IPC file has changed since it was opened")
+        return footer
+
+    def get_batch(self, i: int) -> pa.RecordBatch:
+        """The batch of that number, from 0 on."""
+        return self.get_batch_with_custom_metadata(i)[0]
+
+    def get_batch_with_custom_metadata(self, i: int) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
+        """The batch of that number, and the metadata that its message carries."""
+        self._check((i,))
+        with blamed(FormatError), self._lock:
+            both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = self._native().get_batch_with_custom_metadata(i)
+            return both
+
+    def read_together(self, indices: Sequence[int]) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
+        """The same for some batches, reading all that lies between the first and the last of them at once.
+
+        Where only some fields are included, each is read alone, without the others. A thread that reads so does not
+        keep others from decoding meanwhile.
+        """
+        self._check(indices)
+        self._native()
+        piece = None
+        if indices and not self._options.included_fields:
+            spans = [self._span(index) for index in indices]
+            piece = self._source.fetch(min(start for start, _ in spans), max(end for _, end in spans))
+        for index in indices:
+            with blamed(FormatError), self._lock, self._source.offer(piece):
+                both = self._native().get_batch_with_custom_metadata(index)
+            yield both
+
+    def count_rows(self) -> int:
+        """The rows of all batches together. Reads the metadata of each batch, and no body."""
+        self._native()
+        blocks = self.footer.record_batches
+        return sum(map(self._rows, blocks["offset"].tolist(), blocks["metadata_length"].tolist()))
+
+    def pre_buffer_metadata(self, indices: Sequence[int] | None = None) -> None:
+        """Load the metadata of these batches, or of all, and all dictionaries, ahead of `get_batch`.
+
+        A thread in the background reads and keeps them until `close`, neighbours together as
+        `pre_buffer_cache_options` say. For a mapped file, the kernel is asked to bring them into memory.
+        """
+        self._check(indices or ())
+        self._native()
+        blocks, dictionaries = self.footer.record_batches, self.footer.dictionaries
+        if indices:
+            blocks = blocks[[*indices]]
+        starts, ends = blocks["offset"], blocks["offset"] + blocks["metadata_length"]
+        spans = [*zip(starts.tolist(), ends.tolist(), strict=True)]
+        starts = dictionaries["offset"]
+        ends = starts + dictionaries["metadata_length"] + dictionaries["body_length"]
+        spans += zip(starts.tolist(), ends.tolist(), strict=True)
+        self._source.load(coalesced(spans, self._options.pre_buffer_cache_options or pa.CacheOptions()))
+
+    def to_record_batches(self) -> list[pa.RecordBatch]:
+        """All batches."""
+        return list(self)
+
+    def to_table(self) -> pa.Table:
+        """All batches as one table."""
+        return pa.Table.from_batches(self, self.schema)
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return map(self.get_batch, range(self.num_record_batches))
+
+    def close(self) -> None:
+        """Let go of the file. Batches that were read stay, and so does a file object that the caller gave."""
+        with self._lock:
+            self._reader = None
+        self._source.close()
+
+    def _native(self) -> Any:
+        if self._reader is None:
+            raise StoreError("this reader of an Arrow IPC file is closed")
+        return self._reader
+
+    def _check(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if not 0 <= index < self.num_record_batches:
+                raise OptionError(
+                    f"there is no record batch {index}: the file has {self.num_record_batches}, from 0 on"
+                )
+
+    def _span(self, index: int) -> Span:
+        start, metadata_length, body_length = self.footer.record_batches[index].tolist()
+        return start, start + metadata_length + body_length
+
+    def _rows(self, offset: int, metadata_length: int) -> int:
+        found = self._source.read(offset, metadata_length).to_pybytes()
+        header = found[8:] if found.startswith(CONTINUATION) else found[4:]
+        try:
+            rows = row_count(header)
+            if rows > 0 or (rows == 0 and parse_header(header).type is HeaderType.RECORD_BATCH):
+                return rows
+        except RemoteProtocolError:
+            pass
+        raise FormatError(f"the footer of the Arrow IPC file has a record batch at byte {offset}, where there is none")
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_file(
+    source: Any, *, footer_offset: int | None = None, memory_map: bool = True, options: ReadOptions | None = None
+) -> FileReader:
+    """A reader of the IPC file `source`: a path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek.
+
+    A path is mapped, unless `memory_map` is False: then pieces are read as they are asked for. Whoever may write a
+    mapped file must not shrink it meanwhile. A file object stays the caller's to close.
+
+    Any data may precede the Arrow file. Where some follows it, `footer_offset` is the byte at which the Arrow file
+    ends. The offsets in its footer count from the start of the containing file.
+
+    Raises FormatError where this is no Arrow IPC file, is damaged, or nests deeper than `options` allow, StoreError
+    where the source cannot be opened or read, OptionError.
+    """
+    options = options or ReadOptions()
+    opened = random_access(source, memory_map, options.memory_pool)
+    try:
+        return FileReader(opened, footer_offset, options)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def open_stream(source: Any, *, memory_map: bool = True, options: ReadOptions | None = None) -> StreamReader:
+    """A reader of the IPC stream `source`: what `open_file` takes, or a file object that cannot seek.
+
+    A file object is read from where it stands, no further than to the end of the stream, and stays the caller's to
+    close. Raises what `open_file` raises; so does reading.
+    """
+    options = options or ReadOptions()
+    return StreamReader(sequential(source, memory_map, options.memory_pool), options)
+
+
+def open_either(
+    source: Any, *, footer_offset: int | None = None, memory_map: bool = True, options: ReadOptions | None = None
+) -> FileReader | StreamReader:
+    """A reader of `source`, whether it is a file or a stream: it is a file if it begins or ends with the magic.
+
+    What begins with the marker of a message is a stream. Raises what `open_file` raises.
+    """
+    if footer_offset is None and not _is_file(source):
+        return open_stream(source, memory_map=memory_map, options=options)
+    return open_file(source, footer_offset=footer_offset, memory_map=memory_map, options=options)
+
+
+def _is_file(source: Any) -> bool:
+    if isinstance(source, str | os.PathLike) and os.path.exists(source) and not os.path.isfile(source):
+        return False
+    at = 0
+    if is_object := hasattr(source, "read"):
+        with readable(source):
+            if not source.seekable():
+                return False
+            at = source.tell()
+    opened = random_access(source, False, None)
+    try:
+        first = opened.read(at, len(MAGIC)).to_pybytes()
+        last = opened.read(max(opened.size - len(MAGIC), 0), len(MAGIC)).to_pybytes()
+    finally:
+        opened.close()
+        if is_object:
+            source.seek(at)
+    return first == MAGIC or (last == MAGIC and not first.startswith(CONTINUATION))

@@ -1,0 +1,158 @@
+"""A server that sends tensors that are none, and one that waits for memory to come back."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+
+import pytest
+
+import dissociated as dis
+from dissociated.errors import RemoteProtocolError
+from tensor_cases import GOLDEN, expected
+
+from .content import META, SCHEMA
+from .peer import (
+    ADDRESSES,
+    FREE,
+    PATIENCE,
+    PREAMBLE,
+    SEALED,
+    RawConnection,
+    RawServer,
+    Script,
+    addresses,
+    body,
+    end,
+    metadata,
+    region,
+)
+
+Start = Callable[[str, Script], RawServer]
+
+ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+BASE = 1 << 20
+
+
+def message(name: str) -> tuple[bytes, bytes]:
+    """Flatbuffer and body of a golden tensor."""
+    content = GOLDEN[name]
+    body_at = 8 + int.from_bytes(content[4:8], "little")
+    return content[8:body_at], content[body_at:]
+
+
+CSR, CSR_BODY = message("csr_int64")  # buffers of 40, 40 and 40 bytes
+DENSE, DENSE_BODY = message("dense")  # 192 bytes
+
+
+def saying(data: bytes, share: bytes | None = None) -> Script:
+    """Answer the request with a region that holds `share`, if any, and with `data`."""
+
+    def script(connection: RawConnection) -> None:
+        connection.read_frame()
+        connection.send(PREAMBLE)
+        if share is not None:
+            send_region(connection, share)
+        connection.send(data)
+        connection.hold()
+
+    return script
+
+
+def send_region(connection: RawConnection, content: bytes) -> None:
+    descriptor = os.memfd_create("raw", os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(descriptor, content, 0)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, ALL_SEALS)
+        connection.send_with(region(BASE, len(content), SEALED), [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def patched(content: bytes, at: int, value: int) -> bytes:
+    return content[:at] + struct.pack("<q", value) + content[at + 8 :]
+
+
+def refused(server: RawServer, phrase: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=phrase) as caught:
+        list(dis.open_tensors(server.uri, b"ticket", timeout=PATIENCE))
+    server.wait_done()
+    del caught  # a cycle otherwise: its traceback knows this frame
+
+
+LENGTH_AT = CSR.index(struct.pack("<qq", 80, 40)) + 8  # of the values
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("data", "phrase"),
+    [
+        (metadata(0, CSR) + body(0, patched(CSR_BODY, 40, 6)), "cannot be read: a sparse tensor with an index outside"),
+        (metadata(0, CSR) + body(0, patched(CSR_BODY, 8, -1)), "cannot be read: .* do not follow each other"),
+        (metadata(0, patched(CSR, LENGTH_AT, 48)) + body(0, CSR_BODY), "leaves its body of 120 bytes"),
+        (metadata(0, patched(CSR, LENGTH_AT, 32)) + body(0, CSR_BODY), "32 bytes where 40 are needed"),
+        (metadata(0, CSR[:60]), "no Arrow IPC message|sparse tensor that cannot be read"),
+        (metadata(0, CSR) + body(0, CSR_BODY[:-8]), "its metadata announced 120"),
+        (metadata(0, DENSE) + body(0, DENSE_BODY) + META, "all tensors, or has none"),
+        (metadata(1, DENSE) + SCHEMA, "all tensors, or has none"),
+        (metadata(0, CSR) + body(0, addresses((BASE, 40), (BASE, 40)), ADDRESSES), "announced 3 of 120"),
+        (metadata(0, CSR) + body(0, addresses(*[(BASE, 40)] * 3), ADDRESSES), "in no region it shared"),
+    ],
+    ids=range(10),
+)
+def test_what_is_no_tensor_is_refused(scripted: Start, scheme: str, data: bytes, phrase: str) -> None:
+    refused(scripted(scheme, saying(data)), phrase)
+
+
+@pytest.mark.parametrize(
+    ("extents", "phrase"),
+    [
+        (((BASE, 40), (BASE + 40, 40), (BASE + 88, 40)), "leaves <Region"),
+        (((BASE - 8, 40), (BASE + 40, 40), (BASE + 80, 40)), "in no region it shared"),
+        (((BASE + 40, 40), (BASE + 40, 40), (BASE + 80, 40)), "do not follow each other"),
+    ],
+    ids=["leaves its end", "begins before it", "are not what they should be"],
+)
+def test_buffers_that_lie_elsewhere_are_refused(scripted: Start, extents: tuple, phrase: str) -> None:
+    data = metadata(0, CSR) + body(0, addresses(*extents), ADDRESSES)
+    refused(scripted("shm", saying(data, CSR_BODY)), phrase)
+
+
+def test_buffers_may_lie_anywhere(scripted: Start) -> None:
+    """In any order, aligned to nothing."""
+    share = b"?" + CSR_BODY[80:] + b"!" + CSR_BODY[:40] + b"?!" + CSR_BODY[40:80]
+    extents = (BASE + 42, 40), (BASE + 84, 40), (BASE + 1, 40)
+    data = metadata(0, CSR) + body(0, addresses(*extents), ADDRESSES) + end(1)
+    server = scripted("shm", saying(data, share))
+    (tensor,) = dis.open_tensors(server.uri, b"ticket", timeout=PATIENCE)
+    assert (tensor.to_tensor().to_numpy() == expected("csr_int64")[0]).all()
+    del tensor
+    server.wait_done()
+
+
+def test_memory_goes_back_while_more_is_read(scripted: Start) -> None:
+    """The reader holds nothing of what it gave. The second tensor is sent only when the first is given back."""
+
+    def script(connection: RawConnection) -> None:
+        connection.read_frame()
+        connection.send(PREAMBLE)
+        send_region(connection, DENSE_BODY)
+        for number in range(2):
+            listed = addresses((BASE, 192))
+            connection.send(metadata(number, DENSE) + body(number, listed, ADDRESSES))
+            returned = connection.read_frame()
+            assert (returned.tag, returned.payload) == (FREE, struct.pack("<Q", BASE))
+        connection.send(end(2))
+        connection.hold()
+
+    server = scripted("shm", script)
+    reader = dis.open_tensors(server.uri, b"ticket", timeout=PATIENCE)
+    for _ in range(2):
+        kept = next(reader).to_numpy()
+        assert (kept == expected("dense")[0]).all()
+        del kept
+    assert list(reader) == []
+    del reader
+    server.wait_done()

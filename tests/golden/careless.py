@@ -1,0 +1,115 @@
+"""A server that looks at nothing: whatever lies in an IPC stream or file it sends, message by message.
+
+Ours refuses most damaged files when they are published. So this is how their damage reaches a client.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.memory.shared import Backing, create_memfd, seal
+from dissociated.message import Message
+from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
+from dissociated.transport.base import Connection, Listener
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+from helpers import PATIENCE
+from protocol.wire import address_list, end_of_stream, metadata, tag
+
+BASE = 1 << 20  # the address of a file's first byte
+ANY = {"shm": "shm:", "tcp": "tcp://127.0.0.1:0", "inproc": "inproc:"}
+
+
+class Piece(NamedTuple):
+    """What looks like a message; `parsed` is None where it does not."""
+
+    header: bytes
+    parsed: Header | None
+    body_at: int
+    body: bytes
+
+
+def take_apart(content: bytes) -> Iterator[Piece]:
+    """What `content` may hold, as far as one can tell. Where a length leads outside, all the rest belongs to it."""
+    at = 8 if content.startswith(b"ARROW1") else 0
+    while at + 4 <= len(content):
+        if content[at : at + 4] == b"\xff\xff\xff\xff":
+            at += 4
+        length = int.from_bytes(content[at : at + 4], "little", signed=True)
+        if not length:
+            return
+        header = content[at + 4 :][: length if length > 0 else None]
+        at += 4 + len(header)
+        try:
+            parsed = parse_header(header)
+        except RemoteProtocolError:
+            yield Piece(header, None, at, content[at:])
+            return
+        body = content[at:][: parsed.body_length]
+        yield Piece(header, parsed, at, body)
+        at += len(body)
+
+
+def messages(content: bytes, by_address: bool) -> Iterator[Message]:
+    """What the server sends."""
+    sequence = 0
+    for sequence, piece in enumerate(take_apart(content), 1):
+        number = sequence - 1
+        yield Message(None, (metadata(number, piece.header),))
+        if piece.parsed is None or not by_address:
+            if piece.parsed is None or piece.parsed.type is not HeaderType.SCHEMA:
+                yield Message(tag(number), (piece.body,))
+        elif piece.parsed.type is not HeaderType.SCHEMA:
+            yield Message(tag(number, 1), (addresses(piece, piece.parsed),))
+    yield Message(None, (end_of_stream(sequence),))
+
+
+def addresses(piece: Piece, parsed: Header) -> bytes:
+    """The address list that the metadata asks for, wherever it leads."""
+    start = BASE + piece.body_at
+    extents = zip(*buffer_extents(piece.header, parsed), strict=True)
+    listed = [((start + offset) % 2**64, length % 2**64) if length else (0, 0) for offset, length in extents]
+    if sum(length for _, length in listed) >= 2**64:
+        return b""  # no list can say so
+    return address_list(*listed)
+
+
+def serve(scheme: str, path: Path, by_address: bool) -> tuple[Listener, str]:
+    """Serve one client, in a thread that ends when the client is gone. The caller closes the listener."""
+    listener = transport(scheme).listen(Uri.parse(ANY[scheme]))
+    threading.Thread(target=_serve, args=(listener, path.read_bytes(), by_address), name="careless").start()
+    located = listener.uri
+    return listener, str(Uri(scheme, host=located.host, port=located.port, path=located.path, want_data=7, free_data=9))
+
+
+def _serve(listener: Listener, content: bytes, by_address: bool) -> None:
+    connection = listener.accept()
+    if connection is None:
+        return
+    with connection, suppress(DissociatedError):  # the client has had enough
+        connection.receive(PATIENCE, _allocate)
+        if by_address:
+            _share(connection, content)
+        connection.send(list(messages(content, by_address)), PATIENCE)
+        while connection.receive(PATIENCE, _allocate) is not None:
+            pass  # what the client gives back
+
+
+def _share(connection: Connection, content: bytes) -> None:
+    descriptor = create_memfd("careless")
+    try:
+        os.write(descriptor, content)
+        seal(descriptor, Backing.SEALED)
+        connection.share(descriptor, BASE, len(content), Backing.SEALED)
+    finally:
+        os.close(descriptor)
+
+
+def _allocate(_: int | None, length: int) -> bytearray:
+    return bytearray(length)

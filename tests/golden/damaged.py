@@ -1,0 +1,95 @@
+"""Reads damaged files every way there is, in a process of its own with little memory:
+
+    python -m golden.damaged WAY... < PATHS
+
+For each way and each path prints a line when it begins, and one that says how it ended. What takes too long ends the
+process, with its traceback; so whatever began and did not end is to blame.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+
+import dissociated as dis
+from dissociated.errors import DissociatedError
+
+from .ways import WAYS, Read, server
+
+MEMORY = 1 << 32  # bytes that the process may map
+#: A live stream in shared memory maps 64 GiB for a start, in the server and in the client.
+MORE_MEMORY = {"live-shm-any": 1 << 38}
+DEADLINE = 20.0  # seconds for one way to read one file
+
+GOOD = pa.table({"n": [1, None, 3], "s": ["a", "b", None]})
+
+
+class Complaints(logging.Handler):
+    """What the server logs as a fault of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(f"{record.getMessage()} {record.exc_info}")
+
+
+def end_of(read: Read, running: dis.Server, path: Path) -> str:
+    """How reading this file ends: valid, not valid, or with this exception.
+
+    What buffers hold is looked at by nobody who does not ask: so it is an end as good as any that `validate`, which is
+    how one asks, complains.
+    """
+    try:
+        arrived = read(running, path)
+    except DissociatedError as error:
+        return f"refused: {type(error).__name__}"
+    except Exception as error:
+        return f"other: {error!r}"
+    try:
+        for batch, _ in arrived.batches:
+            batch.validate(full=True)
+    except (pa.ArrowInvalid, UnicodeDecodeError):
+        return "not valid"
+    return "valid"
+
+
+def harmed(running: dis.Server) -> list[str]:
+    """Where somebody else is not served any more."""
+    running.publish("good", GOOD)
+    uris = running.locations("good")
+    return [uri for uri in uris if dis.open_stream(uri, running.ticket("good")).read_all() != GOOD]
+
+
+def main() -> None:
+    faulthandler.enable()
+    ways, paths = sys.argv[1:], [Path(line) for line in sys.stdin.read().splitlines()]
+    memory = max(MORE_MEMORY.get(way, MEMORY) for way in ways)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    complaints = Complaints()
+    logging.getLogger("dissociated").addHandler(complaints)
+    with server() as running:
+        for way in ways:
+            for path in paths:
+                print("begin", way, path, sep="\t", flush=True)
+                faulthandler.dump_traceback_later(DEADLINE, exit=True)
+                end = end_of(WAYS[way], running, path)
+                faulthandler.cancel_dump_traceback_later()
+                if complaints.said:
+                    end = f"other: logged {complaints.said.pop()}"
+                print("end", way, path, end, sep="\t", flush=True)
+            for uri in harmed(running):
+                print("end", way, uri, "other: not served any more", sep="\t", flush=True)
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        print("end", ways, thread.name, "other: a thread is left", sep="\t", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What Arrow's fuzzers found, and mutations of golden files: however they are read, they end in a documented exception,
+or in a table that one can check.
+
+DISSOCIATED_FUZZ says how many mutations, of which seed, as in tests/faults/test_fuzz.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from faults.fuzz import changed
+
+from .damaged import DEADLINE, MORE_MEMORY
+from .ways import NO_ROOT, ROOT, WAYS
+
+FOLDERS = [ROOT / "arrow-ipc-stream", ROOT / "arrow-ipc-file"] if ROOT else []
+DAMAGED = sorted(path for folder in FOLDERS for path in folder.iterdir() if path.is_file())
+
+COUNT, SEED = map(int, (os.environ.get("DISSOCIATED_FUZZ", "200,1") + ",1").split(",")[:2])
+LARGE = 10_000  # bytes of a golden file: where chance would mostly meet values
+PATIENCE = 9 * DEADLINE + COUNT / 5  # seconds
+
+#: Ways that share a process. libarrow's own is none of ours.
+OURS = [way for way in WAYS if way != "libarrow"]
+GROUPS = [list(ways) for _, ways in groupby(OURS, lambda way: MORE_MEMORY.get(way, way.split("-")[0]))]
+
+pytestmark = pytest.mark.skipif(ROOT is None, reason=NO_ROOT)
+
+
+def test_there_are_damaged_streams_and_files() -> None:
+    assert {path.parent for path in DAMAGED} == set(FOLDERS)
+
+
+@pytest.mark.timeout(PATIENCE + DEADLINE)
+@pytest.mark.parametrize("ways", GROUPS, ids=lambda ways: "+".join(ways))
+def test_what_fuzzers_found(ways: list[str]) -> None:
+    for way, ends in ends_of(ways, DAMAGED).items():
+        assert ends["refused"] > len(DAMAGED) / 2, f"{way} reads what is damaged: {ends}"
+        assert ends["valid"], f"{way} reads nothing: {ends}"
+
+
+@pytest.fixture(scope="module")
+def mutations(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Golden files in which some bytes are others."""
+    folder, dice = tmp_path_factory.mktemp("mutations"), random.Random(SEED)
+    golden = sorted(path for path in FOLDERS[0].rglob("integration/**/*") if path.suffix in (".stream", ".arrow_file"))
+    small = [path for path in golden if path.stat().st_size < LARGE]
+    made = []
+    for number in range(COUNT):
+        path = dice.choice(small)
+        made.append(folder / f"{number}-{path.name}")
+        made[-1].write_bytes(changed(path.read_bytes(), dice))
+    return made
+
+
+@pytest.mark.timeout(PATIENCE + DEADLINE)
+@pytest.mark.parametrize("ways", GROUPS, ids=lambda ways: "+".join(ways))
+def test_mutations_of_golden_files(mutations: list[Path], ways: list[str]) -> None:
+    for way, ends in ends_of(ways, mutations).items():
+        assert ends["refused"] > COUNT / 10, f"{way} reads what is damaged: {ends}"
+        assert ends["valid"] > COUNT / 10, f"{way} reads nothing: {ends}"
+
+
+def ends_of(ways: list[str], paths: Sequence[Path]) -> dict[str, Counter[str]]:
+    """How often each end was there, for each way. Fails for an end that is none, or that was the process's."""
+    run = subprocess.run(
+        [sys.executable, "-m", "golden.damaged", *ways],
+        input="\n".join(map(str, paths)),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=PATIENCE,
+    )
+    lines = [line.split("\t") for line in run.stdout.splitlines()]
+    begun = [(way, path) for what, way, path, *_ in lines if what == "begin"]
+    ended = {(way, path): end[0] for what, way, path, *end in lines if what == "end"}
+    deadly = [one for one in begun if one not in ended]
+    assert not deadly, f"the process died of {deadly}:\n{run.stderr}"
+    assert run.returncode == 0, run.stderr
+    assert {one: end for one, end in ended.items() if end.startswith("other")} == {}
+    assert ended.keys() == {(way, str(path)) for way in ways for path in paths}
+    return {way: Counter(end.split(":")[0] for (one, _), end in ended.items() if one == way) for way in ways}

@@ -1,0 +1,141 @@
+"""Every way to read an Arrow IPC stream or file that lies on disk. A new one is a row of WAYS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+import dissociated as dis
+from helpers import PATIENCE
+
+from .careless import serve
+
+#: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
+ROOT = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
+NO_ROOT = "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
+
+MAX_BODY = 1 << 28  # bytes
+LISTEN = ("shm:", "tcp://127.0.0.1:0", "inproc:")
+
+
+class Arrived(NamedTuple):
+    """What was read: the schema, and each batch with its metadata."""
+
+    schema: pa.Schema
+    batches: list[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]
+
+
+Read = Callable[[dis.Server, Path], Arrived]
+
+
+def server() -> dis.Server:
+    """The server that the ways go through."""
+    return dis.Server(LISTEN, catalog=None, handshake_timeout=PATIENCE, stall_timeout=PATIENCE)
+
+
+def read_all(reader: pa.RecordBatchReader) -> Arrived:
+    batches = []
+    while True:
+        try:
+            batches.append(tuple(reader.read_next_batch_with_custom_metadata()))
+        except StopIteration:
+            return Arrived(reader.schema, batches)
+
+
+def by_libarrow(_: dis.Server, path: Path) -> Arrived:
+    """With none of our code."""
+    if not is_file(path):
+        return read_all(pa.ipc.open_stream(path))
+    file = pa.ipc.open_file(path)
+    batches = [tuple(file.get_batch_with_custom_metadata(index)) for index in range(file.num_record_batches)]
+    return Arrived(file.schema, batches)
+
+
+def in_process(server: dis.Server, path: Path) -> Arrived:
+    """As the catalog's Flight server does it. This reader knows no metadata of single batches."""
+    server.publish("data", path)
+    reader = server.dataset("data").open_reader()
+    return Arrived(reader.schema, [(batch, None) for batch in reader])
+
+
+def published(scheme: str, bodies: str) -> Read:
+    """Served from where it lies."""
+
+    def read(server: dis.Server, path: Path) -> Arrived:
+        server.publish("data", path)
+        return _ask(server, _at(server, scheme, bodies=bodies))
+
+    return read
+
+
+def apart(scheme: str) -> Read:
+    """The same, with metadata and bodies over two connections."""
+
+    def read(server: dis.Server, path: Path) -> Arrived:
+        server.publish("data", path)
+        return _ask(server, [_at(server, scheme, streams=streams) for streams in ("metadata", "bodies")])
+
+    return read
+
+
+def live(scheme: str, bodies: str) -> Read:
+    """Read by libarrow for each client, and encoded again."""
+
+    def read(server: dis.Server, path: Path) -> Arrived:
+        server.publish("data", lambda: _reader(path))
+        return _ask(server, _at(server, scheme, bodies=bodies))
+
+    return read
+
+
+def careless(scheme: str, bodies: str) -> Read:
+    """Sent by a server that looks at nothing."""
+
+    def read(_: dis.Server, path: Path) -> Arrived:
+        listener, uri = serve(scheme, path, by_address=bodies == "any")
+        with closing(listener):
+            return read_all(dis.open_stream(uri, b"data", timeout=PATIENCE, max_body=MAX_BODY))
+
+    return read
+
+
+def _at(server: dis.Server, scheme: str, **wanted: Any) -> str:
+    (uri,) = (uri for uri in server.locations("data", **wanted) if uri.startswith(f"{scheme}:"))
+    return uri
+
+
+def _ask(server: dis.Server, uri: str | list[str]) -> Arrived:
+    return read_all(dis.open_stream(uri, server.ticket("data"), timeout=PATIENCE, max_body=MAX_BODY))
+
+
+def _reader(path: Path) -> pa.RecordBatchReader:
+    if not is_file(path):
+        return pa.ipc.open_stream(path)
+    file = pa.ipc.open_file(path)
+    batches: Iterator[pa.RecordBatch] = (file.get_batch(index) for index in range(file.num_record_batches))
+    return pa.RecordBatchReader.from_batches(file.schema, batches)
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is said to be an IPC file, rather than a stream."""
+    return path.suffix == ".arrow_file" or path.parent.name == "arrow-ipc-file"
+
+
+_SERVED = {
+    f"{name}-{scheme}-{bodies}": way(scheme, bodies)
+    for name, way in (("published", published), ("live", live))
+    for scheme in ("shm", "tcp", "inproc")
+    for bodies in ("any", "packed")
+}
+_APART = {f"apart-{scheme}": apart(scheme) for scheme in ("shm", "tcp", "inproc")}
+_CARELESS = {
+    f"careless-{scheme}-{bodies}": careless(scheme, bodies)
+    for scheme, bodies in (("shm", "any"), ("shm", "packed"), ("tcp", "packed"), ("inproc", "packed"))
+}
+
+WAYS: dict[str, Read] = {"libarrow": by_libarrow, "in-process": in_process, **_SERVED, **_APART, **_CARELESS}

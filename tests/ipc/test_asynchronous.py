@@ -1,0 +1,544 @@
+"""`async for` gives what the blocking readers give, in order, ahead within its bounds, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import DatasetNotFound, FormatError, OptionError, RemoteError, SourceError, StoreError
+from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async
+from dissociated.ipc.options import ReadOptions
+from helpers import PATIENCE, Serve, leaving_nothing
+from ipc.test_files import (
+    BATCHES,
+    FILE,
+    NOTES,
+    ROWS,
+    SCHEMA,
+    SOURCES,
+    STREAM,
+    Counted,
+    every_source,
+    golden,
+    message_spans,
+    with_golden_files,
+    written,
+)
+
+Test = Callable[[], Awaitable[None]]
+
+
+def run(test: Test) -> None:
+    """Run it, and see that nothing is left: no task, thread, or descriptor."""
+
+    async def checked() -> None:
+        await asyncio.wait_for(test(), PATIENCE)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with leaving_nothing():
+        asyncio.run(checked(), debug=True)
+
+
+class Source:
+    """Batches of one row that count how many have been read; they wait at `gate`, and may end in an error."""
+
+    def __init__(self, count: int, error: type[Exception] | None = None, size: int = 1) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.read = 0
+        self.stopped = False
+        self._count = count
+        self._error = error
+        self._size = size
+
+    def reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(pa.schema({"n": pa.int64()}), self._batches())
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        try:
+            for number in range(self._count):
+                assert self.gate.wait(PATIENCE)
+                self.read += 1
+                yield pa.record_batch({"n": [number] * self._size})
+            if self._error is not None:
+                raise self._error("no more")
+        finally:
+            self.stopped = True
+
+
+def number(batch: pa.RecordBatch) -> int:
+    first: int = batch["n"][0].as_py()
+    return first
+
+
+async def settled(batches: dis.ipc.AsyncBatches) -> None:
+    """Wait until it reads no more by itself."""
+    while any(not job.future.done() for job in batches._jobs):
+        await asyncio.gather(*(asyncio.wrap_future(job.future) for job in batches._jobs))
+        await asyncio.sleep(0)  # for the loop to be told, and to go on
+        await asyncio.sleep(0)
+
+
+@every_source
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_a_file(source: str, coalesce: bool, tmp_path: Path) -> None:
+    content = SOURCES[source][0](tmp_path / "file", FILE)
+
+    async def test() -> None:
+        async with await open_async(content) as reader:
+            assert isinstance(reader, AsyncFileReader)
+            assert reader.schema.equals(SCHEMA, check_metadata=True)
+            assert (reader.num_record_batches, reader.metadata) == (5, {b"k": b"v"})
+            assert reader.version == pa.ipc.MetadataVersion.V5
+            assert await reader.count_rows() == 5 * ROWS
+            await reader.pre_buffer_metadata([0, 4])
+            assert await reader.get_batch(4) == BATCHES[4]
+            assert await reader.get_batch_with_custom_metadata(2) == (BATCHES[2], NOTES[2])
+            assert [batch async for batch in reader.batches(coalesce=coalesce)] == BATCHES
+            both = reader.batches(coalesce=coalesce, custom_metadata=True)
+            assert [one async for one in both] == [*zip(BATCHES, NOTES, strict=True)]
+            assert [batch async for batch in reader] == BATCHES
+            assert await reader.to_table() == pa.Table.from_batches(BATCHES)
+            assert reader.stats.num_record_batches == 22
+
+    run(test)
+
+
+@every_source
+def test_a_stream(source: str, tmp_path: Path) -> None:
+    content = SOURCES[source][0](tmp_path / "stream", STREAM)
+
+    async def test() -> None:
+        async with await open_async(content) as reader:
+            assert isinstance(reader, AsyncStreamReader)
+            assert reader.schema.equals(SCHEMA, check_metadata=True)
+            batches = reader.batches(custom_metadata=True)
+            assert await anext(batches) == (BATCHES[0], NOTES[0])
+            assert [batch async for batch, _ in batches] == BATCHES[1:]
+            assert (await reader.to_table()).num_rows == 0
+            assert reader.stats == pa.ipc.ReadStats(7, 5, 1, 0, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("readahead", [0, 1, 3, 100])
+def test_any_reader(readahead: int) -> None:
+    async def test() -> None:
+        batches = async_batches(Source(10).reader(), readahead=readahead)
+        assert [number(batch) async for batch in batches] == [*range(10)]
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+
+    run(test)
+
+
+def test_a_reader_without_batches() -> None:
+    async def test() -> None:
+        assert [batch async for batch in async_batches(Source(0).reader())] == []
+        async with await open_async(FILE, options=ReadOptions(included_fields=[1])) as reader:
+            assert (await anext(reader.batches())).schema.names == ["d"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_calls_that_are_outstanding_get_the_batches_in_order(coalesce: bool) -> None:
+    async def test() -> None:
+        async with await open_async(FILE) as reader:
+            batches = reader.batches(coalesce=coalesce, readahead=2)
+            found = await asyncio.gather(*(anext(batches) for _ in range(7)), return_exceptions=True)
+            assert found[:5] == BATCHES
+            assert [type(one) for one in found[5:]] == [StopAsyncIteration] * 2
+
+    run(test)
+
+
+def test_calls_that_are_outstanding_read_at_once() -> None:
+    """Four threads meet within reading: none could go on alone."""
+    meeting = threading.Barrier(4, timeout=PATIENCE)
+
+    class Meeting(ThreadPoolExecutor):
+        def submit(self, call: Any, *arguments: Any, **named: Any) -> Any:
+            return super().submit(lambda: (meeting.wait(), call(*arguments, **named))[1])
+
+    async def test() -> None:
+        with ThreadPoolExecutor(4) as executor:
+            async with await open_async(FILE, executor=executor) as reader:
+                executor.__class__ = Meeting
+                batches = reader.batches(readahead=0)
+                assert await asyncio.gather(*(anext(batches) for _ in range(4))) == BATCHES[:4]
+                executor.__class__ = ThreadPoolExecutor
+
+    run(test)
+
+
+@pytest.mark.parametrize("readahead", [0, 1, 4])
+def test_no_more_is_read_ahead_than_is_wanted(readahead: int) -> None:
+    source = Source(20)
+
+    async def test() -> None:
+        batches = async_batches(source.reader(), readahead=readahead)
+        for taken in range(1, 16):
+            assert number(await anext(batches)) == taken - 1
+            await settled(batches)
+            assert source.read == taken + readahead
+        await batches.aclose()
+
+    run(test)
+    assert source.stopped
+
+
+def test_no_more_bytes_are_read_ahead_than_are_wanted() -> None:
+    source = Source(20, size=1000)  # 8,000 bytes each
+
+    async def test() -> None:
+        batches = async_batches(source.reader(), readahead=10, readahead_bytes=20_000)
+        await anext(batches)
+        await settled(batches)
+        assert source.read == 1 + 3
+        await batches.aclose()
+        async with await open_async(FILE) as reader:
+            assert len(FILE) // 5 > 20_000
+            batches = reader.batches(readahead=10, readahead_bytes=20_000)
+            await anext(batches)
+            await settled(batches)
+            assert reader.stats.num_record_batches == 2
+
+    run(test)
+
+
+def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
+    source = Source(1)
+
+    async def test() -> None:
+        batches = async_batches(source.reader())
+        await settled(batches)
+        assert source.read == 0
+        await batches.aclose()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("hole", "reads"), [(0, 1), (-1, 5)])
+def test_neighbours_are_read_together(hole: int, reads: int) -> None:
+    source = Counted(FILE)
+    spans = message_spans()[2:]
+    cache = pa.CacheOptions(hole_size_limit=hole)
+
+    async def test() -> None:
+        async with await open_async(source) as reader:
+            await reader.get_batch(0)  # with the dictionary
+            source.reads.clear()
+            assert [batch async for batch in reader.batches(coalesce=True, cache_options=cache)] == BATCHES
+            assert len(source.reads) == reads
+            assert sorted(source.reads)[0][0] == spans[0][0]
+            assert sum(end - start for start, end in source.reads) == spans[-1][2] - spans[0][0]
+
+    run(test)
+
+
+def test_the_loop_goes_on_while_a_batch_is_awaited() -> None:
+    source = Source(2)
+    source.gate.clear()
+
+    async def test() -> None:
+        async with await dis.ipc.asynchronous.open_reader_async(source.reader) as reader:
+            batches = reader.batches()
+            waiting = asyncio.create_task(anext(batches))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            source.gate.set()  # which nobody could do if the loop were blocked
+            assert number(await waiting) == 0
+
+    run(test)
+
+
+def test_a_call_that_is_cancelled_takes_no_batch() -> None:
+    source = Source(5)
+    source.gate.clear()
+
+    async def test() -> None:
+        batches = async_batches(source.reader())
+        calls = [asyncio.create_task(anext(batches)) for _ in range(3)]
+        await asyncio.sleep(0)
+        calls[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        calls[1].cancel()
+        source.gate.set()
+        assert number(await calls[2]) == 0
+        assert [number(batch) async for batch in batches] == [1, 2, 3, 4]
+
+    run(test)
+
+
+def test_closing_ends_the_calls_that_are_outstanding() -> None:
+    source = Source(5)
+    source.gate.clear()
+
+    async def test() -> None:
+        batches = async_batches(source.reader())
+        waiting = asyncio.create_task(anext(batches))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(batches.aclose())
+        with pytest.raises(StopAsyncIteration):
+            await waiting
+        assert not closing.done()  # the thread still reads
+        source.gate.set()
+        await closing
+        await batches.aclose()
+
+    run(test)
+    assert source.read == 1
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_leaving_a_loop_stops_reading(memory_map: bool, tmp_path: Path) -> None:
+    path = written(tmp_path / "file", FILE)
+    source = Source(100)
+
+    async def test() -> None:
+        async with await open_async(path, memory_map=memory_map) as reader:
+            async for batch in reader:
+                assert batch == BATCHES[0]
+                break
+        async for _ in async_batches(source.reader(), readahead=3):
+            break
+
+    run(test)
+    assert source.stopped
+    assert source.read <= 4
+
+
+def test_a_task_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path / "file", FILE)
+    source = Source(5)
+    source.gate.clear()
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async with (
+            await open_async(path) as file,
+            await dis.ipc.asynchronous.open_reader_async(source.reader) as reader,
+        ):
+            await anext(file.batches())
+            begun.set()
+            async for _ in reader:
+                raise AssertionError
+
+    async def test() -> None:
+        task = asyncio.create_task(read())
+        await begun.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        source.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(test)
+
+
+def test_a_loop_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        reader = await open_async(written(tmp_path / "file", FILE), memory_map=False)
+        await anext(reader.batches())
+        await reader.pre_buffer_metadata()
+
+    with leaving_nothing():
+        asyncio.run(test())
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+@pytest.mark.parametrize("memory_map", [False, True])
+def test_an_exception_comes_out_where_its_batch_would_have(coalesce: bool, memory_map: bool, tmp_path: Path) -> None:
+    content = bytearray(FILE)
+    start, body, _ = message_spans()[2 + 3]
+    content[start + 8 : body] = b"\xff" * (body - start - 8)
+    path = written(tmp_path / "file", bytes(content))
+
+    async def test() -> None:
+        async with await open_async(path, memory_map=memory_map) as reader:
+            batches = reader.batches(coalesce=coalesce)
+            calls = [asyncio.create_task(anext(batches)) for _ in range(5)]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            assert found[:3] == BATCHES[:3]
+            assert isinstance(found[3], FormatError)
+            assert isinstance(found[4], StopAsyncIteration)  # the iteration is over
+            assert await reader.get_batch(4) == BATCHES[4]  # the file is not
+            with pytest.raises(FormatError):
+                await reader.to_table()
+            with pytest.raises(FormatError):
+                await reader.count_rows()
+
+    run(test)
+
+
+def test_what_a_reader_raises_comes_after_its_batches() -> None:
+    async def test() -> None:
+        batches = async_batches(Source(3, ZeroDivisionError).reader(), readahead=10)
+        found = [number(await anext(batches)) for _ in range(3)]
+        assert found == [0, 1, 2]
+        with pytest.raises(ZeroDivisionError, match="no more"):
+            await anext(batches)
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+
+    run(test)
+
+
+def test_an_executor_that_is_lent_is_used_and_stays(tmp_path: Path) -> None:
+    path = written(tmp_path / "file", FILE)
+
+    async def test() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            async with await open_async(path, executor=executor) as reader:
+                assert [batch async for batch in reader.batches(coalesce=True)] == BATCHES
+            async with await open_async(written(tmp_path / "stream", STREAM), executor=executor) as stream:
+                assert (await stream.to_table()).num_rows == 5 * ROWS
+            assert not [one for one in threading.enumerate() if one.name.startswith("dissociated read")]
+            assert await asyncio.wrap_future(executor.submit(int, "7")) == 7
+            left = await open_async(path, executor=executor)
+        with pytest.raises(StoreError, match="executor"):
+            await left.to_table()
+        with pytest.raises(StoreError, match="executor"):
+            await open_async(path, executor=executor)
+        del left
+
+    run(test)
+
+
+def test_a_closed_reader_says_so() -> None:
+    async def test() -> None:
+        for content in (FILE, STREAM):
+            reader = await open_async(content)
+            kept = reader.batches()
+            await anext(kept)
+            await reader.aclose()
+            await reader.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(kept)
+            for use in (reader.batches, lambda reader=reader: reader.stats):
+                with pytest.raises(StoreError, match="closed"):
+                    use()
+            with pytest.raises(StoreError, match="closed"):
+                await reader.to_table()
+        assert isinstance(reader, AsyncStreamReader)
+
+    run(test)
+
+
+def test_two_loops_over_one_stream_share_it() -> None:
+    async def test() -> None:
+        async with await open_async(STREAM) as reader:
+            both = await asyncio.gather(reader.to_table(), reader.to_table())
+            assert sum(table.num_rows for table in both) == 5 * ROWS
+
+    run(test)
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    async def test() -> None:
+        with pytest.raises(StoreError, match="No such file"):
+            await open_async(tmp_path / "nothing")
+        with pytest.raises(FormatError):
+            await open_async(b"neither a file nor a stream, but long enough for both")
+        with pytest.raises(OptionError):
+            await open_async(7)
+        with pytest.raises(OptionError, match="footer_offset"):
+            await open_async(FILE, footer_offset=len(FILE) + 1)
+        async with await open_async(FILE) as reader:
+            with pytest.raises(OptionError, match="has 5"):
+                await reader.get_batch(5)
+            for wrong in ({"readahead": -1}, {"readahead_bytes": -1}):
+                with pytest.raises(OptionError, match="readahead"):
+                    reader.batches(**wrong)
+
+    run(test)
+
+
+def test_an_embedded_file(tmp_path: Path) -> None:
+    with pa.OSFile(str(tmp_path / "container"), "wb") as sink:
+        sink.write(b"before")
+        with pa.ipc.new_file(sink, SCHEMA) as writer:
+            writer.write_batch(BATCHES[0])
+        end = sink.tell()
+        sink.write(b"after")
+
+    async def test() -> None:
+        async with await open_async(tmp_path / "container", footer_offset=end) as reader:
+            assert [batch async for batch in reader] == BATCHES[:1]
+
+    run(test)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc"])
+def test_a_dissociated_stream(transport: str, serve: Serve) -> None:
+    server = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
+    server.publish("static", pa.Table.from_batches(BATCHES))
+    server.publish("live", lambda: pa.Table.from_batches(BATCHES).to_reader())
+    (uri,) = (one for one in server.locations("static") if one.startswith(transport))
+
+    async def test() -> None:
+        for name in ("static", "live"):
+            async with await dis.open_stream_async(uri, server.ticket(name), columns=["n", "f"]) as reader:
+                assert reader.schema.names == ["n", "f"]
+                assert [batch async for batch in reader] == [batch.select(["n", "f"]) for batch in BATCHES]
+            batches = async_batches(dis.open_stream(uri, server.ticket(name)), custom_metadata=True)
+            assert [batch async for batch, _ in batches] == BATCHES
+            async with await dis.open_stream_async(uri, server.ticket(name)) as reader:
+                await anext(reader.batches(readahead=0))
+            del reader, batches
+        with pytest.raises(RemoteError):
+            await dis.open_stream_async(uri, b"unknown")
+
+    asyncio.run(test())
+
+
+def test_a_dissociated_stream_that_fails(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("live", Source(3, SourceError).reader)
+
+    async def test() -> None:
+        async with await dis.open_stream_async(server.locations("live")[0], server.ticket("live")) as reader:
+            batches = reader.batches(readahead=10)
+            assert [number(await anext(batches)) for _ in range(3)] == [0, 1, 2]
+            with pytest.raises(RemoteError, match="no more"):
+                await anext(batches)
+
+    asyncio.run(test())
+
+
+def test_a_dataset_by_name() -> None:
+    async def test() -> None:
+        with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+            server.publish("data", pa.Table.from_batches(BATCHES))
+            async with await client.read_async("data", columns=["n"]) as reader:
+                assert (await reader.to_table()).num_rows == 5 * ROWS
+            with pytest.raises(DatasetNotFound):
+                await client.read_async("nothing")
+
+    asyncio.run(test())
+
+
+@with_golden_files
+def test_golden_files_and_streams() -> None:
+    async def test() -> None:
+        for path in (*golden("**/*.arrow_file"), *golden("**/*.stream")):
+            kind = pa.ipc.open_stream if path.suffix == ".stream" else pa.ipc.open_file
+            try:
+                expected = kind(path).read_all()
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                continue  # libarrow does not read it either
+            async with await open_async(path) as reader:
+                assert await reader.to_table() == expected, path
+
+    run(test)

@@ -1,0 +1,114 @@
+"""Whole conversations byte by byte, as docs/framing.md and the specification have them, over a plain socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from helpers import PATIENCE, Serve
+from ipc.vectors import BATCH, EMPTY, END, SCHEMA
+from protocol.wire import address_list
+
+TABLE = pa.table({"n": [1, 2, 3]}, pa.schema([pa.field("n", pa.int32(), nullable=False)]))
+
+PREAMBLE = bytes.fromhex("444953534f43 00 01")  # "DISSOC", 0, version 1
+
+
+def frame(head: str, payload: bytes) -> bytes:
+    """A frame: its head in hexadecimal (length of 7 bytes, kind; tag of 8 bytes), its payload, padded to 8 bytes."""
+    return bytes.fromhex(head) + payload + bytes(-len(payload) % 8)
+
+
+#: What any server of SCHEMA, BATCH and EMPTY says to one who wants both streams, and bodies packed.
+PACKED = [
+    frame("7d000000000000 01  0000000000000000", b"\x01\x00\x00\x00\x00" + SCHEMA.header),  # metadata, number 0
+    frame("8d000000000000 01  0000000000000000", b"\x01\x01\x00\x00\x00" + BATCH.header),  # metadata, number 1
+    frame("10000000000000 02  0100000000000000", BATCH.body or b""),  # body, number 1, kind 0: packed
+    frame("75000000000000 01  0000000000000000", b"\x01\x02\x00\x00\x00" + EMPTY.header),  # metadata, number 2
+    frame("00000000000000 02  0200000000000000", b""),  # body, number 2: empty, and sent
+    frame("05000000000000 01  0000000000000000", b"\x00\x03\x00\x00\x00"),  # end of stream: 3 messages
+]
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Path:
+    path = tmp_path / "stream"
+    path.write_bytes(SCHEMA.whole + BATCH.whole + EMPTY.whole + END)
+    return path
+
+
+def read(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (piece := sock.recv(size - len(data))):
+        data += piece
+    return data
+
+
+def test_what_a_server_says(serve: Serve, stream: Path) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("data", stream, ticket=b"abc")
+    (uri,) = server.locations("data")
+    assert uri.endswith("?want_data=4920555683826368515")  # 0x4449535300000003: "DISS", and both streams
+    host, port = uri.removeprefix("tcp://").split("?")[0].split(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as sock:
+        want = frame("03000000000000 02  0300000053534944", b"abc")  # TAGGED with want_data: the identifier
+        sock.sendall(PREAMBLE + want)
+        expected = PREAMBLE + b"".join(PACKED)
+        assert read(sock, len(expected) + 1) == expected  # and not a byte more
+
+
+def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> None:
+    server = serve("shm:")
+    server.publish("data", stream, ticket=b"abc")
+    (uri,) = server.locations("data")
+    path, parameters = uri.removeprefix("shm://").split("?")
+    assert parameters == "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(PATIENCE)
+        sock.connect(path)
+        sock.sendall(PREAMBLE + frame("03000000000000 02  0300000053534944", b"abc"))
+        assert read(sock, 8) == PREAMBLE
+        region = read(sock, 16 + 24)
+        base = int.from_bytes(region[16:24], "little")
+        size = stream.stat().st_size
+        layout = region[16:24] + size.to_bytes(8, "little") + bytes(8)  # base, size, backing 0: a file
+        assert region == frame("18000000000000 03  0000000000000000", layout)
+        values = base + 8 + len(SCHEMA.header) + 8 + len(BATCH.header)  # each message has a prefix of 8 bytes
+        expected = [
+            *PACKED[:2],
+            frame("30000000000000 02  0100000000000001", address_list((0, 0), (values, 12))),  # kind 1: by address
+            PACKED[3],
+            PACKED[4],  # what has no bytes has no address, and may as well come packed
+            PACKED[5],
+        ]
+        assert read(sock, sum(map(len, expected))) == b"".join(expected)
+        assert server.connections == 1  # something is held
+        free = frame("08000000000000 02  0001000053534944", values.to_bytes(8, "little"))  # TAGGED with free_data
+        sock.sendall(free)
+        assert read(sock, 1) == b""  # the server has nothing to wait for any more
+
+
+def test_what_a_client_says_and_understands() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        heard = []
+
+        def play() -> None:
+            sock, _ = listening.accept()
+            with sock:
+                sock.settimeout(PATIENCE)
+                heard.append(read(sock, 8 + 24))
+                sock.sendall(PREAMBLE + b"".join(PACKED))
+                heard.append(read(sock, 1))  # nothing more: no address, nothing to free
+
+        server = threading.Thread(target=play)
+        server.start()
+        reader = dis.open_stream(f"tcp://127.0.0.1:{listening.getsockname()[1]}?want_data=7", b"abc", timeout=PATIENCE)
+        assert [batch.to_pydict() for batch in reader] == [{"n": [1, 2, 3]}, {"n": []}]
+        del reader
+        server.join(PATIENCE)
+    assert heard == [PREAMBLE + frame("03000000000000 02  0700000000000000", b"abc"), b""]
