@@ -156,9 +156,13 @@ def test_a_withdrawn_token_is_refused_at_the_next_call() -> None:
 def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certified: Certificates) -> None:
     """Locations could say what is to be trusted; only the client may."""
     (uri,) = (uri for uri in server.locations("data") if uri.startswith("tls"))
-    with dis.Server([]) as lying:
+
+    class Lying(dis.Server):
+        def listening(self, **_: Any) -> list[str]:
+            return [f"{uri}&roots={certified.roots}"]
+
+    with Lying([]) as lying:
         lying.publish("data", TABLE)
-        lying.locations = lambda name, **_: [f"{uri}&roots={certified.roots}"]  # type: ignore[method-assign,assignment]
         with dis.connect(lying.catalog_uri) as client, pytest.raises(AccessDenied, match="is not to be trusted"):
             client.read("data", "tls")
         told = dis.connect(lying.catalog_uri, tls_roots=certified.roots)
