@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
-from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
+from dissociated.client import MAX_BODY, TIMEOUT, open_stream, projected
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -117,14 +117,29 @@ class CatalogClient:
 
     def describe(self, name: str) -> DatasetInfo:
         """One dataset. Raises DatasetNotFound."""
-        descriptor = self._flight.FlightDescriptor.for_path(name)
+        try:
+            return self._describe(self._flight.FlightDescriptor.for_path(name))
+        except CatalogError as refused:
+            if isinstance(refused, DatasetNotFound):
+                raise
+            try:
+                return self._describe(self._flight.FlightDescriptor.for_command(name.encode()))  # as the reference does
+            except CatalogError:
+                raise refused from None
+
+    def _describe(self, descriptor: Any) -> DatasetInfo:
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """The stream over Flight itself: slower than anything else here, and always there."""
+        """The stream over Flight itself, all of its columns: slower than anything else here, and always there.
+
+        Of `options` count those that libarrow applies, and the depth.
+        """
+        options = options or ReadOptions()
         wanted = self._flight.Ticket(ticket)
-        told = self._flight.FlightCallOptions(read_options=(options or ReadOptions()).to_pyarrow())
+        told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
+        options.check_depth(reader.schema)
 
         def batches() -> Iterator[pa.RecordBatch]:
             while (batch := self._call(lambda: next(reader, None))) is not None:
@@ -193,7 +208,7 @@ class CatalogClient:
             raise AccessDenied(_sentence(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_sentence(error)) from None
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
             raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
 
 
@@ -208,14 +223,15 @@ class Client(CatalogClient):
         *,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema; `options` say how batches are decoded. Raises DatasetNotFound,
-        ColumnNotFound, and what `open_stream` raises.
+        top-level columns, in the order of the schema; `options` say how batches are decoded. `allow_rma` as for
+        `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
-        wanted = partial(self._open, name, transport, columns, options, max_body)
+        wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
         return _chained(*self._endpoints(name, wanted))
 
     def read_tensors(self, name: str, transport: str | None = None, *, max_body: int = MAX_BODY) -> Iterator[Tensor]:
@@ -251,11 +267,14 @@ class Client(CatalogClient):
         *,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> AsyncStreamReader:
         """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
         from dissociated.ipc.asynchronous import open_reader_async
 
-        return await open_reader_async(self.read, name, transport, columns, options=options, max_body=max_body)
+        return await open_reader_async(
+            self.read, name, transport, columns, options=options, max_body=max_body, allow_rma=allow_rma
+        )
 
     def _open(
         self,
@@ -264,26 +283,47 @@ class Client(CatalogClient):
         columns: Sequence[str] | None,
         options: ReadOptions | None,
         max_body: int,
+        allow_rma: bool,
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
+            options = options or ReadOptions()
             reader = self.do_get(endpoint.ticket, options)
-            return reader if columns is None else _select(reader, columns)
-        opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
-        return self._nearest(name, scheme, endpoint, opened)
+            fields = projected(reader.schema, columns, options).included_fields
+            return _select(reader, fields) if fields or columns is not None else reader
+        opened = partial(
+            open_stream,
+            columns=columns,
+            options=options,
+            timeout=self._timeout,
+            max_body=max_body,
+            allow_rma=allow_rma,
+        )
+        return self._nearest(name, scheme, endpoint, opened, allow_rma)
 
     def _nearest(
-        self, name: str, scheme: str | None, endpoint: Endpoint, opened: Callable[[Sequence[str], bytes], T]
+        self,
+        name: str,
+        scheme: str | None,
+        endpoint: Endpoint,
+        opened: Callable[[Sequence[str], bytes], T],
+        allow_rma: bool = False,
     ) -> T:
         """The endpoint, opened where it is nearest."""
-        usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
+        usable = [
+            uris
+            for uris in locations(endpoint)
+            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
+        ]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
             offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
             raise CatalogError(
                 f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
             )
-        reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        reachable.sort(
+            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+        )
         while True:
             nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
             try:
@@ -372,8 +412,8 @@ def _info(found: Any) -> DatasetInfo:
     )
 
 
-def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBatchReader:
-    indices = column_indices(reader.schema, columns)
+def _select(reader: pa.RecordBatchReader, fields: Sequence[int]) -> pa.RecordBatchReader:
+    indices = sorted(set(fields))
     schema = pa.schema([reader.schema.field(index) for index in indices], reader.schema.metadata)
 
     def batches() -> Iterator[pa.RecordBatch]:

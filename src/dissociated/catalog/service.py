@@ -133,7 +133,13 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
                 pass  # dropped since
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        return self._info(self._described(descriptor))
+        described = self._described(descriptor)
+        if descriptor.descriptor_type == flight.DescriptorType.CMD:
+            pair = self._server.reference_locations(described.name)
+            if pair:
+                endpoint = flight.FlightEndpoint(self._server.admit(described).data, pair)
+                return flight.FlightInfo(described.schema, descriptor, [endpoint], -1, -1)
+        return self._info(described)
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
         return flight.SchemaResult(self._described(descriptor).schema)
@@ -169,7 +175,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
             return self._server.dataset(name)
 
     def _info(self, dataset: Dataset) -> flight.FlightInfo:
-        locations = [*self._server.locations(dataset.name), REUSE_CONNECTION]
+        locations = [*self._server.alternatives(dataset.name), REUSE_CONNECTION]
         ticket = self._server.admit(dataset)
         return flight.FlightInfo(
             dataset.schema,
