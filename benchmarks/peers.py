@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -39,8 +39,8 @@ class Shape(NamedTuple):
         return pa.Table.from_batches(batches)
 
 
-def _serve(shapes: list[Shape], pipe: Connection) -> None:
-    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+def _serve(shapes: list[Shape], listen: Sequence[str], pipe: Connection) -> None:
+    with dis.Server(listen) as server:
         for shape in shapes:
             server.publish(shape.name, shape.table())
         pipe.send(server.catalog_uri)
@@ -74,11 +74,11 @@ class Peers(NamedTuple):
 
 
 @contextmanager
-def running(shapes: list[Shape]) -> Iterator[Peers]:
+def running(shapes: list[Shape], listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0")) -> Iterator[Peers]:
     """Both processes, until the end of the `with`."""
     ours, theirs = _CONTEXT.Pipe()
     bare_ours, bare_theirs = _CONTEXT.Pipe()
-    server = _CONTEXT.Process(target=_serve, args=(shapes, theirs), daemon=True)
+    server = _CONTEXT.Process(target=_serve, args=(shapes, listen, theirs), daemon=True)
     bare = _CONTEXT.Process(target=_send_bare, args=(shapes, bare_theirs), daemon=True)
     server.start()
     bare.start()

@@ -6,15 +6,13 @@ peers take turns in each round, so that what disturbs the machine disturbs all o
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dissociated as dis
 from benchmarks.peers import Peers, Shape, receive_bare, running
+from benchmarks.rounds import medians
 from dissociated.cli import text
 
 #: What DESIGN.md promises: shape, what is measured, against what, at least so many times as fast.
@@ -43,7 +41,9 @@ def run(gigabytes: float, rounds: int) -> None:
     """Measure and print."""
     measured = shapes(gigabytes)
     with running(measured) as peers, dis.connect(peers.catalog) as client:
-        medians = {shape.name: _measure(client, peers, index, shape, rounds) for index, shape in enumerate(measured)}
+        measured_in = {
+            shape.name: _measure(client, peers, index, shape, rounds) for index, shape in enumerate(measured)
+        }
         growth = _growth(client, measured[0])
     rows = [
         (
@@ -54,14 +54,14 @@ def run(gigabytes: float, rounds: int) -> None:
             f"{shape.batches / seconds:,.0f}",
         )
         for shape in measured
-        for peer, seconds in medians[shape.name].items()
+        for peer, seconds in measured_in[shape.name].items()
     ]
     print(f"{gigabytes:g} GB, median of {rounds} rounds\n")
     print(text.table(("BATCHES OF", "OVER", "MS", "GB/S", "BATCHES/S"), rows, right=(2, 3, 4)))
     print()
     promised = []
     for name, ours, peer, goal in PROMISES:
-        ratio = medians[name][peer] / medians[name][ours]
+        ratio = measured_in[name][peer] / measured_in[name][ours]
         promised.append(
             (f"{ours} against {peer}, {name}", f"{ratio:.2f}x", f"{goal:g}x", "" if ratio >= goal else "missed")
         )
@@ -76,17 +76,7 @@ def _measure(client: dis.Client, peers: Peers, index: int, shape: Shape, rounds:
         "Flight": lambda: client.read(shape.name, "grpc").read_all(),
         "socket": lambda: receive_bare(peers.bare_port, index, shape),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            gc.collect()
-            started = time.perf_counter()
-            result = call()
-            elapsed = time.perf_counter() - started
-            del result
-            if turn:  # the first is for warming up
-                seconds[name].append(elapsed)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return medians(calls, rounds)
 
 
 def _growth(client: dis.Client, shape: Shape) -> str:

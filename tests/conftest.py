@@ -11,6 +11,7 @@ from hypothesis import settings
 
 import dissociated as dis
 from certificates import Certificates, certificates
+from dissociated.transport import ucx
 from helpers import Serve, leaving_nothing
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
@@ -26,6 +27,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ucx_started() -> None:
+    """UCX keeps descriptors of its own for as long as the process lives: none of them is a leak of a test."""
+    for address in ("127.0.0.1", "::1"):
+        for rma in (False, True):
+            ucx.context(ucx.place(address, rma))
 
 
 def _sockets() -> Iterator[None]:

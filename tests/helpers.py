@@ -40,6 +40,7 @@ def clients_end() -> None:
 def _join(threads: Iterable[threading.Thread]) -> None:
     end = monotonic() + PATIENCE
     for thread in threads:
+        thread._started.wait(PATIENCE)  # type: ignore[attr-defined]  # one that is just starting cannot be joined
         thread.join(max(0.0, end - monotonic()))
 
 

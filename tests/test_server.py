@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.errors import FormatError
 from dissociated.uri import Uri
 from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, serving
 
@@ -194,6 +198,82 @@ def test_a_table_is_copied_into_shared_memory_once(serve: Serve) -> None:
     assert connections_left(server) == 0
     clients_end()
     assert memfds() == 0
+
+
+def test_what_a_writer_writes_is_published_at_its_close(serve: Serve) -> None:
+    server = serve()
+    with server.writer("data", TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=2)
+        assert server.names() == []
+        writer.write(TABLE)
+    assert writer.rows == 6
+    assert writer.stats.num_record_batches == 3
+    for uri in server.locations("data"):
+        assert dis.open_stream(uri, server.ticket("data")).read_all() == pa.concat_tables([TABLE, TABLE])
+    segment = server.dataset("data").mapped()[1][0]
+    assert segment.nbytes == writer.stats.total_serialized_body_size
+    modes = {fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE for descriptor in shared("data")}
+    assert modes == {os.O_RDONLY}  # what it was written with is closed
+
+
+def test_what_a_writer_writes_replaces_what_had_its_name(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("data", TABLE)
+    with server.writer("data", pa.schema([("s", pa.string())])) as writer:
+        assert read(server) == TABLE
+        writer.write(pa.table({"s": ["x"]}))
+    assert read(server) == pa.table({"s": ["x"]})
+
+
+def test_what_a_writer_has_written_when_it_fails_is_discarded(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("data", TABLE)
+    with leaving_nothing():
+        with suppress(KeyError), server.writer("data", TABLE.schema) as writer:
+            writer.write(TABLE)
+            raise KeyError
+        writer.close()
+        with pytest.raises(FormatError, match="different schema"), server.writer("data", TABLE.schema) as writer:
+            writer.write(pa.table({"other": [1]}))
+        with pytest.raises(FormatError, match="nested 2 deep"):
+            server.writer("data", pa.schema([("l", pa.list_(pa.int8()))]), dis.WriteOptions(max_recursion_depth=1))
+    assert read(server) == TABLE
+
+
+def test_a_writer_without_batches_publishes_a_schema(serve: Serve) -> None:
+    server = serve("shm:")
+    server.writer("data", TABLE.schema).close()
+    assert read(server) == TABLE.schema.empty_table()
+
+
+def test_a_writer_of_a_closed_server_cannot_publish(serve: Serve) -> None:
+    server = serve("inproc:")
+    writer = server.writer("data", TABLE.schema)
+    writer.write(TABLE)
+    server.close()
+    with pytest.raises(dis.DissociatedError, match="the server is closed"):
+        writer.close()
+    del writer
+    gc.collect()
+    assert shared("data") == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"codec": "zstd"}, {"alignment": 64}, {"write_legacy_ipc_format": True}, {"emit_dictionary_deltas": True}],
+)
+def test_a_writer_has_options(serve: Serve, fields: dict[str, Any]) -> None:
+    server = serve()
+    batches = [pa.record_batch({"d": pa.array(["x", "y"][:n] * 500).dictionary_encode()}) for n in (1, 2)]
+    with server.writer("data", batches[0].schema, dis.WriteOptions(**fields)) as writer:
+        for batch in batches:
+            writer.write(batch)
+    deltas = writer.stats.num_dictionary_deltas
+    assert deltas == (1 if "emit_dictionary_deltas" in fields else 0)
+    assert (writer.stats.total_serialized_body_size < 2000) == ("codec" in fields)
+    for uri in server.locations("data"):
+        arrived = list(dis.open_stream(uri, server.ticket("data")))
+        assert [batch.to_pydict() for batch in arrived] == [batch.to_pydict() for batch in batches]
 
 
 def shared(name: str) -> list[int]:

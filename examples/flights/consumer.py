@@ -9,7 +9,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from narrate import done, fail
 
 import dissociated as dis
 
-TRANSPORTS = ("shm", "tcp")
 EXPECTED = (dis.DissociatedError, pa.ArrowException, duckdb.Error, pl.exceptions.PolarsError)
 
 
@@ -95,13 +95,13 @@ def do_get(catalog: pyarrow.flight.FlightClient, name: str) -> pa.RecordBatchRea
     return catalog.do_get(info.endpoints[0].ticket).to_reader()
 
 
-def run(catalog: str, name: str, expected: dict[str, Any], times: int) -> dict[str, Timing]:
+def run(catalog: str, name: str, transports: Sequence[str], expected: dict[str, Any], times: int) -> dict[str, Timing]:
     """Find, check, query, measure."""
     start = time.perf_counter()
     with dis.connect(catalog) as client, pyarrow.flight.connect(catalog) as flight:
         client.describe(name)
         done("found", f"{name!r} in the catalog, through Arrow Flight", start)
-        for transport in TRANSPORTS:
+        for transport in transports:
             start = time.perf_counter()
             verify(client.read(name, transport=transport).read_all(), expected, transport)
             columns = len(expected["checksums"])
@@ -113,10 +113,9 @@ def run(catalog: str, name: str, expected: dict[str, Any], times: int) -> dict[s
 
         start = time.perf_counter()
         ways: dict[str, Callable[[], pa.RecordBatchReader]] = {
-            "shm": lambda: client.read(name, transport="shm"),
-            "tcp": lambda: client.read(name, transport="tcp"),
-            "Flight DoGet": lambda: do_get(flight, name),
+            transport: partial(client.read, name, transport=transport) for transport in transports
         }
+        ways["Flight DoGet"] = lambda: do_get(flight, name)
         timings = {way: measure(open_reader, times) for way, open_reader in ways.items()}
         done("measure", f"{', '.join(ways)}: {times} times each", start)
     return timings
@@ -128,11 +127,12 @@ def main() -> None:
     parser.add_argument("--name", default="flights", help="what the dataset is called")
     parser.add_argument("--expect", type=Path, required=True, help="the pipeline's report, as JSON")
     parser.add_argument("--report", type=Path, required=True, help="where to write the timings, as JSON")
+    parser.add_argument("--transports", nargs="+", default=["shm", "tcp"], help="ways to read it")
     parser.add_argument("--times", type=int, default=7, help="how often to time each way")
     arguments = parser.parse_args()
     try:
         expected = json.loads(arguments.expect.read_text())
-        timings = run(arguments.catalog, arguments.name, expected, arguments.times)
+        timings = run(arguments.catalog, arguments.name, arguments.transports, expected, arguments.times)
     except (*EXPECTED, OSError) as error:
         fail(str(error))
     report = {way: timing._asdict() for way, timing in timings.items()}

@@ -1,7 +1,7 @@
 """The whole way in three processes: Spark makes a table, this one serves it, a third reads it without a copy.
 
     pip install 'dissociated[spark,demo]'
-    python examples/flights/demo.py
+    python examples/flights/demo.py [--transport ucx]
 
 Spark's partitions write their Arrow batches into shared memory themselves. The consumer finds the dataset
 through Arrow Flight, opens it over `shm` and `tcp`, compares it with what Spark computed, and queries it.
@@ -9,6 +9,7 @@ through Arrow Flight, opens it over `shm` and `tcp`, compares it with what Spark
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -31,7 +32,7 @@ FOOTNOTES = """\
             shm maps memory and copies nothing, so its GB/s is no bandwidth: it says how soon work can start.
   + read    the same, and then every byte read once.
   toArrow   from the cached DataFrame, in the Spark driver: Spark still has to turn its rows into Arrow.
-            For the other three, publishing has done that, in parallel, once for any number of readers."""
+            For the others, publishing has done that, in parallel, once for any number of readers."""
 
 
 def stage(script: str, *arguments: str | Path, stderr: IO[bytes] | None = None) -> int:
@@ -49,9 +50,19 @@ def make(catalog: str, report: Path, log: Path) -> dict[str, Any]:
     return result
 
 
-def consume(catalog: str, expected: Path, report: Path) -> dict[str, dict[str, float]]:
+def consume(catalog: str, transports: list[str], expected: Path, report: Path) -> dict[str, dict[str, float]]:
     """Let another process find, check, query and time the table."""
-    if stage("consumer.py", "--catalog", catalog, "--expect", expected, "--report", report):
+    arguments: list[str | Path] = [
+        "--catalog",
+        catalog,
+        "--expect",
+        expected,
+        "--report",
+        report,
+        "--transports",
+        *transports,
+    ]
+    if stage("consumer.py", *arguments):
         sys.exit(1)  # it has said why
     result: dict[str, dict[str, float]] = json.loads(report.read_text())
     return result
@@ -68,23 +79,27 @@ def print_table(timings: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Spark makes a table, this process serves it, a third one reads it.")
+    parser.add_argument("--transport", choices=["ucx"], help="a transport to read over beside shm and tcp")
+    also = parser.parse_args().transport
+    transports = ["shm", "tcp", *([also] if also else [])]
     if missing := [module for module in NEEDS if not find_spec(module)]:
         fail(f"{', '.join(missing)} not installed: pip install 'dissociated[spark,demo]'")
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="flights-") as scratch, serve() as server:
+    with tempfile.TemporaryDirectory(prefix="flights-") as scratch, serve(transports) as server:
         spark, consumer, log = (Path(scratch, name) for name in ("spark.json", "consumer.json", "spark.log"))
         expected = make(server.catalog_uri, spark, log)
-        timings = consume(server.catalog_uri, spark, consumer)
+        timings = consume(server.catalog_uri, transports, spark, consumer)
     shape = {key: timings["shm"][key] for key in ("rows", "nbytes")}
     print_table({**timings, "Spark toArrow": {**shape, "opened": expected["to_arrow_seconds"]}})
     seconds = time.perf_counter() - start
     print(f"\n  Done in {seconds:.0f} s: what Spark computed is what the other process read.")
 
 
-def serve() -> dis.Server:
-    """The server: shared memory and TCP, and the catalog that names what there is."""
-    server = dis.Server(["shm:", "tcp://127.0.0.1:0"])
-    done("server", f"{server.catalog_uri} is the catalog; data goes by shm and tcp")
+def serve(transports: list[str]) -> dis.Server:
+    """The server, on the nearest address of each transport, and the catalog that names what there is."""
+    server = dis.Server([f"{transport}:" for transport in transports])
+    done("server", f"{server.catalog_uri} is the catalog; data goes by {', '.join(transports)}")
     return server
 
 

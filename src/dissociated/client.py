@@ -17,11 +17,10 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
-from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
 from dissociated.ipc.options import ReadOptions
-from dissociated.ipc.reader import blamed
+from dissociated.ipc.reader import read_schema
 from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
@@ -50,6 +49,7 @@ def open_stream(
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
+    allow_rma: bool = False,
 ) -> pa.RecordBatchReader:
     """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
 
@@ -59,16 +59,15 @@ def open_stream(
 
     `columns` keeps only these top-level columns, in the order of the schema; so does `included_fields` of `options`,
     which say how batches are decoded. `timeout` is how many seconds the server may be silent, `max_body` the largest
-    body that is taken, in bytes.
+    body that is taken, in bytes. `allow_rma` lets this process fetch from the server's memory where a URI has a
+    remote_handle; the server could then write to ours.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
     RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
     options = options or ReadOptions()
-    if columns is not None and options.included_fields:
-        raise OptionError("give columns or included_fields, not both")
-    stream = request(uri, ticket, timeout, max_body, options.memory_pool)
+    stream = request(uri, ticket, timeout, max_body, options.memory_pool, allow_rma)
     deliveries = stream.deliveries()
     schema = next(deliveries)
     assert isinstance(schema, Delivery)  # no run begins a stream
@@ -76,7 +75,7 @@ def open_stream(
         if schema.parsed.is_tensor:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
         if columns is not None or options.included_fields:
-            options = _only(schema.header, columns, options)
+            options = projected(read_schema(schema.header, RemoteProtocolError), columns, options)
         if stream.space.static:
             reader = _read_in_place(stream, schema, deliveries, options)
         else:
@@ -89,7 +88,12 @@ def open_stream(
 
 
 def request(
-    uri: str | Sequence[str], ticket: bytes, timeout: float, max_body: int, pool: pa.MemoryPool | None = None
+    uri: str | Sequence[str],
+    ticket: bytes,
+    timeout: float,
+    max_body: int,
+    pool: pa.MemoryPool | None = None,
+    allow_rma: bool = False,
 ) -> Stream:
     """Connect to the URI, or to both, and ask for the stream `ticket`. Raises as `open_stream` does."""
     timeout = seconds(timeout)
@@ -97,6 +101,11 @@ def request(
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
     tags = [one.require_want_data() for one in uris]
+    if not allow_rma and any(one.remote_handle is not None for one in uris):
+        raise UriError(
+            "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "
+            'give allow_rma=True if you trust it, or take a location with bodies="packed"'
+        )
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
         for connection, tag in zip(opened, tags, strict=True):
@@ -118,12 +127,20 @@ async def open_stream_async(
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
+    allow_rma: bool = False,
 ) -> AsyncStreamReader:
     """`open_stream` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
     from dissociated.ipc.asynchronous import open_reader_async
 
     return await open_reader_async(
-        open_stream, uri, ticket, columns=columns, options=options, timeout=timeout, max_body=max_body
+        open_stream,
+        uri,
+        ticket,
+        columns=columns,
+        options=options,
+        timeout=timeout,
+        max_body=max_body,
+        allow_rma=allow_rma,
     )
 
 
@@ -152,25 +169,23 @@ def _read_in_place(
     return join(stream.attached(_again(seen, deliveries)), options)
 
 
-def _only(header: bytes, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
-    """The options that include these columns, and no others, of the schema that has come."""
-    with blamed(RemoteProtocolError):
-        schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
-    if columns is not None:
-        return replace(options, included_fields=column_indices(schema, columns))
-    options.check_fields(schema)
-    return options
+def projected(schema: pa.Schema, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
+    """The options that include these columns of the whole `schema`, or the fields that they say themselves.
 
-
-def column_indices(schema: pa.Schema, columns: Sequence[str]) -> list[int]:
-    """Where these columns stand in `schema`, ascending. Raises ColumnNotFound."""
-    fields = []
+    Raises ColumnNotFound, and OptionError where there is no such field, or both are given.
+    """
+    if columns is None:
+        options.check_fields(schema)
+        return options
+    if options.included_fields:
+        raise OptionError("give columns or included_fields, not both")
+    fields: list[int] = []
     for column in columns:
         found = schema.get_all_field_indices(column)
         if not found:
             raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(schema.names)}")
         fields += found
-    return sorted(set(fields))
+    return replace(options, included_fields=sorted(set(fields)))
 
 
 def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, DissociatedError, SourceError
-from dissociated.ipc.encapsulated import first_message_at
+from dissociated.errors import ColumnNotFound, DissociatedError, FormatError, SourceError
+from dissociated.ipc.files import open_either
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS, Region
@@ -275,20 +275,13 @@ class SegmentsDataset(StaticDataset):
     def _batches(self) -> Iterator[pa.RecordBatch]:
         with source_blamed(self.name):
             for segment in self.segments:
-                yield from _open_ipc(segment.region.memory)
+                yield from open_either(segment.region.memory)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
 
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
         return self._messages, self.segments
-
-
-def _open_ipc(memory: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    if first_message_at(memoryview(memory)):
-        file = pa.ipc.open_file(memory)
-        return (file.get_batch(index) for index in range(file.num_record_batches))
-    return iter(pa.ipc.open_stream(memory))
 
 
 def dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:
@@ -301,8 +294,15 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
     DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time. A Tensor, a sparse one,
     or a list of them is held, and read with `read_tensors` or `open_tensors`.
 
-    Raises SourceError for what is none of these.
+    Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
     """
+    made = _dataset(name, source, options)
+    if options is not None:
+        options.check_depth(made.schema)
+    return made
+
+
+def _dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
@@ -313,6 +313,11 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
             raise SourceError(f"cannot publish {path}: there is no such file")
         if _is_parquet(path):
             return _parquet(name, path, options)
+        if options is not None:
+            raise SourceError(
+                f"cannot publish {path} with options: an Arrow IPC file is served as it is. Publish a callable that "
+                "opens it, whose batches are then written anew"
+            )
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)
@@ -329,6 +334,8 @@ def source_blamed(name: str) -> Iterator[None]:
     """Turn whatever the source of `name` raises into a SourceError, whose reason a client can be told."""
     try:
         yield
+    except FormatError as error:
+        raise SourceError(f"the source of {name!r} failed: {error}") from error
     except DissociatedError:
         raise
     except Exception as error:  # it is the publisher's code: anything may come out of it

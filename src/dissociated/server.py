@@ -8,13 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from dissociated.access import Authorize, Granted, Ticket, security
-from dissociated.dataset import Dataset, SegmentsDataset, Source, column_positions, dataset, only
+from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, column_positions, dataset, only
 from dissociated.errors import (
     AccessDenied,
     ConnectionClosed,
@@ -24,10 +25,11 @@ from dissociated.errors import (
     TransportError,
 )
 from dissociated.ipc.options import WriteOptions
+from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.status import Activity, ServerStatus, Tally
-from dissociated.store.segment import Segment
+from dissociated.store.segment import Memory, Segment, SegmentWriter
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
 from dissociated.transport.registry import transport
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ANY_INTERFACE = ("0.0.0.0", "::")
+_APART = (Streams.METADATA, Streams.BODIES)
 _JOIN_TIMEOUT = 5.0
 _PAUSE = 0.2  # seconds, before the next try to accept
 
@@ -53,11 +56,14 @@ class Server:
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
 
+    With `allow_rma`, clients over `ucx:` that ask for it fetch bodies from this process's memory by themselves. UCX
+    then lets every client that connects read and write all of that memory: only for networks and peers you trust.
+
     With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
     other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
     that is given one and says whose it is, or something false. `tls_cert` and `tls_key` are PEM files for a catalog
-    at grpc+tls: and for listeners of tls:. See docs/access.md. `metrics` is
-    HOST:PORT, where Prometheus may ask for /metrics, and anybody else.
+    at grpc+tls: and for listeners of tls:. `metrics` is HOST:PORT, where Prometheus may ask for /metrics, and anybody
+    else. See docs/access.md.
 
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
@@ -76,6 +82,7 @@ class Server:
         inline_limit: int = 0,
         max_connections: int = 1024,
         advertise: str | None = None,
+        allow_rma: bool = False,
         ticket_lifetime: float | None = None,
         secret: bytes | None = None,
         authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
@@ -112,6 +119,8 @@ class Server:
                 uri = Uri.parse(text)
                 if uri.scheme == "tls" and certificate is not None:
                     uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
+                if allow_rma and uri.scheme == "ucx":
+                    uri = uri.with_parameters(rma="allow")
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
                 from dissociated.catalog.service import CatalogService
@@ -144,16 +153,26 @@ class Server:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
-        alignment, dictionary deltas. `ticket` is what clients ask with, or if tickets are signed what they are
-        signed for; left out, it is random. Two servers that
-        publish the same source with one ticket can share the work: metadata from one, bodies from the other.
-        Raises SourceError or StoreError where the source cannot be read.
+        alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
+        with, or if tickets are signed what they are signed for; left out, it is random. Two servers that publish the
+        same source with one ticket can share the work: metadata from one, bodies from the other. Raises SourceError
+        or StoreError where the source cannot be read, FormatError where it cannot be written with these options.
         """
         made = dataset(name, source, options)
         if ticket is not None:
             made.ticket = ticket
         with self._changing:
             self._adopt(made)
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        """A writer straight into shared memory, whose batches are published under `name` on `close`, whole and at once.
+
+        Leaving its `with` by an exception discards them. Raises FormatError where the schema cannot be written so, and
+        StoreError where there is no space left. Closing it raises DissociatedError where the server is closed.
+        """
+        return SegmentWriter(
+            partial(Memory, name, lambda segment: self.publish_segments(name, [segment])), schema, options
+        )
 
     def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
         """Make segments available under `name`, whole and at once.
@@ -295,25 +314,41 @@ class Server:
         `streams` is "both", or one of "metadata" and "bodies" for clients that ask for the two separately.
         `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound.
         """
-        self.dataset(name)
-        return self.listening(streams=streams, bodies=bodies)
+        found, wanted = self.dataset(name), Streams[streams.upper()]
+        return [str(self._location(one, found, wanted, bodies == "packed")) for one in self._listeners]
 
-    def listening(self, *, streams: str = "both", bodies: str = "any") -> list[str]:
-        """The URIs that any dataset can be requested at; see `locations`."""
-        wanted = Streams[streams.upper()]
-        return [str(self._location(listener.uri, wanted, bodies == "packed")) for listener in self._listeners]
+    def listening(self) -> list[str]:
+        """The URIs that any dataset can be requested at."""
+        return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
 
-    def _location(self, uri: Uri, streams: Streams, packed: bool) -> Uri:
-        shares = transport(uri.scheme).shares_memory and streams & Streams.BODIES and not packed
+    def alternatives(self, found: Dataset) -> list[str]:
+        """The locations of `found`; those that let clients fetch from memory are followed by one that does not."""
+        ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
+        return [str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways]
+
+    def reference_locations(self, found: Dataset) -> list[str]:
+        """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
+
+        It needs UCX without error handling: `ucx:?err_mode=none`.
+        """
+        places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
+        return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _APART]
+
+    def _location(self, listener: Listener, found: Dataset | None, streams: Streams, packed: bool) -> Uri:
+        uri = listener.uri
+        by_address = not packed and bool(streams & Streams.BODIES)
+        exposed = by_address and listener.exposes_memory and isinstance(found, StaticDataset)
         located = Uri(
             uri.scheme,
             host=self.advertise if uri.host in _ANY_INTERFACE else uri.host,
             port=uri.port,
             path=uri.path,
             want_data=want_tag(streams, packed),
-            free_data=FREE_DATA if shares else None,
+            free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
             parameters=uri.parameters,
         )
+        if exposed and isinstance(found, StaticDataset):
+            located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
 
     def use_catalog(self, catalog: CatalogService) -> None:

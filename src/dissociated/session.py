@@ -59,6 +59,7 @@ class Session:
         self._ledger = Ledger()
         self._tally = tally
         tally.held = self._ledger
+        self._wanted: Dataset | None = None  # what clients fetch from must stay until they have given it back
         self._regions: list[LiveRegion] = []  # of a live stream; bodies go to the last
         self._inline = False  # a live region was full, and no free has come since
 
@@ -71,15 +72,17 @@ class Session:
             identifier, streams, packed = request
             found, columns = self._server.granted(identifier)
             self._tally.dataset = found
+            self._wanted = found if columns is None else only(found, columns)
             with found.reading():
                 try:
-                    self._send(found if columns is None else only(found, columns), streams, packed)
+                    self._send(self._wanted, streams, packed)
                 except ConnectionClosed:
                     # The client may have stopped listening and still hold memory: then it goes on to give it back.
                     self._sender.fail()
                 self._drain()
             if self._sender.state is State.ENDING:
                 self._sender.drained()
+                self._connection.finish(self._server.stall_timeout)
         except DissociatedError as error:
             self._connection.abort(str(error))
             raise
@@ -100,16 +103,17 @@ class Session:
         return event.identifier, event.streams, bool((incoming.tag or 0) & _PACKED)
 
     def _send(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
-        mapped = self._connection.shares_memory and not packed and bool(streams & Streams.BODIES)
+        connection = self._connection
+        by_address = not packed and bool(streams & Streams.BODIES)
         if isinstance(wanted, StaticDataset):
-            self._send_static(wanted, streams, mapped)
+            self._send_static(wanted, streams, by_address and (connection.shares_memory or connection.exposes_memory))
         elif isinstance(wanted, LiveDataset):
-            self._send_live(wanted, streams, mapped)
+            self._send_live(wanted, streams, by_address and connection.shares_memory)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
         self._tally.sent = True
 
     def _send_static(self, wanted: StaticDataset, streams: Streams, mapped: bool) -> None:
-        if mapped:
+        if mapped and self._connection.shares_memory:
             for segment in wanted.mapped()[1]:
                 region = segment.region
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)

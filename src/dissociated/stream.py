@@ -19,9 +19,11 @@ from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import Returns, leased_buffer
 from dissociated.memory.region import Region
+from dissociated.memory.remote import pieces
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
+from dissociated.protocol.header import Header, buffer_extents
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.run import Batches
 from dissociated.transport.base import Allocate, Connection
@@ -53,7 +55,8 @@ class Stream:
         pool: pa.MemoryPool | None = None,
     ) -> None:
         self._connections = connections
-        self.space = connections[-1].space
+        self._bodies = connections[-1]
+        self.space = self._bodies.space
         self._timeout = timeout
         self._max_body = max_body
         self._pool = pool
@@ -107,7 +110,7 @@ class Stream:
 
     def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
         """The same messages, with their bodies where libarrow shall find them."""
-        return self.each(deliveries, lambda d: attach(d, self.space, self._leases, self._allocate_packed))
+        return self.each(deliveries, self._attach)
 
     def each(self, deliveries: Iterable[Delivery | Batches], make: Callable[[Delivery], T]) -> Generator[T, None, None]:
         """What `make` makes of each message; it must attach or hold what the message leases."""
@@ -131,16 +134,36 @@ class Stream:
         """The whole region as a buffer, at whose end `addresses`, which were delivered, go back."""
         return self._leases.lease(region, addresses)
 
+    def _attach(self, delivery: Delivery) -> tuple[Buffer, Buffer | None]:
+        if self._bodies.fetches and isinstance(delivery.body, AddressList) and delivery.body.leased:
+            return delivery.header, self._fetch(delivery.header, delivery.parsed, delivery.body)
+        return attach(delivery, self.space, self._leases, self._allocate_packed)
+
     def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
         """The buffers of a message that came by address, each by itself, where they lie."""
         body = delivery.body
         assert isinstance(body, AddressList)
         if not body.leased:
             return [pa.py_buffer(b"")] * len(body.lengths)
+        if self._bodies.fetches:
+            packed = self._fetch(delivery.header, delivery.parsed, body)
+            wanted = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
+            return [packed.slice(at, length) for at, length in wanted]
         region = self.space.find(body.leased[0])
         offsets = region.offsets(body.addresses, body.lengths)
         whole = self.hold(region, body.leased)
         return [whole.slice(offset, length) for offset, length in zip(offsets, body.lengths, strict=True)]
+
+    def _fetch(self, header: bytes, parsed: Header, body: AddressList) -> pa.Buffer:
+        """The body, fetched from where it lies, which is then given back."""
+        wanted, lengths = buffer_extents(header, parsed)
+        for at, length in zip(wanted, lengths, strict=True):
+            if length and not 0 <= at <= parsed.body_length - length:
+                raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body")
+        packed = self._allocate_packed(parsed.body_length)
+        self._bodies.fetch(pieces(body.addresses, body.lengths, wanted), packed, self._timeout)
+        self._leases.give_back(body.leased)
+        return packed
 
     def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run

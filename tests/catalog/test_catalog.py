@@ -278,3 +278,22 @@ def test_flight_knows_no_other_tickets(plain: flight.FlightClient) -> None:
 )
 def test_locations_are_alternatives_or_pairs(told: list[str], ways: list[list[str]]) -> None:
     assert [[str(uri) for uri in uris] for uris in locations(Endpoint(b"", tuple(told)))] == ways
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
+def test_options_mean_the_same_over_every_transport(client: dis.Client, transport: str) -> None:
+    def read(columns: list[str] | None = None, **options: Any) -> pa.Table:
+        return client.read("static", transport, columns, options=dis.ReadOptions(**options)).read_all()
+
+    assert read(included_fields=[2, 0]) == TABLE.select([0, 2])
+    with pytest.raises(dis.errors.OptionError, match="there is no field 9"):
+        read(included_fields=[9])
+    with pytest.raises(dis.errors.OptionError, match="columns or included_fields"):
+        read(["n"], included_fields=[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
+def test_depth_is_limited_over_every_transport(server: dis.Server, client: dis.Client, transport: str) -> None:
+    server.publish("nested", pa.table({"l": [[1]]}))
+    with pytest.raises(dis.errors.FormatError, match="nested 2 deep"):
+        client.read("nested", transport, options=dis.ReadOptions(max_recursion_depth=1)).read_all()

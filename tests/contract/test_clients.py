@@ -115,7 +115,7 @@ def test_replacing_a_dataset_leaves_readers_of_the_old_one_alone(route: Route) -
         assert pa.Table.from_batches([first, *reader]) == old
         assert route.open().read_all() == new
         with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
-            dis.open_stream(uris, ticket)
+            route.request(uris, ticket)
 
 
 def test_a_dropped_dataset_cannot_be_requested_but_read_to_its_end(route: Route) -> None:
@@ -130,7 +130,7 @@ def test_a_dropped_dataset_cannot_be_requested_but_read_to_its_end(route: Route)
             server.drop("data")
     assert pa.Table.from_batches([first, *reader]) == sent
     with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
-        dis.open_stream(uris, ticket)
+        route.request(uris, ticket)
 
 
 @pytest.mark.parametrize("medium", MEDIA)

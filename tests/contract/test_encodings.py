@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.errors import SourceError
 
 from .conftest import Route
 
@@ -89,6 +90,62 @@ def test_compression(route: Route, codec: str, live: bool) -> None:
     source = stream(chunks) if live else pa.Table.from_batches(chunks)
     _, arrived = route.read(source, dis.WriteOptions(codec=codec))
     assert pa.Table.from_batches(arrived) == pa.Table.from_batches(chunks)
+
+
+def buffers(batch: pa.RecordBatch) -> list[pa.Buffer]:
+    """Those of all columns that hold anything."""
+    return [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alignment": 64},
+        {"alignment": 64, "write_legacy_ipc_format": True},
+        {"write_legacy_ipc_format": True},
+        {"codec": "zstd", "min_space_savings": 0.2},
+        {"codec": "lz4", "min_space_savings": 1.0, "alignment": 32},
+        {"allow_64bit": True, "unify_dictionaries": True, "use_threads": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("live", [False, True], ids=["table", "callable"])
+def test_options_that_libarrow_cannot_be_told(route: Route, fields: dict[str, Any], live: bool) -> None:
+    """Bodies have buffers of a few bytes, so that they do not lie aligned by chance."""
+    chunks = [
+        pa.record_batch(
+            {
+                "b": pa.array([True, None] * count),
+                "s": pa.array(["a word", None] * count),
+                "n": pa.array([count, None] * count),
+                "v": pa.array(["a view of more than twelve bytes", ""] * count, pa.string_view()),
+                "d": pa.DictionaryArray.from_arrays(pa.array([0, 1] * count, pa.int8()), ["x", "y"]),
+            }
+        )
+        for count in (1, 500, 3)
+    ]
+    chunks.insert(1, chunks[0].slice(0, 0))
+    source = stream(chunks) if live else pa.Table.from_batches(chunks)
+    _, arrived = route.read(source, dis.WriteOptions(**fields))
+    assert pa.Table.from_batches(arrived) == pa.Table.from_batches(chunks)
+    if fields.get("alignment") == 64:
+        starts = [{buffer.address % 64 for buffer in buffers(batch)} for batch in arrived]
+        # Within a body. Small ones may lie anywhere in what a socket gave; in shared memory all lie aligned.
+        assert [len(one) for one in starts if one] == [1] * len(starts)
+        if route.way.medium == "shm" and route.way.bodies == "any":
+            assert set().union(*starts) == {0}
+
+
+def test_options_do_not_apply_to_a_file_that_is_served_as_it_is(route: Route, tmp_path: Path) -> None:
+    sent = pa.table({"n": [7] * 1000})
+    with pa.ipc.new_file(tmp_path / "file", sent.schema) as writer:
+        writer.write_table(sent)
+    with pytest.raises(SourceError, match=r"cannot publish .*/file with options: an Arrow IPC file is served as it is"):
+        route.publish(tmp_path / "file", options=dis.WriteOptions(codec="zstd"))
+    schema, arrived = route.read(
+        lambda: pa.ipc.open_file(tmp_path / "file").read_all().to_reader(), dis.WriteOptions(codec="zstd")
+    )
+    assert pa.Table.from_batches(arrived, schema) == sent
 
 
 def test_metadata_version_4(route: Route) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,24 @@ def test_ipc_files_whose_dictionaries_grow(route: Route, tmp_path: Path) -> None
             writer.write_batch(batch)
     _, arrived = route.read(tmp_path / "file")
     assert [batch["d"].to_pylist() for batch in arrived] == [["a", "a"], ["ccc", "a"], ["dddd", "a"]]
+
+
+def by_polars(compression: Any) -> bytes:
+    sink = io.BytesIO()
+    FRAMES["polars"].write_ipc(sink, compression=compression)
+    return sink.getvalue()
+
+
+BY_POLARS = {compression: by_polars(compression) for compression in ("uncompressed", "zstd")}
+
+
+@pytest.mark.parametrize("compression", BY_POLARS)
+def test_files_of_polars(route: Route, tmp_path: Path, compression: str) -> None:
+    """Those of Polars 2 have their schema in the footer alone."""
+    (tmp_path / "file").write_bytes(BY_POLARS[compression])
+    schema, arrived = route.read(tmp_path / "file")
+    assert schema == pa.ipc.open_file(tmp_path / "file").schema
+    assert pl.from_arrow(pa.Table.from_batches(arrived)).equals(FRAMES["polars"])  # type: ignore[union-attr]
 
 
 def test_a_stream_of_the_other_byte_order(route: Route, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 import dissociated as dis
 from dissociated.errors import DissociatedError
+from helpers import clients_end
 
 from .peer import (
     PREAMBLE,
@@ -298,6 +299,7 @@ def main() -> None:
         else:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             outcomes = fuzz_file(server, dice, count)
+    clients_end()
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if left:
         outcomes.add("left: threads", str(left))

@@ -170,3 +170,30 @@ def test_process_ends_although_a_flight_client_takes_nothing(spawn: Callable[...
     assert process.returncode == 0
     stream.cancel()
     client.close()
+
+
+LARGE = textwrap.dedent(
+    """
+    import sys
+    import pyarrow as pa
+    import dissociated as dis
+
+    with dis.Server([]) as server:
+        batch = pa.record_batch({"n": pa.array(range(1 << 20), pa.int64())})
+        server.publish("large", pa.Table.from_batches([batch] * 64))
+        print(server.catalog_uri, flush=True)
+        sys.stdin.readline()
+    """
+)
+
+
+def test_a_server_that_dies_while_flight_carries_a_stream(spawn: Callable[..., subprocess.Popen[str]]) -> None:
+    process = spawn("-c", LARGE)
+    assert process.stdout is not None
+    with dis.connect(process.stdout.readline().strip()) as client:
+        reader = client.read("large", "grpc")
+        reader.read_next_batch()
+        process.kill()
+        process.wait(PATIENCE)
+        with pytest.raises(CatalogError, match=r"the catalog at .* refused|no catalog answers"):
+            reader.read_all()

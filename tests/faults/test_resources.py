@@ -261,9 +261,7 @@ FULL = textwrap.dedent(
             with SegmentWriter(stage.directory / "segment", numbers.schema) as writer:
                 writer.write(fitting)
                 # Exactly to the end of a page, then no page more.
-                rest = -writer.nbytes % 4096
-                os.pwrite(writer._file.descriptor, bytes(rest), writer.nbytes)
-                writer._offset += rest
+                writer._write([bytes(-writer.nbytes % 4096)])
                 fill(filler)
         except StoreError as error:
             assert "no space left" in str(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -111,7 +110,7 @@ def test_source_gives_batches_of_another_schema(serve: Serve) -> None:
     (uri,) = good.server.locations("bad")
     stream = dis.open_stream(uri, good.server.ticket("bad"))
     assert stream.read_next_batch().equals(BATCH)
-    with pytest.raises(RemoteError, match="the source of 'bad' failed"):
+    with pytest.raises(RemoteError, match=r"the source of 'bad' failed: .* different schema"):
         stream.read_next_batch()
 
 
@@ -124,12 +123,12 @@ def test_one_shot_source_is_used_up(serve: Serve) -> None:
         dis.open_stream(uri, good.server.ticket("once"))
 
 
-def test_table_that_cannot_be_encoded(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+def test_table_that_cannot_be_encoded(serve: Serve) -> None:
     # libarrow writes no batches of 2**31 rows and more; nulls take no memory.
     good = serve("shm:", "tcp://127.0.0.1:0")
     good.server.publish("huge", pa.table({"nothing": pa.nulls(2**31)}))
     for uri in good.server.locations("huge"):
-        with caplog.at_level(logging.CRITICAL, "dissociated"), pytest.raises(RemoteError, match="failed"):
+        with pytest.raises(RemoteError, match=r"Cannot write arrays larger than 2\^31"):
             dis.open_stream(uri, good.server.ticket("huge"), timeout=PATIENCE).read_all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 import dissociated as dis
+from dissociated import ipc
 from helpers import PATIENCE
 
 from .careless import serve
@@ -61,6 +63,47 @@ def in_process(server: dis.Server, path: Path) -> Arrived:
     server.publish("data", path)
     reader = server.dataset("data").open_reader()
     return Arrived(reader.schema, [(batch, None) for batch in reader])
+
+
+def opened(memory_map: bool) -> Read:
+    """By the readers of files and streams, mapped or read as a plain file."""
+
+    def read(_: dis.Server, path: Path) -> Arrived:
+        if not is_file(path):
+            return read_all(ipc.open_stream(path, memory_map=memory_map))
+        with ipc.open_file(path, memory_map=memory_map) as file:
+            batches = [tuple(file.get_batch_with_custom_metadata(index)) for index in range(file.num_record_batches)]
+            return Arrived(file.schema, batches)
+
+    return read
+
+
+def awaited(_: dis.Server, path: Path) -> Arrived:
+    """By the asynchronous readers."""
+
+    arrived = []
+
+    async def read() -> None:  # returns nothing: asyncio prints results, and printing damaged data may crash
+        async with await ipc.open_async(path) as reader:
+            batches = [batch async for batch in reader.batches(custom_metadata=True)]
+            arrived.append(Arrived(reader.schema, [tuple(batch) for batch in batches]))
+
+    asyncio.run(read())
+    return arrived[0]
+
+
+def pushed(size: int) -> Read:
+    """By the decoder, fed in pieces of this size."""
+
+    def read(_: dis.Server, path: Path) -> Arrived:
+        listener, content = ipc.CollectListener(), path.read_bytes()
+        decoder = ipc.StreamDecoder(listener, max_body=MAX_BODY)
+        for start in range(0, len(content), size):
+            decoder.consume(content[start : start + size])
+        decoder.finish()
+        return Arrived(listener.schema, [*zip(listener.batches, listener.custom_metadata, strict=True)])
+
+    return read
 
 
 def published(scheme: str, bodies: str) -> Read:
@@ -138,4 +181,14 @@ _CARELESS = {
     for scheme, bodies in (("shm", "any"), ("shm", "packed"), ("tcp", "packed"), ("inproc", "packed"))
 }
 
-WAYS: dict[str, Read] = {"libarrow": by_libarrow, "in-process": in_process, **_SERVED, **_APART, **_CARELESS}
+_DIRECT = {
+    "libarrow": by_libarrow,
+    "opened-mapped": opened(memory_map=True),
+    "opened-plain": opened(memory_map=False),
+    "awaited": awaited,
+    "pushed-whole": pushed(1 << 30),
+    "pushed-in-pieces": pushed(61),
+    "in-process": in_process,
+}
+
+WAYS: dict[str, Read] = {**_DIRECT, **_SERVED, **_APART, **_CARELESS}

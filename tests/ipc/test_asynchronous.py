@@ -81,10 +81,11 @@ def number(batch: pa.RecordBatch) -> int:
 
 async def settled(batches: dis.ipc.AsyncBatches) -> None:
     """Wait until it reads no more by itself."""
-    while any(not job.future.done() for job in batches._jobs):
+    while batches._jobs and (
+        any(not job.future.done() for job in batches._jobs) or (batches._steps is not None and batches._has_room())
+    ):
         await asyncio.gather(*(asyncio.wrap_future(job.future) for job in batches._jobs))
-        await asyncio.sleep(0)  # for the loop to be told, and to go on
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # for the loop to be told that one is done, and to begin another
 
 
 @every_source

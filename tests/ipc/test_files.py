@@ -17,12 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import arrow_cases
-from contract.test_sources import as_big_endian
 from dissociated.errors import FormatError, OptionError, StoreError
 from dissociated.ipc import FileReader, StreamReader, open_file, open_stream
 from dissociated.ipc.files import open_either
 from dissociated.ipc.options import ReadOptions
-from helpers import leaving_nothing
+from helpers import as_big_endian, leaving_nothing
 from memory.maps import buffers, mappings, origins
 
 ROWS = 1000
@@ -683,3 +682,11 @@ def test_what_fuzzers_found() -> None:
         use(path.read_bytes(), open_file)
     for path in golden("arrow-ipc-stream/*"):
         use(path.read_bytes(), open_stream)
+
+
+def test_a_file_that_is_opened_as_a_stream_is_called_one(tmp_path: Path) -> None:
+    with pa.ipc.new_file(tmp_path / "file", pa.schema([("n", pa.int64())])) as writer:
+        writer.write_batch(pa.record_batch({"n": [1, 2, 3]}))
+    for source in tmp_path / "file", (tmp_path / "file").read_bytes():
+        with pytest.raises(FormatError, match="this begins like an Arrow IPC file, which is no stream"):
+            open_stream(source)

@@ -108,6 +108,30 @@ def test_a_file_is_listed_by_its_footer() -> None:
     assert [entry.offset for entry in index if entry.type is R] == sorted(e.offset for e in index if e.type is R)
 
 
+@pytest.mark.parametrize("before", [bytes(16), b"\xff" * 16, stream(words(["a"]))[:8] + bytes(8)])
+def test_a_file_without_a_schema_before_its_batches_has_that_of_its_footer(before: bytes) -> None:
+    whole = file(words(["a", "b"], ["a", "b"]))
+    content = whole[:8] + before + whole[24:]
+    assert pa.ipc.open_file(content).read_all() == pa.ipc.open_file(whole).read_all()
+    index, expected = Index(content), Index(whole)
+    assert [*index][1:] == [*expected][1:]
+    header = index.message(0).header
+    read = pa.ipc.read_schema(pa.py_buffer(struct.pack("<ii", -1, len(header)) + header))
+    assert read.equals(pa.ipc.open_file(whole).schema, check_metadata=True)
+
+
+@given(st.data())
+def test_a_damaged_footer_is_refused_or_has_a_schema(data: st.DataObject) -> None:
+    whole = bytearray(file(words(["a", "b"])))
+    whole[8:16] = bytes(8)
+    at = data.draw(st.integers(len(whole) - 10 - int.from_bytes(whole[-10:-6], "little"), len(whole) - 1))
+    whole[at] = data.draw(st.integers(0, 255))
+    try:
+        assert Index(bytes(whole)).message(0).parsed.type is S
+    except FormatError:
+        pass
+
+
 def test_a_message_of_the_index_is_the_message() -> None:
     content = stream(numbers(5, 6))
     index = Index(content)

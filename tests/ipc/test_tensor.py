@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from dissociated.errors import FormatError
+from dissociated.errors import FormatError, OptionError, StoreError
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.tensor import read_tensor, split_tensor, write_tensor
 from tensor_cases import CUBE, FOLDER, GOLDEN, KINDS, MATRIX, TYPES, arrays, assert_same, dense, expected, some
@@ -357,3 +357,25 @@ def test_libarrow_reads_every_tensor(reader: Path, tmp_path: Path) -> None:
         found = pa.ipc.read_tensor(pa.BufferReader(target.read_bytes())).to_numpy()
         assert found.dtype == dense(tensor).dtype
         assert (found == dense(tensor)).all()
+
+
+@pytest.mark.parametrize("path", ["missing", "."])
+def test_a_path_that_cannot_be_read_or_written_is_a_store_error(tmp_path: Path, path: str) -> None:
+    with pytest.raises(StoreError, match="opening"):
+        read_tensor(tmp_path / path)
+    with pytest.raises(StoreError, match="creating"):
+        write_tensor(pa.Tensor.from_numpy(CUBE), tmp_path if path == "." else tmp_path / path / "tensor")
+
+
+def test_a_closed_file_object_is_a_store_error() -> None:
+    file = io.BytesIO(written(pa.Tensor.from_numpy(CUBE)))
+    file.close()
+    with pytest.raises(StoreError, match="reading"):
+        read_tensor(file)
+    with pytest.raises(StoreError, match="writing"):
+        write_tensor(pa.Tensor.from_numpy(CUBE), file)
+
+
+def test_a_tensor_is_not_compressed_in_silence() -> None:
+    with pytest.raises(OptionError, match="no compressed tensors"):
+        write_tensor(pa.Tensor.from_numpy(CUBE), io.BytesIO(), WriteOptions(codec="zstd"))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
-from dissociated.client import MAX_BODY, TIMEOUT, column_indices, open_stream
+from dissociated.client import MAX_BODY, TIMEOUT, open_stream, projected
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -138,7 +138,18 @@ class CatalogClient:
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
         """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
         asked = {"name": name, **_asking(), **({} if version is None else {"version": version})}
-        descriptor = self._flight.FlightDescriptor.for_command(json.dumps(asked))
+        try:
+            return self._describe(json.dumps(asked))
+        except CatalogError as refused:
+            if version is not None or isinstance(refused, DatasetNotFound):
+                raise
+            try:
+                return self._describe(name)  # all that the reference understands
+            except CatalogError:
+                raise refused from None
+
+    def _describe(self, command: str) -> DatasetInfo:
+        descriptor = self._flight.FlightDescriptor.for_command(command)
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
@@ -152,10 +163,15 @@ class CatalogClient:
         return found
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """The stream over Flight itself: slower than anything else here, and always there."""
+        """The stream over Flight itself, all of its columns: slower than anything else here, and always there.
+
+        Of `options` count those that libarrow applies, and the depth.
+        """
+        options = options or ReadOptions()
         wanted = self._flight.Ticket(ticket)
-        told = self._flight.FlightCallOptions(read_options=(options or ReadOptions()).to_pyarrow())
+        told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
+        options.check_depth(reader.schema)
 
         def batches() -> Iterator[pa.RecordBatch]:
             while (batch := self._call(lambda: next(reader, None))) is not None:
@@ -271,7 +287,7 @@ class CatalogClient:
             raise AccessDenied(_sentence(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_sentence(error)) from None
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
             raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
 
 
@@ -287,14 +303,16 @@ class Client(CatalogClient):
         version: int | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `version` is one that was replaced and is still there. `transport` is a scheme: "shm", "tcp", or "grpc" for
         Flight's own DoGet. `columns` keeps only these top-level columns, in the order of the schema; `options` say
-        how batches are decoded. Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
+        how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
+        `open_stream` raises.
         """
-        wanted = partial(self._open, name, transport, columns, options, max_body)
+        wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
         return _chained(*self._endpoints(name, version, wanted))
 
     def read_tensors(
@@ -335,12 +353,20 @@ class Client(CatalogClient):
         version: int | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> AsyncStreamReader:
         """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
         from dissociated.ipc.asynchronous import open_reader_async
 
         return await open_reader_async(
-            self.read, name, transport, columns, version=version, options=options, max_body=max_body
+            self.read,
+            name,
+            transport,
+            columns,
+            version=version,
+            options=options,
+            max_body=max_body,
+            allow_rma=allow_rma,
         )
 
     def _open(
@@ -350,16 +376,31 @@ class Client(CatalogClient):
         columns: Sequence[str] | None,
         options: ReadOptions | None,
         max_body: int,
+        allow_rma: bool,
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
+            options = options or ReadOptions()
             reader = self.do_get(endpoint.ticket, options)
-            return reader if columns is None else _select(reader, columns)
-        opened = partial(open_stream, columns=columns, options=options, timeout=self._timeout, max_body=max_body)
-        return self._nearest(name, scheme, endpoint, opened)
+            fields = projected(reader.schema, columns, options).included_fields
+            return _select(reader, fields) if fields or columns is not None else reader
+        opened = partial(
+            open_stream,
+            columns=columns,
+            options=options,
+            timeout=self._timeout,
+            max_body=max_body,
+            allow_rma=allow_rma,
+        )
+        return self._nearest(name, scheme, endpoint, opened, allow_rma)
 
     def _nearest(
-        self, name: str, scheme: str | None, endpoint: Endpoint, opened: Callable[[Sequence[str], bytes], T]
+        self,
+        name: str,
+        scheme: str | None,
+        endpoint: Endpoint,
+        opened: Callable[[Sequence[str], bytes], T],
+        allow_rma: bool = False,
     ) -> T:
         """The endpoint, opened where it is nearest."""
         if not endpoint.locations:
@@ -367,14 +408,20 @@ class Client(CatalogClient):
                 f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: "
                 "is it running?"
             )
-        usable = [uris for uris in locations(endpoint) if scheme is None or uris[0].scheme == scheme]
+        usable = [
+            uris
+            for uris in locations(endpoint)
+            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
+        ]
         reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
         if not reachable:
             offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
             raise CatalogError(
                 f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
             )
-        reachable.sort(key=lambda uris: registry.transport(uris[-1].scheme).nearness)
+        reachable.sort(
+            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+        )
         while True:
             nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
             try:
@@ -477,8 +524,8 @@ def _info(found: Any) -> DatasetInfo:
     )
 
 
-def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBatchReader:
-    indices = column_indices(reader.schema, columns)
+def _select(reader: pa.RecordBatchReader, fields: Sequence[int]) -> pa.RecordBatchReader:
+    indices = sorted(set(fields))
     schema = pa.schema([reader.schema.field(index) for index in indices], reader.schema.metadata)
 
     def batches() -> Iterator[pa.RecordBatch]:

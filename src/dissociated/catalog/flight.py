@@ -88,7 +88,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             if outer is not None:
                 return outer.forwarded(lambda client: client.get_flight_info(descriptor))
             expires = self._service.expiry()
-            return self._service.info(self._service.find(asked, self._service.retain), asked, expires)
+            record = self._service.find(asked, self._service.retain)
+            plainly = descriptor.descriptor_type == flight.DescriptorType.CMD and len(asked) == 1
+            reference = self._service.reference_info(record, descriptor) if plainly else None
+            return reference or self._service.info(record, asked, expires)
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
         with self._answering():

@@ -383,6 +383,16 @@ class CatalogService:
             app_metadata=json.dumps(about),
         )
 
+    def reference_info(self, record: Record, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
+        """What the C++ reference expects, whose command is a name; None where this server has no place for it."""
+        mine = self._mine(record.parts[0].ticket) if len(record.parts) == 1 else None
+        pair = [] if self._server is None or mine is None else self._server.reference_locations(mine)
+        if mine is None or not pair:
+            return None
+        ticket = self._tickets.sign(Granted(mine.ticket), time.time())
+        endpoint = flight.FlightEndpoint(ticket.data, pair)
+        return flight.FlightInfo(_decoded(record.schema), descriptor, [endpoint], -1, -1)
+
     def endpoint(
         self,
         part: Held,
@@ -392,6 +402,7 @@ class CatalogService:
     ) -> flight.FlightEndpoint:
         """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out."""
         host, boot = asking.get("host"), asking.get("boot_id")
+        mine = self._mine(part.ticket)
 
         def distance(node: Node) -> int:
             return 0 if node.boot_id == boot else 1 if node.host == host else 2
@@ -400,7 +411,12 @@ class CatalogService:
         for node in sorted(part.nodes, key=distance):
             if node.alive:
                 near = boot is None or node.boot_id == boot
-                locations += [one for one in node.locations if near or one.partition(":")[0] not in _SAME_HOST]
+                offered = (
+                    self._server.alternatives(mine)
+                    if self._server is not None and mine is not None and node.id == self.node.id
+                    else node.locations
+                )
+                locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
                 if node.id != self.node.id:
                     locations.append(node.flight)
         if locations:
@@ -408,7 +424,7 @@ class CatalogService:
         about = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
         ]
-        if self._live(part.ticket):
+        if isinstance(mine, LiveDataset):
             expires = None  # whoever asks again may get nothing, or another stream
         ticket = self._tickets.sign(Granted(part.ticket, columns), time.time())
         ends = [end for end in (expires, ticket.expires) if end is not None]
@@ -418,9 +434,6 @@ class CatalogService:
             None if not ends else pa.scalar(int(min(ends) * 1e6), pa.timestamp("us", "UTC")),
             json.dumps({"nodes": about}),
         )
-
-    def _live(self, identifier: bytes) -> bool:
-        return isinstance(self._mine(identifier), LiveDataset)
 
     def _mine(self, identifier: bytes) -> Dataset | None:
         if self._server is not None:

@@ -93,7 +93,7 @@ def _copy(reader: pa.RecordBatchReader, output: str, open_format: _Open) -> tupl
             for batch in reader:
                 writer.write_batch(batch)
                 rows += batch.num_rows
-                nbytes += batch.nbytes
+                nbytes += batch.get_total_buffer_size()  # nbytes crashes on an empty sparse union
         if output != "-":
             sink.close()
             partial.replace(output)

@@ -138,17 +138,15 @@ def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
     """The schema, if there is one, and the custom metadata of a file, by libarrow."""
     import pyarrow as pa
 
-    from dissociated.ipc.encapsulated import encapsulate
-    from dissociated.ipc.reader import blamed
+    from dissociated.ipc.reader import blamed, read_schema
 
     if not index or index[0].type is not HeaderType.SCHEMA:
         return None, None
-    with blamed(FormatError):
-        schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(index.message(0).header)))
-        if not index.is_file:
-            return schema, None
-        with pa.ipc.open_file(pa.py_buffer(memory)) as file:
-            return schema, file.metadata
+    schema = read_schema(index.message(0).header, FormatError)
+    if not index.is_file:
+        return schema, None
+    with blamed(FormatError), pa.ipc.open_file(pa.py_buffer(memory)) as file:
+        return schema, file.metadata
 
 
 def _plain(path: Path, memory: memoryview, index: Index, messages: list[_Message]) -> dict[str, Any]:

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from dissociated.ipc.decoder import CollectListener, DissociatedDecoder, Listener, StreamDecoder
 from dissociated.ipc.files import FileReader, open_file, open_stream
+from dissociated.ipc.options import ReadOptions, WriteOptions
 from dissociated.ipc.reader import StreamReader
+from dissociated.ipc.stats import ReadStats, WriteStats
+from dissociated.ipc.tensor import read_tensor, write_tensor
+from dissociated.ipc.writer import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter
 
 if TYPE_CHECKING:
     from dissociated.ipc.asynchronous import (
@@ -23,14 +27,24 @@ __all__ = [
     "AsyncStreamReader",
     "CollectListener",
     "DissociatedDecoder",
+    "DissociatedWriter",
     "FileReader",
+    "FileWriter",
     "Listener",
+    "ReadOptions",
+    "ReadStats",
+    "RecordBatchWriter",
     "StreamDecoder",
     "StreamReader",
+    "StreamWriter",
+    "WriteOptions",
+    "WriteStats",
     "async_batches",
     "open_async",
     "open_file",
     "open_stream",
+    "read_tensor",
+    "write_tensor",
 ]
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import pyarrow as pa
 
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
+from dissociated.ipc.encapsulated import CONTINUATION, MAGIC, encode_magic
 from dissociated.message import Buffer
 from dissociated.protocol.header import HeaderType, parse_envelope
 
@@ -25,7 +25,7 @@ _marker_and_length = struct.Struct("<ii")
 _PREFIX = 4
 #: How much is allocated for a part of which little has come.
 _AT_FIRST = 1 << 20
-_MAGIC = MAGIC + b"\0\0"
+_MAGIC = encode_magic()
 
 
 class Cut(NamedTuple):

@@ -35,10 +35,30 @@ class Encapsulated(NamedTuple):
     body_at: int
 
 
-def encapsulate(header: bytes) -> bytes:
-    """The flatbuffer with everything that stands before the body, padded so that the body is aligned to 8 bytes."""
-    padding = -len(header) % 8
-    return CONTINUATION + _length.pack(len(header) + padding) + header + bytes(padding)
+def encapsulate(header: bytes, *, alignment: int = 8, legacy: bool = False, at: int = 0) -> bytes:
+    """The flatbuffer with everything that stands before the body.
+
+    It is padded so that the body is aligned to so many bytes, where the whole lies `at` that position. `legacy` is
+    what libraries before 0.15 wrote: no continuation marker.
+    """
+    marker = b"" if legacy else CONTINUATION
+    padding = -(at + len(marker) + _length.size + len(header)) % alignment
+    return marker + _length.pack(len(header) + padding) + header + bytes(padding)
+
+
+def end_of_stream(legacy: bool = False) -> bytes:
+    """What ends a stream: a message without metadata."""
+    return END_OF_STREAM[4:] if legacy else END_OF_STREAM
+
+
+def encode_magic(at: int = 0) -> bytes:
+    """What begins a file `at` this position: the magic, padded so that the first message is aligned to 8 bytes."""
+    return MAGIC + bytes(-(at + len(MAGIC)) % 8)
+
+
+def encode_footer(footer: bytes | bytearray) -> bytes:
+    """What ends a file: the flatbuffer of the footer, its length, the magic."""
+    return bytes(footer) + _length.pack(len(footer)) + MAGIC
 
 
 def first_message_at(memory: memoryview) -> int:

@@ -7,7 +7,6 @@ without touching a body.
 from __future__ import annotations
 
 import os
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -17,16 +16,13 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
-from dissociated.ipc.encapsulated import CONTINUATION, MAGIC
+from dissociated.ipc.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
 from dissociated.ipc.footer import Footer, parse_footer
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.reader import StreamReader, blamed
 from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, readable, sequential
 from dissociated.ipc.stats import ReadStats
 from dissociated.protocol.header import HeaderType, parse_header, row_count
-
-_length = struct.Struct("<i")
-_TAIL = _length.size + len(MAGIC)
 
 
 class FileReader:
@@ -79,8 +75,9 @@ class FileReader:
     @cached_property
     def footer(self) -> Footer:
         """Where dictionaries and record batches lie."""
-        (length,) = _length.unpack(self._source.read(self._end - _TAIL, _length.size))
-        footer = parse_footer(self._source.read(self._end - _TAIL - length, length).to_pybytes())
+        end = self._end - FOOTER_TAIL
+        length = int.from_bytes(self._source.read(end, 4), "little")
+        footer = parse_footer(self._source.read(max(end - length, 0), length).to_pybytes())
         if len(footer.record_batches) != self.num_record_batches:
             raise FormatError("the footer of the Arrow IPC file has changed since it was opened")
         return footer

@@ -24,6 +24,10 @@ BLOCK = np.dtype(
     }
 )
 
+#: A Message { version, header_type, header }: its root, its vtable, the table, padded to 32 bytes.
+_MESSAGE = struct.Struct("<I HHHHHxx iIhB x4x")
+_SCHEMA = 1  # of the union MessageHeader
+
 _u32 = struct.Struct("<I").unpack_from
 _i16 = struct.Struct("<h").unpack_from
 #: No file is larger. So ends can be added up without an overflow.
@@ -57,6 +61,22 @@ def parse_footer(footer: Buffer) -> Footer:
         )
     except (struct.error, IndexError) as error:
         raise FormatError(f"the Arrow IPC file has a footer that cannot be read ({error})") from None
+
+
+def schema_message(footer: bytes) -> bytes:
+    """The flatbuffer of a message with the schema of this footer, which it holds whole: offsets in it are relative.
+
+    For files whose schema lies nowhere else, as those of Polars 2. Raises FormatError where the footer is damaged.
+    """
+    version = parse_footer(footer).version
+    root = _u32(footer)[0]
+    table, header = 16, 20
+    try:
+        schema = _MESSAGE.size + follow(footer, root + fields(footer, root, 2)[1])
+        message = _MESSAGE.pack(table, 10, 12, 8, 10, 4, table - 4, schema - header, version, _SCHEMA)
+    except struct.error as error:
+        raise FormatError(f"the Arrow IPC file has a footer whose schema lies outside it ({error})") from None
+    return message + footer + bytes(-len(footer) % 8)
 
 
 def _blocks(footer: Buffer, root: int, field: int) -> np.ndarray:

@@ -7,15 +7,16 @@ in most streams, they are looked at together.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from dissociated.errors import FormatError
 from dissociated.ipc.encapsulated import FOOTER_TAIL, Encapsulated, first_message_at, footer_at, message_at
-from dissociated.ipc.footer import parse_footer
+from dissociated.ipc.footer import parse_footer, schema_message
 from dissociated.message import Buffer
-from dissociated.protocol.header import HeaderType, varying
+from dissociated.protocol.header import HeaderType, parse_header, varying
 
 #: How many messages are looked at together, at first and at most.
 _FEW, _MANY = 16, 1 << 13
@@ -34,7 +35,8 @@ class Index:
     """The messages of what `memory` holds, in the order in which a reader needs them.
 
     That is the order of a stream. A file's are its schema, then all of its dictionaries, then its record batches, as
-    its footer lists them. Raises FormatError for what is no IPC stream or file, or is cut off.
+    its footer lists them. Where a file does not begin with its schema, as those of Polars 2, that of the footer counts.
+    Raises FormatError for what is no IPC stream or file, or is cut off.
     """
 
     def __init__(self, memory: Buffer) -> None:
@@ -73,6 +75,9 @@ class Index:
     def message(self, index: int) -> Encapsulated:
         """The flatbuffer of a message, with what it says of its buffers. Raises FormatError."""
         entry = self[index]
+        if entry.offset == self._end:
+            header = schema_message(bytes(self._footer()))
+            return Encapsulated(header, parse_header(header), self._end + entry.metadata_length)
         found = message_at(self._memory, entry.offset, self._end)
         if (
             found is None
@@ -85,22 +90,31 @@ class Index:
 
     def _listed(self, start: int) -> tuple[np.ndarray, ...]:
         """What the footer lists, after the schema."""
-        footer = parse_footer(self._memory[self._end : len(self._memory) - FOOTER_TAIL])
-        schema = message_at(self._memory, start, self._end)
-        if schema is None:
-            raise FormatError("the Arrow IPC file does not begin with a schema")
+        footer = parse_footer(self._footer())
+        schema = self._first(start)
         blocks = np.concatenate([footer.dictionaries, footer.record_batches])
         ends = blocks["offset"] + blocks["metadata_length"] + blocks["body_length"]
-        if len(blocks) and (blocks["offset"].min() < schema.body_at or ends.max() > self._end):
+        if len(blocks) and (blocks["offset"].min() < start or ends.max() > self._end):
             raise FormatError("the Arrow IPC file has a footer that lists messages outside it")
         kinds = [HeaderType.DICTIONARY_BATCH] * len(footer.dictionaries)
         kinds += [HeaderType.RECORD_BATCH] * len(footer.record_batches)
         return (
-            np.array([schema.parsed.type, *kinds], np.uint8),
-            np.concatenate([[start], blocks["offset"]]),
-            np.concatenate([[schema.body_at - start], blocks["metadata_length"]]),
-            np.concatenate([[schema.parsed.body_length], blocks["body_length"]]),
+            np.array([schema.type, *kinds], np.uint8),
+            np.concatenate([[schema.offset], blocks["offset"]]),
+            np.concatenate([[schema.metadata_length], blocks["metadata_length"]]),
+            np.concatenate([[schema.body_length], blocks["body_length"]]),
         )
+
+    def _first(self, start: int) -> Entry:
+        """The schema of a file: where it begins, or else in its footer."""
+        with suppress(FormatError):
+            found = message_at(self._memory, start, self._end)
+            if found is not None and found.parsed.type is HeaderType.SCHEMA:
+                return Entry(HeaderType.SCHEMA, start, found.body_at - start, 0)
+        return Entry(HeaderType.SCHEMA, self._end, len(self._footer()), 0)
+
+    def _footer(self) -> memoryview:
+        return self._memory[self._end : len(self._memory) - FOOTER_TAIL]
 
     def _walked(self) -> tuple[np.ndarray, ...]:
         """What follows each other, up to the end of the stream."""

@@ -14,6 +14,7 @@ import pyarrow as pa
 from dissociated.ipc.encapsulated import encapsulate, first_message_at
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.reader import PeerReader
+from dissociated.ipc.source import Readable
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
@@ -38,10 +39,8 @@ class _Part:
         return self.memory[at : at + len(content)].tobytes() == content
 
 
-class _Chain:
+class _Chain(Readable):
     """Pieces of a stream, each of whole messages, as the file that libarrow reads from."""
-
-    closed = False
 
     def __init__(self, pieces: Sequence[pa.Buffer]) -> None:
         self._pieces = [*reversed(pieces)]
@@ -58,17 +57,8 @@ class _Chain:
         return piece
 
     def close(self) -> None:
-        self.closed = True
+        super().close()
         self._pieces = []
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
 
 
 class InPlace:

@@ -12,9 +12,10 @@ from collections.abc import Generator
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError
-from dissociated.ipc.encapsulated import CONTINUATION, END_OF_STREAM
+from dissociated.ipc.encapsulated import END_OF_STREAM
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.reader import PeerReader, StreamReader
+from dissociated.ipc.source import Readable
 from dissociated.message import Buffer
 
 _length = struct.Struct("<i")
@@ -23,10 +24,8 @@ _length = struct.Struct("<i")
 Messages = Generator[tuple[bytes, Buffer | None], None, None]
 
 
-class _Source:
-    """The file that libarrow reads from. It asks for a marker, a length, the metadata, and the whole body."""
-
-    closed = False
+class _Source(Readable):
+    """The file that libarrow reads from. It asks for a length, the metadata, and the whole body."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
@@ -67,20 +66,11 @@ class _Source:
             raise
         if body is not None and len(body):
             self._pieces.append(body)
-        self._pieces += (header, _length.pack(len(header)), CONTINUATION)
+        self._pieces += (header, _length.pack(len(header)))  # the older prefix: one call fewer, and nobody sees it
 
     def close(self) -> None:
-        self.closed = True
+        super().close()
         self._messages.close()
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
 
 
 def join(messages: Messages, options: ReadOptions | None = None, kind: type[StreamReader] = PeerReader) -> StreamReader:

@@ -6,7 +6,7 @@ applied here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,7 +27,7 @@ class ReadOptions:
 
     #: The deepest nesting of types that is accepted; a flat column has depth 1.
     max_recursion_depth: int = MAX_DEPTH
-    #: Where libarrow allocates, as for decompressing; None is its default pool.
+    #: Where libarrow allocates, as for decompressing; None is its default pool. It must outlive what is read.
     memory_pool: pa.MemoryPool | None = None
     #: Indices of the top-level fields to read; empty for all.
     included_fields: Sequence[int] = ()
@@ -42,8 +42,9 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         _check_common(self)
+        _check_type(self, "included_fields", Iterable)
         object.__setattr__(self, "included_fields", tuple(self.included_fields))
-        if any(not isinstance(index, int) or index < 0 for index in self.included_fields):
+        if any(not _is_integer(index) or index < 0 for index in self.included_fields):
             raise OptionError(f"included_fields are indices of fields, from 0 on, not {self.included_fields}")
         _check_type(self, "ensure_alignment", pa.ipc.Alignment)
         if self.pre_buffer_cache_options is not None:
@@ -93,20 +94,25 @@ class WriteOptions:
     emit_dictionary_deltas: bool = False
     #: Whether a table that is written to a file gets one dictionary for each column. Streams ignore it.
     unify_dictionaries: bool = False
+    #: V5, or V4 for libraries before 1.0, which has no compression.
     metadata_version: pa.ipc.MetadataVersion = pa.ipc.MetadataVersion.V5
 
     def __post_init__(self) -> None:
         _check_common(self)
-        if self.alignment not in _ALIGNMENTS:
-            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment}")
+        if not isinstance(self.alignment, int) or self.alignment not in _ALIGNMENTS:
+            raise OptionError(f"alignment is 8, 16, 32 or 64 bytes, not {self.alignment!r}")
         name = self.codec.name if isinstance(self.codec, pa.Codec) else self.codec
         if name is not None and name not in _CODECS:
-            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name}")
-        if self.min_space_savings is not None and not 0 <= self.min_space_savings <= 1:
-            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {self.min_space_savings}")
+            raise OptionError(f"Arrow IPC knows the codecs lz4 and zstd, not {name!r}")
+        savings = self.min_space_savings
+        if savings is not None and not ((_is_integer(savings) or isinstance(savings, float)) and 0 <= savings <= 1):
+            raise OptionError(f"min_space_savings is a part of the size, from 0 to 1, not {savings!r}")
         _check_type(self, "metadata_version", pa.ipc.MetadataVersion)
         if self.metadata_version not in (pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5):
             raise OptionError(f"metadata is written in version V4 or V5, not {self.metadata_version.name}")
+        if name is not None and self.metadata_version is pa.ipc.MetadataVersion.V4:
+            # libarrow would write it, and read something else back
+            raise OptionError("bodies can be compressed with metadata version V5 only")
 
     def to_pyarrow(self) -> pa.ipc.IpcWriteOptions:
         """The part that libarrow applies by itself."""
@@ -130,10 +136,14 @@ def _check_common(options: Any) -> None:
         if field.type == "bool":
             _check_type(options, field.name, bool)
     depth = options.max_recursion_depth
-    if not isinstance(depth, int) or not 1 <= depth <= MAX_DEPTH:
+    if not _is_integer(depth) or not 1 <= depth <= MAX_DEPTH:
         raise OptionError(f"max_recursion_depth is from 1 to {MAX_DEPTH}, libarrow's own limit, not {depth}")
     if options.memory_pool is not None:
         _check_type(options, "memory_pool", pa.MemoryPool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_type(options: Any, name: str, wanted: type) -> None:

@@ -9,8 +9,11 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
+from dissociated.ipc.encapsulated import MAGIC, encapsulate
 from dissociated.ipc.options import ReadOptions
 
+#: libarrow takes the magic of a file for the length of the first message.
+_BEGINS_A_FILE = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
 _COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
@@ -28,12 +31,20 @@ def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
         return error
     if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
         return OptionError(f"included_fields has a field that the schema has not: {error}")
+    if _BEGINS_A_FILE in str(error):
+        return blame("this begins like an Arrow IPC file, which is no stream: read it as a file")
     peer = blame is RemoteProtocolError
     if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
         return (TransportError if peer else blame)(
             f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
         )
     return blame(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
+
+
+def read_schema(header: bytes, blame: type[DissociatedError]) -> pa.Schema:
+    """The schema of this flatbuffer."""
+    with blamed(blame):
+        return pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
 
 
 class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

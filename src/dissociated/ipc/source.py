@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -239,8 +239,8 @@ class _FileObject:
     def close(self) -> None: ...
 
 
-class _Reader:
-    """A readable file as pyarrow's PythonFile expects it."""
+class Readable:
+    """A file to be read, as pyarrow's PythonFile expects it."""
 
     closed = False
 
@@ -253,8 +253,11 @@ class _Reader:
     def writable(self) -> bool:
         return False
 
+    def seekable(self) -> bool:
+        return False
 
-class _Cursor(_Reader):
+
+class _Cursor(Readable):
     """Reads a source at a position that libarrow moves."""
 
     def __init__(self, source: RandomAccess) -> None:
@@ -277,7 +280,7 @@ class _Cursor(_Reader):
         return True
 
 
-class _Sequential(_Reader):
+class _Sequential(Readable):
     """Reads a file object of the caller from where it stands. Memory comes from `pool`."""
 
     def __init__(self, file: Any, pool: pa.MemoryPool | None) -> None:
@@ -293,9 +296,6 @@ class _Sequential(_Reader):
             raise FormatError(f"there is no memory for the {size} bytes that a message announces") from None
         with readable(self._file):
             return content.slice(0, _fill(self._file, _bytes(content)))
-
-    def seekable(self) -> bool:
-        return False
 
 
 def _bytes(buffer: pa.Buffer) -> memoryview:
@@ -322,16 +322,9 @@ def _fill(file: Any, view: memoryview) -> int:
     return done
 
 
-@contextmanager
-def readable(file: Any) -> Iterator[None]:
-    """Turn what a file object raises into a StoreError: the system's refusals, and a ValueError where it is closed."""
-    try:
-        yield
-    except OSError:
-        with explained(f"reading {file!r}"):
-            raise
-    except ValueError as error:
-        raise StoreError(f"reading {file!r}: {error}") from error
+def readable(file: Any) -> AbstractContextManager[None]:
+    """Turn what a file object raises into a StoreError."""
+    return explained(f"reading {file!r}")
 
 
 def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:

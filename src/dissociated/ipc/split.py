@@ -6,17 +6,21 @@ reference. Only what libarrow itself must allocate (rebased offsets of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import SourceError
-from dissociated.ipc.encapsulated import CONTINUATION
+from dissociated.errors import FormatError, SourceError
+from dissociated.ipc.encapsulated import CONTINUATION, encode_footer, encode_magic
 from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.packing import Packing
 from dissociated.message import Buffer
 from dissociated.protocol.header import Header, parse_header
+
+#: Of a batch or of a file: a dict, or what pyarrow gives.
+Metadata: TypeAlias = "pa.KeyValueMetadata | Mapping[str | bytes, str | bytes]"
 
 
 class SplitMessage(NamedTuple):
@@ -32,10 +36,14 @@ class _Sink:
 
     closed = False
 
-    def __init__(self) -> None:
+    def __init__(self, magic: int = 0) -> None:
         self.messages: list[SplitMessage] = []
-        self._header_next = False
+        self.tail = b""  # what came after the end of the stream
+        self._magic = magic  # how many bytes come before the stream
+        self._header_next = 0  # its length, with padding
         self._body_left = 0
+        #: takes what is neither marker, length, flatbuffer nor body
+        self._aside: Callable[[Buffer], None] | None = self._take_magic if magic else None
 
     def write(self, piece: Buffer) -> int:
         size = len(piece)
@@ -46,11 +54,30 @@ class _Sink:
             header = bytes(piece)
             parsed = parse_header(header)
             self.messages.append(SplitMessage(header, parsed, [] if parsed.has_body else None))
-            self._body_left = parsed.body_length
-            self._header_next = False
+            if size == self._header_next:
+                self._body_left = parsed.body_length
+            else:
+                self._aside = self._take_padding
+            self._header_next = 0
+        elif self._aside is not None:
+            self._aside(piece)
         elif piece != CONTINUATION:  # so it is the length of the metadata; 0 ends the stream
-            self._header_next = bytes(piece) != b"\0\0\0\0"
+            self._header_next = int.from_bytes(piece, "little")
+            if not self._header_next:
+                self._aside = self._take_tail
         return size
+
+    def _take_magic(self, piece: Buffer) -> None:
+        self._magic -= len(piece)
+        if not self._magic:
+            self._aside = None
+
+    def _take_padding(self, piece: Buffer) -> None:
+        self._aside = None
+        self._body_left = self.messages[-1].parsed.body_length
+
+    def _take_tail(self, piece: Buffer) -> None:
+        self.tail += piece
 
     def take(self) -> list[SplitMessage]:
         """The messages written since the last call."""
@@ -75,29 +102,43 @@ class _Sink:
 class Splitter:
     """Encodes record batches of one stream, one after the other.
 
-    Raises FormatError where a field nests deeper than `options` allow.
+    Raises FormatError where a field nests deeper than `options` allow, and for batches that cannot be written: the
+    next one still can.
     """
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.schema = schema
         self.options = options or WriteOptions()
         self.options.check_depth(schema)
+        packing = Packing(self.options)
+        self._pack = packing.pack if packing.needed else None
         told = self.options.to_pyarrow()
         # libarrow writes the schema together with the first batch. A receiver should not have to wait for that:
         # a writer of its own, closed at once, gives the very same message now.
         eager = _Sink()
-        pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=told).close()
+        try:
+            pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=told).close()
+            self._sink, self._writer = self._open(told)
+        except pa.ArrowException as error:
+            raise _unwritable(error) from None
         self._schema_message = eager.take()[0]
         self._schema_written = False
-        self._sink = _Sink()
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), schema, options=told)
+
+    def _open(self, told: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
+        sink = _Sink()
+        return sink, pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema, options=told)
 
     @property
     def schema_message(self) -> SplitMessage:
         """The first message of the stream."""
         return self._schema_message
 
-    def split(self, batch: pa.RecordBatch, metadata: pa.KeyValueMetadata | None = None) -> list[SplitMessage]:
+    @property
+    def stats(self) -> pa.ipc.WriteStats:
+        """What libarrow has counted."""
+        return self._writer.stats
+
+    def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
         """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch.
 
         Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
@@ -106,23 +147,68 @@ class Splitter:
             batch.validate()
         except pa.ArrowInvalid as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
-        self._writer.write_batch(batch, custom_metadata=metadata)
+        try:
+            self._writer.write_batch(batch, custom_metadata=metadata)
+        except pa.ArrowException as error:
+            raise _unwritable(error) from None
+        return self._take()
+
+    def _take(self) -> list[SplitMessage]:
         messages = self._sink.take()
         if not self._schema_written:
             del messages[0]
             self._schema_written = True
-        return messages
+        if self._pack is None:
+            return messages
+        return [SplitMessage(*self._pack(header, parsed, body or [])) for header, parsed, body in messages]
+
+
+class FileSplitter(Splitter):
+    """Encodes the record batches of a file. It may not replace a dictionary, and ends in a footer."""
+
+    def __init__(
+        self, schema: pa.Schema, options: WriteOptions | None = None, metadata: Metadata | None = None
+    ) -> None:
+        self._metadata = metadata
+        super().__init__(schema, options)
+
+    def _open(self, told: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
+        sink = _Sink(magic=len(encode_magic()))
+        file = pa.PythonFile(sink, mode="w")
+        return sink, pa.ipc.new_file(file, self.schema, options=told, metadata=self._metadata)
+
+    def finish(self) -> tuple[list[SplitMessage], bytes]:
+        """What is left to write, and the flatbuffer of the footer, whose blocks are those of libarrow's own layout.
+
+        There are messages left where a batch had dictionaries before the one that could not be written.
+        """
+        try:
+            self._writer.close()
+        except pa.ArrowException as error:
+            raise _unwritable(error) from None
+        return self._take(), self._sink.tail[: -len(encode_footer(b""))]
+
+
+def _unwritable(error: pa.ArrowException) -> FormatError:
+    advice = ""
+    if "Dictionary replacement" in str(error):
+        advice = (
+            " Where dictionaries only grow, emit_dictionary_deltas helps; where the whole table is at hand, "
+            "unify_dictionaries and write_table."
+        )
+    return FormatError(f"this cannot be written as Arrow IPC: {error}{advice}")
 
 
 def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
     """Every message of the stream that `reader` gives, schema first."""
     splitter = Splitter(reader.schema, options)
     yield splitter.schema_message
-    for batch, metadata in _batches(reader):
+    for batch, metadata in batches(reader):
         yield from splitter.split(batch, metadata)
 
 
-def _batches(reader: pa.RecordBatchReader) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
+def batches(reader: pa.RecordBatchReader) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
+    """What `reader` gives, each batch with its metadata."""
     if not isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
         for batch in reader:
             yield batch, None

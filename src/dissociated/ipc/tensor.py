@@ -12,7 +12,6 @@ tensors are made around the bytes where they lie.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, permutations
@@ -21,10 +20,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.errors import FormatError, OptionError, RemoteProtocolError
 from dissociated.ipc.encapsulated import CONTINUATION, encapsulate
 from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.sink import open_sink
+from dissociated.ipc.source import sequential
 from dissociated.ipc.split import SplitMessage
+from dissociated.memory.shared import explained
 from dissociated.message import Buffer
 from dissociated.protocol.header import Header, buffer_extents, parse_header
 from dissociated.protocol.tensor import (
@@ -51,7 +53,6 @@ FORMATS = {
 
 _PIECE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
 _PREFIX = 8  # bytes before the flatbuffer
-_LEGACY_PREFIX = 4
 _METADATA_VERSION = {pa.ipc.MetadataVersion.V4: 3, pa.ipc.MetadataVersion.V5: 4}  # MetadataVersion of Schema.fbs
 _MAX_EXPANDED = 1 << 28  # bytes
 _MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
@@ -63,23 +64,24 @@ _MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
 def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None) -> int:
     """Write `tensor` as one message, and return how many bytes that took, the padding before it included.
 
-    `sink` is a path, a pyarrow.NativeFile or a buffered binary file; one that cannot tell its position is taken to
+    `sink` is a path, a pyarrow.NativeFile or a binary file; one that cannot tell its position is taken to
     stand at a multiple of 64. Of `options` count the metadata version and the legacy format. A dense tensor is
     written as it lies in memory if that is row-major or column-major, and row-major otherwise.
 
-    Raises FormatError for what is no tensor that can be written.
+    Raises FormatError for what is no tensor that can be written, OptionError for a codec, StoreError where the sink
+    takes no more.
     """
-    if isinstance(sink, (str, os.PathLike)):
-        with pa.OSFile(os.fspath(sink), "wb") as file:
-            return write_tensor(tensor, file, options)
+    options = options or WriteOptions()
     message = split_tensor(tensor, options)
-    head = encapsulate(message.header)
-    if options is not None and options.write_legacy_ipc_format:
-        padding = _PREFIX - _LEGACY_PREFIX  # so that the body stays where it is
-        head = (len(message.header) + padding).to_bytes(4, "little") + message.header + bytes(padding)
-    parts = [bytes(-_position(sink) % ALIGNMENT), head, *(message.body or ())]
-    for part in parts:
-        sink.write(part)
+    opened = open_sink(sink)
+    head = encapsulate(message.header, alignment=ALIGNMENT, legacy=options.write_legacy_ipc_format)
+    parts = [bytes(-opened.position % ALIGNMENT), head, *(message.body or ())]
+    try:
+        opened.write(parts)
+    except BaseException:
+        opened.abort()
+        raise
+    opened.close()
     return sum(map(len, parts))
 
 
@@ -90,12 +92,18 @@ def read_tensor(source: Any) -> Tensor:
     tensor's arrays lie in the buffer, in the mapped file (a path is mapped), or in what was read; only indices that
     are no 64-bit signed integers are converted to such, since pyarrow knows no others.
 
-    Raises FormatError where there is no tensor, or one that is cut off or damaged.
+    Raises FormatError where there is no tensor, or one that is cut off or damaged, StoreError where the source cannot
+    be read.
     """
-    if isinstance(source, (str, os.PathLike)):
-        source = pa.memory_map(os.fspath(source))
-    elif not isinstance(source, pa.NativeFile):
-        source = pa.PythonFile(source, "r") if hasattr(source, "read") else pa.BufferReader(source)
+    if not hasattr(source, "read"):
+        source = sequential(source, memory_map=True, pool=None)
+        if isinstance(source, pa.Buffer):
+            source = pa.BufferReader(source)
+    with explained(f"reading {source!r}"):
+        return _next_tensor(source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, "r"))
+
+
+def _next_tensor(source: pa.NativeFile) -> Tensor:
     _skip_padding(source)
     start = bytes(_take(source, 4))
     length = int.from_bytes(bytes(_take(source, 4)) if start == CONTINUATION else start, "little", signed=True)
@@ -107,13 +115,6 @@ def read_tensor(source: Any) -> Tensor:
     if not parsed.is_tensor:
         raise FormatError(f"the message is a {parsed.type.name}, no tensor: read it as an Arrow IPC stream or file")
     return join_tensor(header, cut(header, parsed, _take(source, parsed.body_length)))
-
-
-def _position(sink: Any) -> int:
-    try:
-        return int(sink.tell())
-    except (OSError, AttributeError):
-        return 0
 
 
 def _seekable(source: pa.NativeFile) -> bool:
@@ -164,9 +165,13 @@ def _damaged() -> Iterator[None]:
 def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMessage:
     """The message of `tensor`, its body borrowed from it. Within a body that is aligned to 64, so is each buffer.
 
-    The header is padded so that the body is aligned, if the encapsulated message is. Raises FormatError where the
-    tensor is such that it could not be read: libarrow makes and takes some whose index leaves them.
+    The header is padded so that the body is aligned, if the encapsulated message is. Raises OptionError for a codec,
+    and FormatError where the tensor is such that it could not be read: libarrow makes and takes some whose index
+    leaves them.
     """
+    options = options or WriteOptions()
+    if options.codec is not None:
+        raise OptionError("Arrow IPC has no compressed tensors: leave the codec out")
     header, arrays = _taken_apart(tensor)
     parts: list[Buffer] = []
     offsets, end = [], 0
@@ -179,8 +184,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
         parts.append(bytes(-end % 8))
         end += -end % 8
     header = header._replace(offsets=(*offsets,), lengths=tuple(array.nbytes for array in arrays))
-    version = (options or WriteOptions()).metadata_version
-    encoded = encode_tensor(header, end, _METADATA_VERSION[version])
+    encoded = encode_tensor(header, end, _METADATA_VERSION[options.metadata_version])
     encoded += bytes(-(len(encoded) + _PREFIX) % ALIGNMENT)
     try:
         join_tensor(encoded, arrays)

@@ -18,7 +18,7 @@ from enum import IntEnum
 
 import pyarrow as pa
 
-from dissociated.errors import RemoteProtocolError, StoreError
+from dissociated.errors import DissociatedError, RemoteProtocolError, StoreError
 from dissociated.message import Buffer
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -106,13 +106,16 @@ def _seals(descriptor: int) -> int:
         return 0  # a file system without seals
 
 
-def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
-    """Write `parts` one after the other at `offset`, in as few calls as can be. Returns the number of bytes."""
+def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int | None = None) -> int:
+    """Write `parts` one after the other at `offset`, or where the descriptor stands, in as few calls as can be.
+
+    Returns the number of bytes.
+    """
     written = 0
     for first in range(0, len(parts), _IOV_MAX):
         some = [memoryview(part).cast("B") for part in parts[first : first + _IOV_MAX] if len(part)]
         while some:
-            count = os.pwritev(descriptor, some, offset + written)
+            count = os.writev(descriptor, some) if offset is None else os.pwritev(descriptor, some, offset + written)
             written += count
             while some and count >= len(some[0]):
                 count -= len(some.pop(0))
@@ -123,9 +126,13 @@ def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn the operating system's errors while writing or mapping into a StoreError that says what to do."""
+    """Turn what a file raises into a StoreError that says what to do: the system's refusals, or that it is closed."""
     try:
         yield
+    except DissociatedError:  # some are such, too
+        raise
+    except ValueError as error:
+        raise StoreError(f"{what}: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreError(

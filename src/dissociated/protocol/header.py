@@ -151,11 +151,14 @@ def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tupl
     return flat[0::2], flat[1::2]
 
 
-def relocate(header: bytes, parsed: Header, offsets: Sequence[int], body_length: int) -> bytes:
+def relocate(
+    header: bytes, parsed: Header, offsets: Sequence[int], body_length: int, lengths: Sequence[int] | None = None
+) -> bytes:
     """A copy of the flatbuffer whose buffers lie at `offsets` within a body of `body_length` bytes.
 
-    Lengths stay. This is how bodies by reference reach libarrow: the body is then the whole region. Where the
-    flatbuffer leaves the body length out, as libarrow does for an empty batch, there is nothing to relocate.
+    Their lengths stay unless `lengths` are given. This is how bodies by reference reach libarrow: the body is then
+    the whole region. Where the flatbuffer leaves the body length out, as libarrow does for an empty batch, there is
+    nothing to relocate.
     Tensors are not relocated: their buffers are cut out of the region one by one.
     """
     if parsed.body_length_at < 0:
@@ -166,6 +169,8 @@ def relocate(header: bytes, parsed: Header, offsets: Sequence[int], body_length:
     _i64.pack_into(copy, parsed.body_length_at, body_length)
     flat = list(struct.unpack_from(f"<{2 * parsed.buffer_count}q", copy, parsed.buffers_at))
     flat[0::2] = offsets
+    if lengths is not None:
+        flat[1::2] = lengths
     struct.pack_into(f"<{len(flat)}q", copy, parsed.buffers_at, *flat)
     return bytes(copy)
 

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
 import pyarrow as pa
 
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
-from dissociated.ipc.encapsulated import END_OF_STREAM, Encapsulated, encapsulate
+from dissociated.ipc.encapsulated import Encapsulated
 from dissociated.ipc.index import Index
 from dissociated.ipc.options import WriteOptions
-from dissociated.ipc.split import SplitMessage, Splitter, split
-from dissociated.memory.region import Region, reserve_base
+from dissociated.ipc.reader import read_schema
+from dissociated.ipc.sink import DescriptorSink, Sink
+from dissociated.ipc.split import Metadata, Splitter, batches
+from dissociated.ipc.writer import EncapsulatedWriter
+from dissociated.memory.region import Region
 from dissociated.memory.shared import (
     Backing,
+    create_memfd,
     explained,
     map_read_only,
-    sealed_memfd,
+    reopen_read_only,
+    seal,
     write_parts,
 )
 from dissociated.message import Buffer, FileSpan
@@ -52,13 +57,15 @@ class Segment:
         try:
             with explained(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
-                self.region = Region(reserve_base(size), map_read_only(descriptor, size))
+                memory = map_read_only(descriptor, size)
+                # Its own addresses, since peers that fetch over a network know no others.
+                self.region = Region(memory.address, memory)
             self._memory = memoryview(self.region.memory)
             self.index = Index(self._memory)
             if not self.index or self.index[0].type is not HeaderType.SCHEMA:
                 raise FormatError("not an Arrow IPC stream: it does not begin with a schema")
-            self.schema = pa.ipc.read_schema(pa.py_buffer(encapsulate(self.index.message(0).header)))
-        except (StoreError, FormatError, pa.ArrowException, OSError) as error:  # libarrow raises OSError too
+            self.schema = read_schema(self.index.message(0).header, FormatError)
+        except (StoreError, FormatError) as error:
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
@@ -71,8 +78,11 @@ class Segment:
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
-        descriptor = sealed_memfd(name, lambda writable: _write(writable, split(reader, options), 0))
-        return cls(descriptor, name, Backing.SEALED)
+        made: list[Segment] = []
+        with SegmentWriter(partial(Memory, name, made.append), reader.schema, options) as writer:
+            for batch, metadata in batches(reader):
+                writer.write_batch(batch, metadata)
+        return made[0]
 
     @cached_property
     def messages(self) -> list[Encapsulated]:
@@ -113,90 +123,76 @@ class Segment:
         return [(start + offset, length) for offset, length in zip(offsets, lengths, strict=True)]
 
 
-def _write(descriptor: int, messages: Iterable[SplitMessage], offset: int) -> int:
-    """Write these messages as a whole stream. Returns the offset after it."""
-    for message in messages:
-        offset += write_parts(descriptor, _parts(message), offset)
-    return offset + write_parts(descriptor, [END_OF_STREAM], offset)
+class SegmentWriter(EncapsulatedWriter):
+    """Writes a segment, one copy of each batch, in one system call: to a path, or to the sink that `place` makes.
 
-
-def _parts(message: SplitMessage) -> list[Buffer]:
-    return [encapsulate(message.header), *(message.body or ())]
-
-
-class SegmentWriter:
-    """Writes an IPC stream to a new file, one copy of each batch, in one system call.
-
-    The file has a name only after `close`: a writer that is killed leaves nothing behind. Leaving the `with` by an
-    exception discards it. `reserve` is for files in the staging directory of a store, see StagedFile.
-    Raises StoreError where the file exists already or there is no space left.
+    A file, which must not exist, has a name only after `close`: a writer that is killed leaves nothing behind.
+    Aborted, it is discarded. `reserve` is for files in the staging directory of a store, see StagedFile. Messages have
+    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. Raises
+    StoreError where the path exists already or there is no space left.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        place: str | Path | Callable[[], Sink],
         schema: pa.Schema,
         options: WriteOptions | None = None,
         reserve: Reserve | None = None,
     ) -> None:
-        self.path = Path(path)
         self.rows = 0
-        self._splitter = Splitter(schema, options)
-        self._offset = 0
-        self._open = True
-        with explained(f"creating {self.path}"):
-            self._file = NewFile(self.path) if reserve is None else StagedFile(self.path, reserve)
-        try:
-            self._append([self._splitter.schema_message])
-        except BaseException:
-            self.abort()
-            raise
+        splitter = Splitter(schema, replace(options or WriteOptions(), write_legacy_ipc_format=False))
+        super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
     @property
     def nbytes(self) -> int:
-        """How long the file is so far, in bytes."""
-        return self._offset
+        """How long the segment is so far, in bytes."""
+        return self._position
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch, which must have the writer's schema."""
-        self._append(self._splitter.split(batch))
+    def write_batch(self, batch: pa.RecordBatch, custom_metadata: Metadata | None = None) -> None:
+        super().write_batch(batch, custom_metadata)
         self.rows += batch.num_rows
 
+
+class _File(Sink):
+    """A new file at `path`; see `dissociated.store.files`."""
+
+    def __init__(self, path: Path, reserve: Reserve | None) -> None:
+        self._what = f"writing {path}"
+        self._written = 0
+        self._open = True
+        with explained(f"creating {path}"):
+            self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        with explained(self._what):
+            self._file.reserve(self._written + sum(memoryview(part).nbytes for part in parts))
+            self._written += write_parts(self._file.descriptor, parts)
+
     def close(self) -> None:
-        """End the stream. The file may now be read by anyone who finds it."""
-        if not self._open:
-            return
-        try:
-            with explained(f"writing {self.path}"):
-                self._write([END_OF_STREAM])
-                self._file.commit(self._offset)
-        except BaseException:
-            self.abort()
-            raise
+        with explained(self._what):
+            self._file.commit(self._written)
         self._open = False
 
     def abort(self) -> None:
-        """Discard the file. Does nothing after `close`."""
         if self._open:
-            self._file.abort()
             self._open = False
+            self._file.abort()
 
-    def _append(self, messages: Iterable[SplitMessage]) -> None:
-        parts = [part for message in messages for part in _parts(message)]
-        with explained(f"writing {self.path}"):
-            self._write(parts)
 
-    def _write(self, parts: Sequence[Buffer]) -> None:
-        self._file.reserve(self._offset + sum(memoryview(part).nbytes for part in parts))
-        self._offset += write_parts(self._file.descriptor, parts, self._offset)
+class Memory(DescriptorSink):
+    """A memfd, which becomes a sealed segment when it is closed. `finished` is given that."""
 
-    def __enter__(self) -> SegmentWriter:
-        return self
+    def __init__(self, name: str, finished: Callable[[Segment], object]) -> None:
+        self._name = name
+        self._finished = finished
+        what = f"shared memory for {name}"
+        with explained(what):
+            descriptor = create_memfd(name)
+        super().__init__(descriptor, what)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def close(self) -> None:
+        with explained(self.what):
+            seal(self.descriptor, Backing.SEALED)
+            readable = reopen_read_only(self.descriptor)
+        self._finished(Segment(readable, self._name, Backing.SEALED))
+        super().close()

@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from dissociated.errors import LocalProtocolError, TransportError
-from dissociated.memory.region import AddressSpace
+from dissociated.memory.region import AddressSpace, Region
+from dissociated.memory.remote import Span
 from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.uri import Uri
 
@@ -44,6 +45,10 @@ class Connection(ABC):
     shares_memory: bool = False
     #: Whether parts of messages may be spans of files.
     sends_files: bool = False
+    #: Whether the peer can fetch from memory that the listener has exposed.
+    exposes_memory: bool = False
+    #: Whether this side can fetch from memory of the peer's that its URI names.
+    fetches: bool = False
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.
@@ -65,8 +70,9 @@ class Connection(ABC):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.
 
-        Returns when the parts are no longer needed. On a connection that a listener accepted, what the peer sends
-        meanwhile is kept for `receive`, so that two sides which both send cannot block each other for ever.
+        The connection may keep references to the parts until they have been sent: what lies there must not change.
+        On a connection that a listener accepted, what the peer sends meanwhile is kept for `receive`, so that two
+        sides which both send cannot block each other for ever.
         """
 
     def prepare(self, messages: Sequence[Message]) -> Any:
@@ -100,6 +106,13 @@ class Connection(ABC):
         Where the medium can tell, the peer's sends fail with ConnectionClosed. Never raises.
         """
 
+    def finish(self, timeout: float) -> None:  # noqa: B027  # most media have nothing to wait for
+        """Wait until the peer has taken what was sent, and closed the connection, where closing earlier loses some.
+
+        After `timeout` seconds of silence it returns all the same. Media whose `close` lets everything arrive do
+        not wait. Never raises.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Give the connection back. Messages already sent still arrive. Never raises."""
@@ -107,6 +120,13 @@ class Connection(ABC):
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
         """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""
         raise TransportError(f"{type(self).__name__} cannot share memory")
+
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        """Fetch (address, length, where in `memory`) from the peer, one-sided. Within `memory` they must stay.
+
+        Raises RemoteProtocolError for an address outside of what the peer's URI names, before anything is fetched.
+        """
+        raise TransportError(f"{type(self).__name__} cannot fetch")
 
     def __enter__(self) -> Connection:
         return self
@@ -121,6 +141,12 @@ class Listener(ABC):
     """Accepts connections at `uri`, which names the real port or path and has no protocol parameters."""
 
     uri: Uri
+    #: Whether peers can fetch from memory that is exposed here.
+    exposes_memory: bool = False
+
+    def expose(self, region: Region) -> Span:
+        """Let peers fetch from this memory, at its own addresses, until `region` is collected or this is closed."""
+        raise TransportError(f"{type(self).__name__} cannot expose memory")
 
     @abstractmethod
     def accept(self) -> Connection | None:

@@ -83,7 +83,6 @@ class SocketConnection(Connection):
         self._torn = False  # whether a send broke off, so that nothing may follow
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
-        self._arrived_bytes = 0
         self._accepted = accepted
         self._pid = os.getpid()
         self._silence = 0.0  # the deadline that the kernel knows
@@ -109,8 +108,6 @@ class SocketConnection(Connection):
         while True:
             if self._arrived:
                 frame: Frame | None = self._arrived.popleft()
-                if not self._arrived:
-                    self._arrived_bytes = 0
                 assert frame is not None
                 self._arrived_bytes -= _OVERHEAD + len(frame.payload)
             else:

@@ -1,0 +1,342 @@
+"""A connection over a medium that delimits and tags messages by itself, so that nothing is framed here.
+
+What such media have in common: sending is asynchronous, nothing moves unless somebody lets the medium work, and there
+is one descriptor to wait on. Two threads may use a connection, one that sends and one that receives; whichever has to
+wait lets the medium work for both.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    DissociatedError,
+    RemoteError,
+    RemoteProtocolError,
+    TransportError,
+)
+from dissociated.message import Buffer, Incoming, Message
+from dissociated.transport.base import Allocate, Connection
+
+#: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
+MAX_IN_FLIGHT = 1 << 26
+#: Bytes of messages kept that arrived while sending.
+_MAX_ARRIVED = 1 << 20
+_OVERHEAD = 256  # bytes that keeping a message takes beside its own
+_LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
+_ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
+_CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
+_LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
+_NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
+
+
+class Waker:
+    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.RLock()  # a finalizer may interrupt its owner
+        self._open = True
+
+    def set(self) -> None:
+        """Wake, now or when somebody next sleeps."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Forget what was set."""
+        os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            self._open = False
+            os.close(self.descriptor)
+
+
+class UnderWay(NamedTuple):
+    """A message that is being sent: what the medium calls it, its size, and the memory that must stay."""
+
+    request: Any
+    size: int
+    keep: Any
+
+
+class NativeConnection(Connection):
+    """See the module. Everything that a subclass implements is called with the lock held, but `_sleep`."""
+
+    def __init__(self, peer: str, accepted: bool) -> None:
+        super().__init__()
+        self._peer = peer
+        self._accepted = accepted
+        self._lock = threading.Condition(threading.Lock())
+        self._moving = False  # whether there is a thread for what is under way while nobody waits for it
+        self._asleep = False  # whether a thread waits for the medium, and wakes the other
+        self._under_way: deque[UnderWay] = deque()
+        self._in_flight = 0  # bytes
+        self._arrived: deque[Incoming] = deque()
+        self._arrived_bytes = 0
+        self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
+        self._reason: str | None = None  # that the peer gave for giving up
+        self._gone = False  # the peer, or the way to it
+        self._ended_at = 0.0  # when that was noticed, or the reason arrived
+        self._stopped = False
+        self._interrupted = False
+        self._closed = False
+        self._waker = Waker()
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self._peer}>"
+
+    # What a medium does
+
+    @abstractmethod
+    def _progress(self) -> bool:
+        """Let the medium work for a moment. Whether anything happened."""
+
+    @abstractmethod
+    def _arm(self) -> bool:
+        """Prepare to sleep. False if there is something to do first."""
+
+    @abstractmethod
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until the medium, or `_waker`, has something to tell."""
+
+    @abstractmethod
+    def _start(self, message: Any) -> None:
+        """Begin to send a prepared message."""
+
+    @abstractmethod
+    def _complete(self, request: Any) -> bool:
+        """Whether sending a message has ended, well or, where the peer is gone, not; then `request` is forgotten."""
+
+    @abstractmethod
+    def _waiting(self) -> bool:
+        """Whether the medium holds a message for us."""
+
+    @abstractmethod
+    def _take(self, allocate: Allocate) -> bool:
+        """Take in messages that the medium holds, by `_arrive`. Whether some are still on their way."""
+
+    @abstractmethod
+    def _tell(self, reason: str) -> bool:
+        """Send the reason for giving up. False if the peer does not know what that is."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give everything back to the medium, within moments. What was under way may be dropped after that."""
+
+    # What that makes
+
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        with self._lock:
+            for message in self.prepare(messages):
+                if self._under_way:
+                    self._settle_below(MAX_IN_FLIGHT - message.size, timeout)
+                self._check_open()
+                self._start(message)
+            if not self._accepted:
+                self._settle_below(0, timeout)
+            elif self._under_way:
+                self._progress()
+                self._settle()
+                self._keep_moving()
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        with self._lock:
+            on_its_way = False
+
+            def ready() -> bool:
+                nonlocal on_its_way
+                if not self._arrived:
+                    on_its_way = self._take(allocate)
+                if self._arrived or self._stopped or self._interrupted or self._broken:
+                    return True
+                return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _LAST_TIMEOUT)
+
+            if not self._drive(ready, timeout):
+                raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
+            if self._stopped:
+                return None
+            if self._interrupted:
+                raise ConnectionClosed("this side closed the connection")
+            if self._arrived:
+                incoming = self._arrived.popleft()
+                self._arrived_bytes -= _OVERHEAD + len(incoming.data)
+                return incoming
+            if self._broken is not None:
+                raise self._broken
+            if self._reason is not None:
+                raise RemoteError(self._reason or f"{self._peer} gave up and did not say why")
+            if on_its_way:
+                raise ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
+            return None
+
+    def arrived(self) -> bool:
+        with self._lock:
+            if self._closed:
+                return True
+            if not self._arrived:
+                self._progress()
+            return bool(self._arrived or self._ended or self._stopped or self._interrupted) or self._waiting()
+
+    def finish(self, timeout: float) -> None:
+        # Closing while the last messages are in the network, or in the peer's queue, would lose them.
+        with self._lock:
+            self._drive(lambda: self._gone or self._interrupted, timeout)
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._drive(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
+            if not (self._gone or self._interrupted) and self._tell(reason):
+                self._drive(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self._waker.set()
+
+    def stop_receiving(self) -> None:
+        self._stopped = True
+        self._waker.set()
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return  # a process that was forked has no part in the connection
+        with self._lock:
+            if self._closed:
+                return
+            if not self._interrupted:
+                self._drive(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
+            self._closed = self._interrupted = True
+            while self._asleep or self._moving:
+                self._waker.set()
+                self._lock.notify_all()
+                self._lock.wait()
+            self._release()
+            self._under_way.clear()
+            self._arrived.clear()
+            self._waker.close()
+
+    @property
+    def _ended(self) -> bool:
+        return self._gone or self._reason is not None
+
+    def _check_open(self) -> None:
+        if self._interrupted or self._closed:
+            raise ConnectionClosed("this side closed the connection")
+        if self._gone:
+            raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
+
+    def _settle_below(self, limit: int, timeout: float) -> None:
+        """Wait until at most `limit` bytes, or nothing, are under way, taking in meanwhile what a client sends."""
+
+        def settled() -> bool:
+            if not self._under_way or self._in_flight <= limit > 0:
+                return True
+            if self._accepted:
+                self._take(refuse)
+                if self._arrived_bytes > _MAX_ARRIVED:
+                    raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+            return self._gone or self._interrupted
+
+        if not self._drive(settled, timeout):
+            raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+        self._check_open()
+
+    def _keep_moving(self) -> None:
+        """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
+        if not self._moving:
+            self._moving = True
+            threading.Thread(target=self._move, name="move", daemon=True).start()
+        elif self._asleep:
+            self._waker.set()
+        else:
+            self._lock.notify_all()
+
+    def _move(self) -> None:
+        with self._lock:
+            try:
+                while not self._interrupted and not self._gone:
+                    if not self._under_way:
+                        self._lock.wait(_LOOK_AGAIN)
+                    else:
+                        self._drive(lambda: not self._under_way or self._gone or self._interrupted, _LOOK_AGAIN)
+            except TransportError:
+                pass  # whoever uses the connection next hears of it
+            finally:
+                self._moving = False
+                self._lock.notify_all()
+
+    def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            if self._closed:
+                raise ConnectionClosed("this side closed the connection")
+            if self._progress():
+                self._settle()
+                deadline = time.monotonic() + timeout
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._wait(min(left, _NO_WAKE if self._ended else _LOOK_AGAIN))
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        if self._asleep:
+            self._lock.wait(seconds)
+            return
+        if not self._arm():
+            return
+        self._asleep = True
+        self._lock.release()
+        try:
+            self._sleep(seconds)
+        finally:
+            self._lock.acquire()
+            self._asleep = False
+            self._lock.notify_all()
+
+    def _settle(self) -> None:
+        """Forget what has been sent. The oldest goes first, which is how they complete but for a few."""
+        while self._under_way and self._complete(self._under_way[0].request):
+            self._in_flight -= self._under_way.popleft().size
+        if self._asleep:
+            self._waker.set()
+
+    def _posted(self, request: Any, size: int, keep: Any) -> None:
+        """A message is under way, and `keep` must stay as it is until it has been sent."""
+        self._under_way.append(UnderWay(request, size, keep))
+        self._in_flight += size
+
+    def _arrive(self, incoming: Incoming) -> None:
+        self._arrived.append(incoming)
+        self._arrived_bytes += _OVERHEAD + len(incoming.data)
+
+    def _lose(self) -> None:
+        """The peer is gone."""
+        self._gone, self._ended_at = True, time.monotonic()
+
+    def _give_up(self, reason: str) -> None:
+        """The peer told why it gives up."""
+        self._reason, self._ended_at = reason, time.monotonic()
+
+
+def refuse(tag: int | None, length: int) -> Buffer:
+    """Allocate for what may arrive while this side sends, which is little."""
+    if length > _MAX_ARRIVED:
+        raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
+    return bytearray(length)

@@ -1,0 +1,362 @@
+"""Peers over UCX that are killed or stopped, for real, at each stage of a stream; and peers that break the rules."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import struct
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+import ucx_peer
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
+from dissociated.transport.ucx import UcxConnection
+
+from .conftest import Good, wait_until
+from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
+from .peer import PATIENCE
+from .test_death import CLIENT, Reading, line
+
+Serve = Callable[..., Good]
+Spawn = Callable[..., subprocess.Popen[str]]
+
+PEER = str(Path(ucx_peer.__file__))
+SILENCE = 0.3  # seconds
+MODES = ["peer", "none"]
+
+LARGE = pa.table({"n": pa.array(range(1 << 21), pa.int64())})
+
+
+def metadata(sequence: int, header: bytes) -> list[object]:
+    return ["am", (struct.pack("<BI", 1, sequence) + header).hex()]
+
+
+SCHEMA, META, END = metadata(0, SCHEMA_HEADER), metadata(1, BATCH_HEADER), ["am", struct.pack("<BI", 0, 2).hex()]
+
+#: How far a server comes before its end, as steps of `ucx_peer.play`.
+SERVER_STAGES: dict[str, list[list[object]]] = {
+    "accepted": [],
+    "after want_data": [["read", 1]],
+    "after the schema": [["read", 1], SCHEMA],
+    "between metadata and body": [["read", 1], SCHEMA, META],
+    "before the end of stream": [["read", 1], SCHEMA, META, ["tag", 1, BODY.hex()]],
+    "before a body that the end of stream overtook": [["read", 1], SCHEMA, META, END],
+}
+
+
+def start_server(spawn: Spawn, mode: str, steps: list[list[object]]) -> tuple[subprocess.Popen[str], str]:
+    process = spawn(PEER, "server", mode, say=json.dumps([*steps, ["reached"], ["hold"]]))
+    return process, line(process)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", SERVER_STAGES)
+def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
+    process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
+    reading = Reading(uri, PATIENCE)
+    assert line(process) == "reached"
+    process.kill()
+    process.wait(PATIENCE)
+    failure = reading.failure()
+    if stage == "accepted" and type(failure) is TransportError:  # in time to end connecting
+        assert "connecting to" in str(failure)
+    else:
+        assert type(failure) in (ConnectionClosed, RemoteProtocolError), failure
+        assert "closed the" in str(failure)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", SERVER_STAGES)
+def test_server_is_stopped(spawn: Spawn, stage: str, mode: str) -> None:
+    process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
+    reading = Reading(uri, SILENCE)
+    assert line(process) == "reached"
+    process.send_signal(signal.SIGSTOP)
+    failure = reading.failure()
+    assert type(failure) is DeadlineExceeded, failure
+    assert f"{SILENCE:g} s" in str(failure)
+
+
+SERVER = """
+import sys
+import pyarrow as pa
+import dissociated as dis
+server = dis.Server([sys.argv[1]], catalog=None)
+server.publish("large", pa.table({"n": pa.array(range(1 << 24), pa.int64())}))
+print(server.ticket("large").hex(), server.locations("large")[0], flush=True)
+sys.stdin.readline()
+"""
+
+
+class Slow:
+    """Supplies memory for a body, and has the server ended before any of it can arrive."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+        from dissociated.stream import Stream
+
+        allocate = Stream._allocate
+
+        def allocating(stream: Stream, tag: int | None, length: int) -> object:
+            then()
+            return allocate(stream, tag, length)
+
+        monkeypatch.setattr(Stream, "_allocate", allocating)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_real_server_ends_inside_a_body(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, mode: str, by: signal.Signals
+) -> None:
+    process = spawn("-c", SERVER, f"ucx:?err_mode={mode}")
+    ticket, uri = line(process).split()
+
+    def end() -> None:
+        process.send_signal(by)
+        if by is signal.SIGKILL:
+            process.wait(PATIENCE)
+
+    Slow(monkeypatch, end)
+    with pytest.raises((ConnectionClosed, RemoteProtocolError, DeadlineExceeded)) as raised:
+        dis.open_stream(uri, bytes.fromhex(ticket), timeout=SILENCE).read_all()
+    if by is signal.SIGSTOP and mode == "peer":  # shared memory can be read although its owner is stopped
+        assert isinstance(raised.value, DeadlineExceeded)
+    if by is signal.SIGKILL:
+        assert not isinstance(raised.value, DeadlineExceeded)
+
+
+def client_stages(uri: str, ticket: bytes) -> dict[str, list[list[object]]]:
+    want = dict(one.split("=") for one in uri.partition("?")[2].split("&"))["want_data"]
+    request = ["tag", int(want), ticket.hex()]
+    return {"before want_data": [], "after want_data": [request], "within the stream": [request, ["read", 1]]}
+
+
+STAGES = list(client_stages("ucx:?want_data=1", b""))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_client_ends(serve: Serve, spawn: Spawn, mode: str, stage: str, by: signal.Signals) -> None:
+    limit = 60.0 if by is signal.SIGKILL else SILENCE
+    good = serve(f"ucx:?err_mode={mode}", handshake_timeout=max(limit, 1.0), stall_timeout=limit)
+    good.server.publish("large", LARGE)
+    (uri,) = good.server.locations("large")
+    steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["sleep"]]
+    process = spawn(PEER, "client", uri, say=json.dumps(steps))
+    assert line(process) == "reached"
+    process.send_signal(by)
+    if by is signal.SIGKILL:
+        process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_real_client_is_killed_within_a_live_stream(serve: Serve, spawn: Spawn, mode: str) -> None:
+    batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
+    good = serve(f"ucx:?err_mode={mode}")
+    good.server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1))))
+    (uri,) = good.server.locations("live")
+    process = spawn("-c", CLIENT, uri, good.server.ticket("live").hex(), "3")
+    assert line(process) == "reached"
+    good.check()
+    assert good.server.connections >= 1
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_client_is_killed_before_it_gives_addresses_back(serve: Serve, spawn: Spawn, mode: str) -> None:
+    good = serve(f"ucx:?err_mode={mode}", allow_rma=True)
+    (uri,) = good.server.locations("good")
+    request = client_stages(uri, good.server.ticket("good"))["after want_data"]
+    process = spawn(PEER, "client", uri, say=json.dumps([*request, ["stream"], ["reached"], ["sleep"]]))
+    assert line(process) == "reached"
+    assert good.server.connections == 1, "the server waits for its addresses"
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_server_ends_before_its_memory_is_fetched(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, mode: str, by: signal.Signals
+) -> None:
+    process = spawn("-c", SERVER, f"ucx:?err_mode={mode}&rma=allow")
+    ticket, uri = line(process).split()
+    fetch = UcxConnection.fetch
+
+    def fetching(*arguments: object) -> None:
+        process.send_signal(by)
+        if by is signal.SIGKILL:
+            process.wait(PATIENCE)
+        fetch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(UcxConnection, "fetch", fetching)
+    # Where memory can be reached without its owner's help, that may be asleep.
+    reachable = mode == "none" and by is signal.SIGSTOP
+    gone = (ConnectionClosed, RemoteProtocolError)
+    expected = nullcontext() if reachable else pytest.raises(gone if by is signal.SIGKILL else DeadlineExceeded)
+    with expected:
+        dis.open_stream(uri, bytes.fromhex(ticket), timeout=SILENCE, allow_rma=True).read_all()
+
+
+def test_addresses_outside_of_what_the_uri_names_are_not_fetched(serve: Serve) -> None:
+    good = serve("ucx:", allow_rma=True)
+    (uri,) = good.server.locations("good")
+    before, _, spans = uri.partition("remote_memory=")
+    base, _, rest = spans.partition("-")
+    moved = f"{before}remote_memory={int(base, 16) + (1 << 20):x}-{rest}"
+    with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
+        dis.open_stream(moved, good.server.ticket("good"), allow_rma=True).read_all()
+
+
+#: Says how far it has come, and at its end how much memory it ever had, in kB.
+STREAMING = """
+import re, sys
+import numpy as np
+import pyarrow as pa
+import dissociated as dis
+
+COUNT, ROWS = 256, 1 << 20
+
+def source():
+    for number in range(COUNT):
+        print(number, flush=True)
+        yield pa.record_batch({"n": np.full(ROWS, number)})
+
+schema = pa.schema([("n", pa.int64())])
+with dis.Server([sys.argv[1]], catalog=None) as server:
+    server.publish("stream", lambda: pa.RecordBatchReader.from_batches(schema, source()))
+    print(server.ticket("stream").hex(), server.locations("stream")[0], flush=True)
+    sys.stdin.readline()
+    print(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_server_of_a_slow_client_stays_small(spawn: Spawn, mode: str) -> None:
+    # 2 GB, of which the server may have 64 MB under way.
+    process = spawn("-c", STREAMING, f"ucx:?err_mode={mode}")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    ticket, uri = line(process).split()
+    reader = dis.open_stream(uri, bytes.fromhex(ticket))
+    first = reader.read_next_batch()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    produced = 0
+    while poll.poll(500):  # the client sleeps, until the server has had enough
+        produced = int(line(process))
+    assert 0 < produced < 20
+    drain = threading.Thread(target=lambda: [line(process) for _ in range(255 - produced)])
+    drain.start()
+    assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(256))
+    drain.join(PATIENCE)
+    process.stdin.write("end\n")
+    assert int(line(process)) < 500_000
+
+
+def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:
+    good = serve("ucx:")
+    script = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
+    good.server.publish("large", pa.Table.from_batches([pa.record_batch({"n": range(1 << 16)})] * 40))
+    (uri,) = good.server.locations("large")
+    process = spawn("-c", script, uri, good.server.ticket("large").hex(), "1")
+    assert line(process) == "reached"
+    process.send_signal(signal.SIGSTOP)
+    good.check()
+    process.send_signal(signal.SIGCONT)
+    assert line(process) == str(39 << 16)
+    assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn, mode: str) -> None:
+    good = serve(f"ucx:?err_mode={mode}")
+    (uri,) = good.server.locations("good")
+    process = spawn("-c", CLIENT.replace("sys.stdin.read()", ""), uri, good.server.ticket("good").hex(), "1")
+    assert line(process) == "reached"
+    assert process.wait(PATIENCE) == 0
+    wait_until(good.alone, "the server has noticed")
+
+
+def test_server_ends_while_clients_read(spawn: Spawn) -> None:
+    process = spawn("-c", SERVER, "ucx:")
+    ticket, uri = line(process).split()
+    reader = dis.open_stream(uri, bytes.fromhex(ticket), timeout=PATIENCE)
+    assert process.stdin is not None
+    process.stdin.write("end\n")
+    assert process.wait(PATIENCE) == 0
+    with pytest.raises((ConnectionClosed, RemoteProtocolError), match="closed the"):
+        reader.read_all()
+
+
+# Servers that break the rules
+
+BAD: dict[str, tuple[list[list[object]], str]] = {
+    "a body twice": ([SCHEMA, ["tag", 1, BODY.hex()], ["tag", 1, BODY.hex()]], "twice"),
+    "an unknown kind of body": ([SCHEMA, META, ["tag", 2 << 56 | 1, BODY.hex()]], "unknown kind 2"),
+    "reserved bits": ([SCHEMA, META, ["tag", 1 << 40 | 1, BODY.hex()]], "reserved bits"),
+    "a body of another length": ([SCHEMA, META, ["tag", 1, BODY[:-8].hex()]], "7992 bytes"),
+    "addresses": ([SCHEMA, META, ["tag", 1 << 56 | 1, struct.pack("<6Q", 8000, 2, 0, 0, 64, 8000).hex()]], "address"),
+    "an unknown kind of metadata": ([["am", "0200000000"]], "unknown kind 2"),
+    "half a prefix": ([["am", "0100"]], "the prefix alone has 5"),
+    "garbage": ([metadata(0, b"\xff" * 100)], "no Arrow IPC message"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_server_breaks_a_rule(spawn: Spawn, what: str) -> None:
+    steps, complaint = BAD[what]
+    process, uri = start_server(spawn, "peer", [["read", 1], *steps])
+    reading = Reading(uri, PATIENCE)
+    failure = reading.failure()
+    assert type(failure) is RemoteProtocolError, failure
+    assert complaint in str(failure)
+    assert line(process) == "reached"
+
+
+# Clients that break them
+
+
+@pytest.mark.parametrize("tag", [0, 1 << 56, 7])
+def test_client_sends_an_unknown_tag(serve: Serve, spawn: Spawn, tag: int) -> None:
+    good = serve("ucx:")
+    process = spawn(
+        PEER, "client", good.server.locations("good")[0], say=json.dumps([["tag", tag, "00"], ["reached"], ["hold"]])
+    )
+    assert line(process) == "reached"
+    wait_until(good.alone, "the server has closed the connection")
+    assert process.wait(PATIENCE) == 0  # it has been told
+
+
+def test_client_sends_too_much_before_it_is_served(serve: Serve, spawn: Spawn) -> None:
+    good = serve("ucx:")
+    (uri,) = good.server.locations("good")
+    for steps in ([["tag", 1, bytes(1 << 20).hex()]], [["am", bytes(1 << 18).hex()]]):
+        process = spawn(PEER, "client", uri, say=json.dumps([*steps, ["reached"], ["hold"]]))
+        wait_until(good.alone, "the server has closed the connection")
+        process.wait(PATIENCE)
+
+
+def test_many_connections_that_say_nothing_keep_nobody_out(serve: Serve, spawn: Spawn) -> None:
+    good = serve("ucx:", handshake_timeout=1.0)
+    (uri,) = good.server.locations("good")
+    processes = [spawn(PEER, "client", uri, say=json.dumps([["reached"], ["hold"]])) for _ in range(4)]
+    for process in processes:
+        assert line(process) == "reached"
+    good.check()
+    for process in processes:
+        assert process.wait(PATIENCE) == 0
+    assert threading.active_count() < 20
