@@ -376,7 +376,9 @@ def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
     return {"node": place.node, "segment": name}
 
 
-def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(memory: Path, tmp_path: Path, start: Start) -> None:
+def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
     listen = f"grpc://127.0.0.1:{free_port()}"
     catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen, "--retain", "0.001")
     catalog = start(*catalog_arguments)

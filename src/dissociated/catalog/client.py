@@ -375,5 +375,5 @@ def _select(reader: pa.RecordBatchReader, columns: Sequence[str]) -> pa.RecordBa
 def _sentence(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    text = text.partition(". Detail: Python exception")[0].strip()
+    text = text.partition(". Detail: Python exception")[0].removesuffix(". Detail: Failed").strip()
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

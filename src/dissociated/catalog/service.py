@@ -55,7 +55,14 @@ from dissociated.catalog.messages import (
     plain_part,
 )
 from dissociated.dataset import Dataset, LiveDataset
-from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, TransportError, UriError
+from dissociated.errors import (
+    CatalogError,
+    DatasetNotFound,
+    DeadlineExceeded,
+    DissociatedError,
+    TransportError,
+    UriError,
+)
 from dissociated.store.stage import boot_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
 from dissociated.uri import Uri
@@ -138,7 +145,10 @@ class CatalogService:
             if isinstance(stock, StoreStock):
                 self._serve_store(stock)
             if self._outer is not None:
-                self._register()
+                try:
+                    self._register()
+                except (CatalogError, DeadlineExceeded) as error:
+                    _log.warning("%s: %s; it will be told later", self.uri, error)
             undo.pop_all()
         self._flight.ready.set()
         # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
@@ -240,30 +250,32 @@ class CatalogService:
         if self._stock is None:
             return
         if unwanted is None:
-            unwanted = self._database.unwanted(self.node.id, self._announced()[1])
+            unwanted = self._database.unwanted(self.node.id, self._announced(prepared=True)[1])
         if unwanted:
             self._forget(unwanted)
             self._stock.remove(unwanted)
             self._database.released(unwanted)
 
-    def _announced(self) -> tuple[int, list[Announced]]:
-        """What is in the store, and a serial that is not lower than those of all of it."""
+    def _announced(self, prepared: bool = False) -> tuple[int, list[Announced]]:
+        """What is in the store, or only what was `prepared` there, and a serial that all of it was made before."""
         if not isinstance(self._stock, StoreStock):
             return 0, []
         serial = self._stock.serial()
         found = []
         for version in self._stock.versions():
+            if prepared and not version.prepared:
+                continue
             try:
-                prepared = self._stock.of(version)
+                served = self._stock.of(version)
             except DissociatedError as error:
                 _log.debug("%s: %s", version.name, error)  # it cannot be read, or is gone since
                 continue
             found.append(
                 Announced(
-                    self._part(prepared),
+                    self._part(served),
                     version.name,
                     version.key,
-                    _encoded(prepared.dataset.schema),
+                    _encoded(served.dataset.schema),
                     version.created,
                     version.prepared,
                     version.whole,
