@@ -266,16 +266,16 @@ class CatalogService:
             if prepared and not version.prepared:
                 continue
             try:
-                served = self._stock.of(version)
+                schema = _encoded(self._stock.of(version).dataset.schema)
             except DissociatedError as error:
-                _log.debug("%s: %s", version.name, error)  # it cannot be read, or is gone since
-                continue
+                _log.warning("%s is in the store and cannot be read now: %s", version.name, error)
+                schema = b""
             found.append(
                 Announced(
-                    self._part(served),
+                    Part(version.id, self.node.id, version.ticket, version.rows, version.nbytes, 0, version.number),
                     version.name,
                     version.key,
-                    _encoded(served.dataset.schema),
+                    schema,
                     version.created,
                     version.prepared,
                     version.whole,
