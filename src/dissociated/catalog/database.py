@@ -311,9 +311,11 @@ class Database:
         append: bool = False,
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
+        created: float | None = None,
     ) -> int:
         """Make these parts the dataset `name`, or with `append` more of it. A repeated `key` changes nothing.
 
+        `created` is when that was, if not now; `ttl` counts from then.
         Returns the number of the version. Raises CatalogError for parts of unknown nodes, and for another schema than
         that of what is appended to.
         """
@@ -321,7 +323,7 @@ class Database:
             done = self._all("SELECT version FROM commits WHERE key = ?", key)
             if done:
                 return int(done[0]["version"])
-            return self._publish(name, key, append, schema, parts, tags or {}, ttl, now)
+            return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now)
 
     def _publish(
         self,
