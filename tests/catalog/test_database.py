@@ -123,12 +123,14 @@ def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Datab
 
 
 def test_a_time_to_live(database: Database, clock: Clock) -> None:
+    database.publish("d", "0", SCHEMA, [part("0")])
+    database.find("d", promise=60)
     database.publish("d", "1", SCHEMA, [part("1")], ttl=10)
     clock.now += 9.9
     assert database.find("d", promise=60).expires == 1010.0
     clock.now += 0.2
-    assert database.datasets() == []
-    assert database.unwanted("a") == ["1"]
+    assert database.datasets() == database.versions("d") == []  # with what it replaced: that shall not come back
+    assert database.unwanted("a") == ["0", "1"]
 
 
 def test_drop(database: Database) -> None:

@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Announced:
-    """A version in the store of a node, as the node tells it."""
+    """A version in the store of a node, as the node tells it. `schema` is empty where it cannot be read now."""
 
     part: Part
     name: str
@@ -184,7 +184,10 @@ class Database:
     def _expire(self, now: float) -> None:
         """Forget what is over: datasets by their time to live, replaced versions when nobody was promised more."""
         run = self._connection.execute
-        over = "(replaced IS NULL AND expires <= :now) OR (replaced IS NOT NULL AND promised <= :now)"
+        over = (
+            "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= :now)"
+            " OR (replaced IS NOT NULL AND promised <= :now)"
+        )
         if run(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", {"now": now}).fetchone():
             run(f"DELETE FROM versions WHERE {over}", {"now": now})
 
@@ -219,7 +222,7 @@ class Database:
                 if row["id"] not in there:
                     self._lose(row["id"])
             for one in sorted(announced, key=lambda one: one.created):
-                if one.whole and not one.prepared and not self._known(one):
+                if one.whole and not one.prepared and one.schema and not self._known(one):
                     newer = self._all(
                         "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND created > ?",
                         one.name,
@@ -308,9 +311,11 @@ class Database:
         append: bool = False,
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
+        created: float | None = None,
     ) -> int:
         """Make these parts the dataset `name`, or with `append` more of it. A repeated `key` changes nothing.
 
+        `created` is when that was, if not now; `ttl` counts from then.
         Returns the number of the version. Raises CatalogError for parts of unknown nodes, and for another schema than
         that of what is appended to.
         """
@@ -318,7 +323,7 @@ class Database:
             done = self._all("SELECT version FROM commits WHERE key = ?", key)
             if done:
                 return int(done[0]["version"])
-            return self._publish(name, key, append, schema, parts, tags or {}, ttl, now)
+            return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now)
 
     def _publish(
         self,

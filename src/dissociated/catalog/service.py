@@ -199,9 +199,7 @@ class CatalogService:
         stock.lost = self._lost
         stock.moved = self._moved
         versions = stock.versions()
-        replaced = {}
-        for version in versions:
-            replaced[version.name] = version.created
+        replaced = {version.name: version.created for version in versions}
         for version in versions:
             try:
                 prepared = stock.of(version)
@@ -216,7 +214,8 @@ class CatalogService:
                     _encoded(prepared.dataset.schema),
                     [self._part(prepared)],
                     tags=version.tags,
-                    ttl=None if version.ttl is None else version.created + version.ttl - time.time(),
+                    ttl=version.ttl,
+                    created=version.created,
                 )
                 if replaced[version.name] > version.created and replaced[version.name] + self.retain > time.time():
                     self._database.find(version.name, promise=self.retain)

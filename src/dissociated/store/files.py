@@ -13,7 +13,7 @@ from typing import TypeAlias
 #: What a file is called that is being written.
 PART = ".part"
 
-_GRANULE = 1 << 22  # bytes that are reserved ahead
+_GRANULE = 1 << 16  # bytes that are reserved ahead
 _MAX_GRANULE = 1 << 26
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from dissociated.dataset import SegmentsDataset
-from dissociated.errors import SourceError
+from dissociated.errors import SourceError, StoreError
 from dissociated.ipc.options import WriteOptions
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.shelf import Version
@@ -165,12 +165,17 @@ class StoreStock(Stock):
         return self._store.reserve(name, size, wish)
 
     def prepare(self, wanted: Wanted) -> Prepared:
+        append = wanted.append and wanted.before is not None
+        if append and self._store.by_key(wanted.key) is None:
+            current = self._store.current(wanted.name)
+            if current is None or self.of(current).dataset is not wanted.before:
+                raise StoreError(f"{wanted.name!r} does not lie in this store, so nothing can be appended to it")
         version = self._store.commit(
             wanted.name,
             wanted.staged,
             key=wanted.key,
             schema=wanted.schema,
-            append=wanted.append and wanted.before is not None,
+            append=append,
             prepared=not wanted.whole,
             tags=wanted.tags,
             ttl=wanted.ttl,

@@ -113,6 +113,8 @@ class Store:
             self._warm = _WARM if _in_memory(self._shelf.directory) else 0
             self._versions: dict[str, tuple[Version, Shelf]] = {}
             self._serial = 0
+            #: what is committed here and on disk; None where that has changed since it was looked at
+            self._sizes: tuple[dict[int, int], dict[int, int]] | None = None
             self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
             for shelf in (self._shelf, *([self._disk] if self._disk else ())):  # what is on disk was moved there
                 self._versions.update({version.id: (version, shelf) for version in shelf.committed()})
@@ -175,8 +177,10 @@ class Store:
         """What it takes now."""
         with self._lock:
             shelf = self._shelf
-            committed, staged, trash = _sizes(shelf.segments), _sizes(shelf.staging), _sizes(shelf.trash)
-            spilled = _sizes(self._disk.segments) if self._disk else {}
+            if self._sizes is None:
+                self._sizes = _sizes(shelf.segments), _sizes(self._disk.segments) if self._disk else {}
+            committed, spilled = self._sizes
+            staged, trash = _sizes(shelf.staging), _sizes(shelf.trash)
             staged = {inode: size for inode, size in staged.items() if inode not in committed}
             trash = {inode: size for inode, size in trash.items() if inode not in committed and inode not in staged}
         return Usage(self.limit, *(sum(sizes.values()) for sizes in (committed, staged, trash, spilled)))
@@ -351,6 +355,8 @@ class Store:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
         self._versions[version.id] = version, self._shelf
+        if self._sizes is not None:
+            self._sizes[0].update(_sizes(self._shelf.segments / version.id))
 
     def _copy(self, source: Path, target: Path) -> None:
         """One file, room for it reserved."""
@@ -391,6 +397,7 @@ class Store:
         with self._lock:
             for version in versions:
                 found = self._versions.pop(version.id, None)
+                self._sizes = None
                 if found is not None:
                     with explained(f"removing {version.name!r} from {self.directory}"):
                         found[1].remove(version)
@@ -410,6 +417,7 @@ class Store:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
             self._versions[version.id] = version, self._disk
+            self._sizes = None
             self._segments.pop(version.id, None)
             self._shelf.remove(version)
 
