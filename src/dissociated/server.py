@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dissociated.access import Authorize, Granted, Ticket, security
-from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, column_positions, dataset, only
+from dissociated.broadcast import Broadcast, Live
+from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, confined, dataset
 from dissociated.errors import (
     AccessDenied,
     ConnectionClosed,
@@ -27,6 +28,7 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
+from dissociated.protocol.selection import MAGIC, PARAMETER, Selection, parse_identifier
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.status import Activity, ServerStatus, Tally
 from dissociated.store.segment import Memory, Segment, SegmentWriter
@@ -44,6 +46,7 @@ _log = logging.getLogger(__name__)
 _ANY_INTERFACE = ("0.0.0.0", "::")
 _APART = (Streams.METADATA, Streams.BODIES)
 _JOIN_TIMEOUT = 5.0
+_PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 _PAUSE = 0.2  # seconds, before the next try to accept
 
 
@@ -56,8 +59,9 @@ class Server:
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
 
-    With `allow_rma`, clients over `ucx:` that ask for it fetch bodies from this process's memory by themselves. UCX
-    then lets every client that connects read and write all of that memory: only for networks and peers you trust.
+    With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
+    themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
+    published: only for networks and peers you trust.
 
     With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
     other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
@@ -119,7 +123,7 @@ class Server:
                 uri = Uri.parse(text)
                 if uri.scheme == "tls" and certificate is not None:
                     uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
-                if allow_rma and uri.scheme == "ucx":
+                if allow_rma and uri.scheme in ("ucx", "fabric"):
                     uri = uri.with_parameters(rma="allow")
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
@@ -149,17 +153,29 @@ class Server:
         *,
         options: WriteOptions | None = None,
         ticket: bytes | None = None,
+        live: Live | None = None,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
         alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
         with, or if tickets are signed what they are signed for; left out, it is random. Two servers that publish the
-        same source with one ticket can share the work: metadata from one, bodies from the other. Raises SourceError
-        or StoreError where the source cannot be read, FormatError where it cannot be written with these options.
+        same source with one ticket can share the work: metadata from one, bodies from the other.
+
+        With `live` the source is read once, for all clients together, each of which has its own place in the stream;
+        otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
+
+        Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
+        these options.
         """
-        made = dataset(name, source, options)
+        made = (
+            dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)
+        )
         if ticket is not None:
+            if ticket.startswith(MAGIC):
+                raise DissociatedError(
+                    f"a ticket may not begin with {MAGIC!r}: by that, selections of columns are told"
+                )
             made.ticket = ticket
         with self._changing:
             self._adopt(made)
@@ -216,15 +232,19 @@ class Server:
                 self._datasets[held.name] = held
 
     def let_go(self, held: Dataset) -> None:
-        """Serve `held` no more; streams of it go on."""
+        """Serve `held` no more; streams of it go on, but for a live one."""
         with self._lock:
             if self._by_identifier.get(held.ticket) is held:
                 del self._by_identifier[held.ticket]
             if self._datasets.get(held.name) is held:
                 del self._datasets[held.name]
+        held.drop()
 
     def drop(self, name: str) -> None:
-        """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
+        """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
+
+        The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
+        """
         with self._changing:
             old = self.dataset(name)
             if self._catalog is not None:
@@ -239,18 +259,14 @@ class Server:
             raise DatasetNotFound(f"no dataset {name!r} is published here")
         return found
 
-    def by_ticket(self, ticket: bytes) -> Dataset:
-        """What may be read with this ticket. Raises as `granted` does."""
-        found, columns = self.granted(ticket)
-        return found if columns is None else only(found, columns)
-
-    def granted(self, ticket: bytes) -> tuple[Dataset, Sequence[str] | None]:
-        """What was published, and which columns of it this ticket is for; None for all of them.
+    def granted(self, ticket: bytes) -> tuple[Dataset, Dataset]:
+        """What was published, and what of it this ticket is for.
 
         Raises DatasetNotFound, and AccessDenied for what is no ticket of this server, or not any more.
         """
         identifier, columns = self.tickets.check(ticket, time.time())
-        return self.identified(identifier), columns
+        found = self.identified(identifier)
+        return found, found if columns is None else confined(found, columns)
 
     def identified(self, identifier: bytes) -> Dataset:
         """The publication that tickets are made for. Raises DatasetNotFound."""
@@ -260,10 +276,14 @@ class Server:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
         return found
 
-    def open_reader(self, ticket: bytes) -> pa.RecordBatchReader:
-        """A reader over what may be read with this ticket, for Flight. Raises as `granted` does, and SourceError."""
-        found, columns = self.granted(ticket)
-        reader = (found if columns is None else only(found, columns)).open_reader()
+    def open_reader(self, identifier: bytes) -> pa.RecordBatchReader:
+        """A reader over what a ticket is for, or a selection of that, for Flight.
+
+        Raises as `granted` does, ColumnNotFound and SourceError.
+        """
+        ticket, selection = parse_identifier(identifier)
+        found, whole = self.granted(ticket)
+        reader = (whole if selection is None else whole.select(selection)).open_reader()
         self._activity.flight()
 
         def batches() -> Iterator[pa.RecordBatch]:
@@ -301,7 +321,7 @@ class Server:
         wanted = self.dataset(name)
         if columns is None:
             return self.admit(wanted).data
-        column_positions(wanted, columns)
+        Selection(tuple(columns)).indices(wanted.schema.names)
         return self.tickets.sign(Granted(wanted.ticket, tuple(columns)), time.time()).data
 
     def admit(self, wanted: Dataset) -> Ticket:
@@ -345,7 +365,7 @@ class Server:
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
-            parameters=uri.parameters,
+            parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
         )
         if exposed and isinstance(found, StaticDataset):
             located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
@@ -460,13 +480,20 @@ class Server:
             listener.close()
         with self._lock:
             connections = dict(self._connections)
+            datasets = [*self._by_identifier.values()]
             self._datasets.clear()
             self._by_identifier.clear()
+        end = time.monotonic() + _JOIN_TIMEOUT
+        for one in datasets:
+            one.close()
         for connection in connections:
             connection.interrupt()
-        end = time.monotonic() + _JOIN_TIMEOUT
         for thread in (*connections.values(), *self._acceptors):
             thread.join(max(0.0, end - time.monotonic()))
+        end = min(end, time.monotonic() + _PUMP_TIMEOUT)
+        for one in datasets:
+            if isinstance(one, Broadcast) and one.pump is not None:
+                one.pump.join(max(0.0, end - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

@@ -71,6 +71,7 @@ from dissociated.errors import (
     TransportError,
     UriError,
 )
+from dissociated.protocol.selection import parse_identifier
 from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus
 from dissociated.store.stage import boot_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
@@ -448,7 +449,7 @@ class CatalogService:
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """The stream of a ticket, from here or from the node that has it. Raises DatasetNotFound and AccessDenied."""
-        identifier, _ = self._tickets.check(ticket, time.time())
+        identifier, _ = self._tickets.check(parse_identifier(ticket)[0], time.time())
         if self._server is not None and self._mine(identifier) is not None:
             return self._server.open_reader(ticket)
         if self._outer is not None:
@@ -478,7 +479,7 @@ class CatalogService:
         """The endpoint, good for longer. Raises DatasetNotFound where it is over, AccessDenied where it has expired."""
         if not self.retain and not self._tickets.mark():
             raise CatalogError("this catalog promises nothing of its tickets, so none can be renewed")
-        identifier, columns = self._tickets.check(ticket, time.time())
+        identifier, columns = self._tickets.check(parse_identifier(ticket)[0], time.time())
         _, part = self._database.by_ticket(identifier, self.retain)
         return self.endpoint(part, {}, self.expiry(), columns)
 
