@@ -1,15 +1,16 @@
-"""`python -m benchmarks`."""
+"""`python -m benchmarks`, or `python -m benchmarks live`."""
 
 from __future__ import annotations
 
 import argparse
 
-from benchmarks import ipc, transfer, ucx
+from benchmarks import ipc, live, transfer, ucx
 
 PARTS = {
-    "transfer": (transfer.run, "shm, tcp, Flight and a bare socket."),
-    "ipc": (ipc.run, "readers, writers, decoder and index, and pyarrow.ipc."),
-    "ucx": (ucx.run, "ucx with both error modes, tcp, Flight and ucx_perftest."),
+    "transfer": "shm, tcp, Flight and a bare socket.",
+    "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
+    "live": "a stream through shared memory of a limited size.",
+    "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
 
 
@@ -17,12 +18,19 @@ def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
     parser.add_argument(
-        "part", nargs="?", choices=PARTS, default="transfer", help=" ".join(f"{k}: {v[1]}" for k, v in PARTS.items())
+        "part", nargs="?", choices=PARTS, default="transfer", help=" ".join(f"{k}: {v}" for k, v in PARTS.items())
     )
     parser.add_argument("--gigabytes", type=float, default=1.0, help="how much data (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="how often (default: %(default)s)")
+    parser.add_argument(
+        "--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)"
+    )
+    parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     arguments = parser.parse_args()
-    PARTS[arguments.part][0](arguments.gigabytes, arguments.rounds)
+    if arguments.part == "live":
+        live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
+    else:
+        {"transfer": transfer, "ipc": ipc, "ucx": ucx}[arguments.part].run(arguments.gigabytes, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """UCX with error handling (tcp lanes) and without (shared memory lanes), tcp, Flight DoGet and ucx_perftest.
 
 What is timed is from the request until there is a Table, connecting included (`connect` says how long that takes).
-ucx_perftest has the same lanes and the same layout of bodies, and sleeps while it waits, as we do. It has less to do: it
-sends one buffer again and again, and receives into one.
+ucx_perftest has the same lanes and the same layout of bodies, and sleeps while it waits, as we do. It has less to do:
+it sends one buffer again and again, and receives into one.
 """
 
 from __future__ import annotations

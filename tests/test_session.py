@@ -50,7 +50,7 @@ def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch:
 
     def placed(session: Session, *arguments: Any) -> Any:
         body = place(session, *arguments)
-        held.append(sum(region.unfreed for region in session._regions))
+        held.append(session._memory.unfreed)
         return body
 
     monkeypatch.setattr(Session, "_place", placed)

@@ -53,7 +53,8 @@ def test_what_a_server_says(serve: Serve, stream: Path) -> None:
     server = serve("tcp://127.0.0.1:0")
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
-    assert uri.endswith("?want_data=4920555683826368515")  # 0x4449535300000003: "DISS", and both streams
+    # 0x4449535300000003: "DISS", and both streams
+    assert uri.endswith("?want_data=4920555683826368515&select=1")
     host, port = uri.removeprefix("tcp://").split("?")[0].split(":")
     with socket.create_connection((host, int(port)), PATIENCE) as sock:
         want = frame("03000000000000 02  0300000053534944", b"abc")  # TAGGED with want_data: the identifier
@@ -67,7 +68,7 @@ def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> No
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
     path, parameters = uri.removeprefix("shm://").split("?")
-    assert parameters == "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
+    assert parameters == "want_data=4920555683826368515&free_data=4920555683826368768&select=1"  # ...03, and ...0100
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
         sock.connect(path)

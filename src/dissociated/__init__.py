@@ -13,6 +13,7 @@ with dis.connect(uri) as client:
 from __future__ import annotations
 
 from dissociated import errors
+from dissociated.broadcast import Live
 from dissociated.catalog.client import Client, DatasetInfo, connect
 from dissociated.client import open_stream, open_stream_async
 from dissociated.errors import DissociatedError
@@ -26,6 +27,7 @@ __all__ = [
     "Client",
     "DatasetInfo",
     "DissociatedError",
+    "Live",
     "ReadOptions",
     "Server",
     "WriteOptions",

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dissociated.errors import (
-    ColumnNotFound,
-    ConnectionClosed,
-    OptionError,
-    RemoteProtocolError,
-    UriError,
-    WrongKind,
-)
+from dissociated.errors import ConnectionClosed, OptionError, RemoteProtocolError, UriError, WrongKind
+from dissociated.ipc.columns import selected
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
 from dissociated.ipc.options import ReadOptions
@@ -24,6 +18,7 @@ from dissociated.ipc.reader import read_schema
 from dissociated.message import Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
+from dissociated.protocol.selection import PARAMETER, Selection
 from dissociated.stream import Deliveries, Stream
 from dissociated.transport.base import seconds
 from dissociated.transport.registry import transport
@@ -57,8 +52,9 @@ def open_stream(
     is given back when the last of them is collected; the connection stays open until then. Dropping the reader
     ends the stream.
 
-    `columns` keeps only these top-level columns, in the order of the schema; so does `included_fields` of `options`,
-    which say how batches are decoded. `timeout` is how many seconds the server may be silent, `max_body` the largest
+    `columns` asks for these top-level columns alone, in the order of the schema; so does `included_fields` of
+    `options`, which say how batches are decoded. A server whose URI does not say that it can choose sends all columns,
+    and the others are dropped here. `timeout` is how many seconds the server may be silent, `max_body` the largest
     body that is taken, in bytes. `allow_rma` lets this process fetch from the server's memory where a URI has a
     remote_handle; the server could then write to ours.
 
@@ -67,15 +63,20 @@ def open_stream(
     RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
     options = options or ReadOptions()
-    stream = request(uri, ticket, timeout, max_body, options.memory_pool, allow_rma)
+    selection = selection_of(columns, options)
+    uris = located(uri)
+    asked = selection is not None and all(takes_selections(one) for one in uris)
+    identifier = selection.identifier(ticket) if selection is not None and asked else ticket
+    stream = request(uris, identifier, timeout, max_body, options.memory_pool, allow_rma)
     deliveries = stream.deliveries()
     schema = next(deliveries)
     assert isinstance(schema, Delivery)  # no run begins a stream
     try:
         if schema.parsed.is_tensor:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
-        if columns is not None or options.included_fields:
-            options = projected(read_schema(schema.header, RemoteProtocolError), columns, options)
+        if selection is not None:
+            fields = _left_to_choose(schema.header, selection, asked=identifier != ticket)
+            options = replace(options, included_fields=fields or ())
         if stream.space.static:
             reader = _read_in_place(stream, schema, deliveries, options)
         else:
@@ -84,22 +85,42 @@ def open_stream(
         deliveries.close()
         stream.settle()
         raise
-    return _rows_alone(reader) if columns is not None and not columns else reader
+    # libarrow takes no included fields to mean all of them.
+    return selected(reader, []) if selection is not None and fields == [] else reader
+
+
+def selection_of(columns: Sequence[str] | None, options: ReadOptions) -> Selection | None:
+    """What a reader asks for: columns by name, by position, or all. Raises OptionError where that is said twice."""
+    if columns is None:
+        return Selection(fields=tuple(options.included_fields)) if options.included_fields else None
+    if options.included_fields:
+        raise OptionError("give columns or included_fields, not both")
+    return Selection(columns=tuple(columns))
+
+
+def takes_selections(uri: Uri) -> bool:
+    """Whether the server at `uri` chooses columns itself."""
+    return uri.parameters.get(PARAMETER[0]) == PARAMETER[1]
+
+
+def located(uri: str | Sequence[str]) -> list[Uri]:
+    """One URI, or one for metadata and one for bodies. Raises UriError."""
+    uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
+    if len(uris) not in (1, 2):
+        raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
+    return uris
 
 
 def request(
-    uri: str | Sequence[str],
-    ticket: bytes,
+    uris: Sequence[Uri],
+    identifier: bytes,
     timeout: float,
     max_body: int,
     pool: pa.MemoryPool | None = None,
     allow_rma: bool = False,
 ) -> Stream:
-    """Connect to the URI, or to both, and ask for the stream `ticket`. Raises as `open_stream` does."""
+    """Connect to the URI, or to both, and ask for the stream `identifier`. Raises as `open_stream` does."""
     timeout = seconds(timeout)
-    uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
-    if len(uris) not in (1, 2):
-        raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
     tags = [one.require_want_data() for one in uris]
     if not allow_rma and any(one.remote_handle is not None for one in uris):
         raise UriError(
@@ -110,7 +131,7 @@ def request(
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
         for connection, tag in zip(opened, tags, strict=True):
             try:
-                connection.send([Message(tag, (ticket,))], timeout)
+                connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:
                 connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
                 raise
@@ -169,29 +190,16 @@ def _read_in_place(
     return join(stream.attached(_again(seen, deliveries)), options)
 
 
-def projected(schema: pa.Schema, columns: Sequence[str] | None, options: ReadOptions) -> ReadOptions:
-    """The options that include these columns of the whole `schema`, or the fields that they say themselves.
+def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[int] | None:
+    """Which fields are to be kept of the schema that has come, if those are not all; `asked` if the server chose.
 
-    Raises ColumnNotFound, and OptionError where there is no such field, or both are given.
+    Raises ColumnNotFound and OptionError.
     """
-    if columns is None:
-        options.check_fields(schema)
-        return options
-    if options.included_fields:
-        raise OptionError("give columns or included_fields, not both")
-    fields: list[int] = []
-    for column in columns:
-        found = schema.get_all_field_indices(column)
-        if not found:
-            raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(schema.names)}")
-        fields += found
-    return replace(options, included_fields=sorted(set(fields)))
-
-
-def _rows_alone(reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
-    """No column of any batch: libarrow takes no included fields to mean all of them."""
-    schema = pa.schema([], reader.schema.metadata)
-    return pa.RecordBatchReader.from_batches(schema, (batch.select([]) for batch in reader))
+    names = read_schema(header, RemoteProtocolError).names
+    if asked and selection.fields is not None and len(names) == len(set(selection.fields)):
+        return None
+    indices = selection.indices(names)
+    return indices if len(indices) < len(names) else None
 
 
 def _again(seen: Sequence[Delivery | Batches], rest: Deliveries) -> Deliveries:

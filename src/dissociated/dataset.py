@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import ColumnNotFound, DissociatedError, FormatError, SourceError
+from dissociated.errors import DissociatedError, FormatError, SourceError
+from dissociated.ipc.columns import only, selected
 from dissociated.ipc.files import open_either
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
@@ -27,19 +29,25 @@ from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.header import Header
+from dissociated.protocol.projection import Chosen, Projection
+from dissociated.protocol.selection import Selection
 from dissociated.protocol.sender import Body, encode_message
 from dissociated.protocol.tags import BodyKind
-from dissociated.store.segment import Segment
+from dissociated.store.segment import MIN_SPAN, Segment
 from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
 _GROUP = 512
 #: Static datasets of up to this many messages keep them encoded for each kind of connection that asked.
 _MAX_CACHED = 1 << 16
+#: Of how many selections of columns a static dataset keeps the messages.
+_MAX_SELECTIONS = 16
 
 #: Anything `publish` takes; see `dataset`.
 Source: TypeAlias = Any
 OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
+#: The same, of some of the columns, by their position.
+OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
 
 
 class Dataset(ABC):
@@ -58,9 +66,36 @@ class Dataset(ABC):
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
 
+    def drop(self) -> None:  # noqa: B027  # only what runs by itself has something to end
+        """It is not published any more. Streams of it go on, but for one that is live."""
 
-class LiveDataset(Dataset):
-    """A source that is opened for each client, or a reader that can be read once."""
+    def close(self) -> None:
+        """The server is closing."""
+        self.drop()
+
+    def select(self, selection: Selection) -> Dataset:
+        """The same with these columns alone. Raises ColumnNotFound and OptionError."""
+        indices = selection.indices(self.schema.names)
+        return self if len(indices) == len(self.schema) else self._select(tuple(indices))
+
+    @abstractmethod
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        """The same with the columns at these positions, which are there and ascend."""
+
+
+class StreamedDataset(Dataset):
+    """A dataset whose messages are made for each client."""
+
+    @abstractmethod
+    def messages(self) -> Iterator[SplitMessage]:
+        """The messages of one reading, bodies packed."""
+
+
+class LiveDataset(StreamedDataset):
+    """A source that is opened for each client, or a reader that can be read once.
+
+    Where `open_columns` is given, it reads some of the columns without the others.
+    """
 
     def __init__(
         self,
@@ -68,6 +103,7 @@ class LiveDataset(Dataset):
         open_reader: OpenReader,
         options: WriteOptions | None = None,
         one_shot: bool = False,
+        open_columns: OpenColumns | None = None,
     ) -> None:
         first = open_reader()
         super().__init__(name, first.schema)
@@ -76,6 +112,7 @@ class LiveDataset(Dataset):
         self._one_shot = one_shot
         self._lock = threading.Lock()
         self.options = options
+        self.open_columns = open_columns
 
     def open_reader(self) -> pa.RecordBatchReader:
         if self._one_shot:
@@ -93,15 +130,39 @@ class LiveDataset(Dataset):
         return reader
 
     def messages(self) -> Iterator[SplitMessage]:
-        """The messages of one reading, bodies packed."""
         return split(self.open_reader(), self.options)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return _LiveColumns(self, indices)
+
+
+class _LiveColumns(StreamedDataset):
+    """Some columns of a live dataset. The others are left out before anything is encoded."""
+
+    def __init__(self, whole: LiveDataset, indices: tuple[int, ...]) -> None:
+        super().__init__(whole.name, only(whole.schema, indices))
+        self._whole = whole
+        self._indices = indices
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        if self._whole.open_columns is not None:
+            return self._whole.open_columns(self._indices)
+        return selected(self._whole.open_reader(), self._indices)
+
+    def messages(self) -> Iterator[SplitMessage]:
+        if self._whole.open_columns is not None:
+            return split(self.open_reader(), self._whole.options)
+        return split(self._whole.open_reader(), self._whole.options, self._indices)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return _LiveColumns(self._whole, tuple(self._indices[index] for index in indices))
 
 
 class StaticMessage(NamedTuple):
     """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
 
-    `segment` numbers the segment that it lies in, and `file` is the packed body there, if it is worth sending from
-    the file.
+    `segment` numbers the segment that it lies in, and `spans` are the packed body in parts of which some lie in a
+    file, if it is worth sending from there.
     """
 
     header: bytes
@@ -109,7 +170,7 @@ class StaticMessage(NamedTuple):
     packed: Sequence[Buffer] | None
     extents: Sequence[tuple[int, int]] | None = None
     segment: int = 0
-    file: FileSpan | None = None
+    spans: Sequence[Buffer | FileSpan] | None = None
 
 
 class Group(NamedTuple):
@@ -136,6 +197,7 @@ class StaticDataset(Dataset):
         super().__init__(name, schema)
         self._lock = threading.Lock()
         self._cached: dict[tuple[type[Connection], Streams, bool, int], list[Group]] = {}
+        self._selected: OrderedDict[tuple[int, ...], StaticDataset] = OrderedDict()
 
     @abstractmethod
     def packed(self) -> Sequence[StaticMessage]:
@@ -159,6 +221,72 @@ class StaticDataset(Dataset):
                 self._cached[key] = list(_encode(messages, connection, streams, mapped, inline_limit))
             return self._cached[key]
 
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        with self._lock:
+            found = self._selected.pop(indices, None) or StaticColumns(self, indices)
+            self._selected[indices] = found
+            if len(self._selected) > _MAX_SELECTIONS:
+                self._selected.popitem(last=False)
+            return found
+
+
+class StaticColumns(StaticDataset):
+    """Some columns of a static dataset: its metadata encoded anew, its bodies chosen from where they lie."""
+
+    def __init__(self, whole: StaticDataset, indices: tuple[int, ...]) -> None:
+        super().__init__(whole.name, only(whole.schema, indices))
+        self.rows = whole.rows
+        self._whole = whole
+        self._indices = indices
+        self._choosing = threading.Lock()
+        self._chosen: dict[bool, list[StaticMessage]] = {}  # from what is packed, and from what is mapped
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return selected(self._whole.open_reader(), self._indices)
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._choose(False, self._whole.packed())
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        messages, segments = self._whole.mapped()
+        return self._choose(True, messages), segments
+
+    def _choose(self, mapped: bool, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
+        with self._choosing:
+            if mapped not in self._chosen:
+                try:
+                    projection = Projection(messages[0].header, self._indices)
+                    some = [messages[0]._replace(header=projection.header)]
+                    for message in messages[1:]:
+                        chosen = projection.choose(message.header, message.parsed)
+                        if chosen is not None:
+                            some.append(_chosen(message, chosen))
+                except FormatError as error:
+                    raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
+                self._chosen[mapped] = some
+            return self._chosen[mapped]
+
+
+def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
+    """The parts of `message` that are `chosen`."""
+    if chosen.header is message.header:
+        return message
+    packed = chosen.body(message.packed or ())
+    spans: list[Buffer | FileSpan] | None = None
+    if message.spans is not None:
+        both = zip(packed, chosen.body(message.spans), strict=True)  # one piece in memory, or one in the file
+        spans = [span if len(span) >= MIN_SPAN else piece for piece, span in both]
+    extents = None
+    if message.extents is not None:
+        extents = [message.extents[index] for index in chosen.indices]
+    return message._replace(
+        header=chosen.header,
+        parsed=chosen.parsed,
+        packed=packed,
+        extents=extents,
+        spans=spans,
+    )
+
 
 def _encode(
     messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
@@ -174,8 +302,8 @@ def _encode(
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
                 leased += (address for address, length in message.extents if length)
-            elif message.file is not None and connection.sends_files:
-                body = Body(BodyKind.PACKED, (message.file,))
+            elif message.spans is not None and connection.sends_files:
+                body = Body(BodyKind.PACKED, message.spans)
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
@@ -244,7 +372,7 @@ class SegmentsDataset(StaticDataset):
                 (segment.body(message),) if message.parsed.has_body else None,
                 segment.addresses(message) if message.parsed.has_body else None,
                 index,
-                segment.span(message),
+                segment.spans(message),
             )
             for index, segment in enumerate(segments)
             for message in segment.messages
@@ -307,8 +435,7 @@ def _dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset
 
     if (tensors := tensors_in(source)) is not None:
         return TensorDataset(name, tensors, options)
-    with source_blamed(name):
-        return LiveDataset(name, lambda: _reader(source() if callable(source) else source), options)
+    return LiveDataset(name, lambda: open_source(name, source), options)
 
 
 @contextmanager
@@ -324,6 +451,12 @@ def source_blamed(name: str) -> Iterator[None]:
         raise SourceError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error
 
 
+def open_source(name: str, source: Source) -> pa.RecordBatchReader:
+    """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
+    with source_blamed(name):
+        return _reader(source() if callable(source) else source)
+
+
 def _reader(source: Source) -> pa.RecordBatchReader:
     if isinstance(source, pa.RecordBatchReader):
         return source
@@ -334,24 +467,6 @@ def _reader(source: Source) -> pa.RecordBatchReader:
         "__arrow_c_stream__, a callable that returns one of these, the path of an Arrow IPC or Parquet file, "
         "or one or more tensors"
     )
-
-
-def column_positions(whole: Dataset, columns: Sequence[str]) -> list[int]:
-    """Where these columns stand, ascending. Raises ColumnNotFound, also for a name that several have."""
-    positions = {column: whole.schema.get_field_index(column) for column in columns}
-    for column, position in positions.items():
-        if position < 0:
-            raise ColumnNotFound(f"{whole.name!r} has no column {column!r}, or several of that name")
-    return sorted(positions.values())
-
-
-def only(whole: Dataset, columns: Sequence[str]) -> Dataset:
-    """These columns of `whole`, in the order of its schema, for one reading. Raises ColumnNotFound."""
-    indices = column_positions(whole, columns)
-    schema = pa.schema([whole.schema.field(index) for index in indices], whole.schema.metadata)
-    reader = whole.open_reader()
-    some = pa.RecordBatchReader.from_batches(schema, (batch.select(indices) for batch in reader))
-    return LiveDataset(whole.name, lambda: some, one_shot=True)
 
 
 def _is_parquet(path: Path) -> bool:
@@ -369,8 +484,16 @@ def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         return pa.RecordBatchReader.from_batches(file.schema_arrow, file.iter_batches())
 
+    def open_columns(indices: Sequence[int]) -> pa.RecordBatchReader:
+        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names) or any("." in name for name in names):
+            return selected(open_reader(), indices)  # names stand for paths too, so these would be ambiguous
+        schema = only(file.schema_arrow, indices)
+        return pa.RecordBatchReader.from_batches(schema, file.iter_batches(columns=schema.names))
+
     try:
-        made = LiveDataset(name, open_reader, options)
+        made = LiveDataset(name, open_reader, options, open_columns=open_columns)
         made.rows = pyarrow.parquet.read_metadata(path).num_rows
     except (OSError, pa.ArrowInvalid) as error:
         raise SourceError(f"cannot read {path}: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 #: Anything with the buffer protocol, C-contiguous: bytes, memoryview, pyarrow.Buffer. (PEP 688 needs Python 3.12.)
@@ -24,6 +26,30 @@ class FileSpan:
 
     def __len__(self) -> int:
         return self._length
+
+    def slice(self, begin: int, end: int) -> FileSpan:
+        """The bytes from `begin` to `end` of these."""
+        return FileSpan(self.descriptor, self.offset + begin, end - begin)
+
+
+def cutter(parts: Sequence[Buffer | FileSpan]) -> Callable[[int, int], list[Buffer | FileSpan]]:
+    """A function that gives the bytes from one position to another of what `parts` are one after the other.
+
+    They are given by reference.
+    """
+    ends = [*accumulate(map(len, parts))]
+
+    def cut(begin: int, end: int) -> list[Buffer | FileSpan]:
+        pieces = []
+        for index in range(bisect_right(ends, begin), len(parts)):
+            part, at = parts[index], ends[index] - len(parts[index])
+            if at >= end:
+                break
+            first, last = max(begin - at, 0), min(end - at, len(part))
+            pieces.append(part.slice(first, last) if isinstance(part, FileSpan) else memoryview(part)[first:last])
+        return pieces
+
+    return cut
 
 
 class Message(NamedTuple):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dissociated.access import Authorize, Granted, Signer, Ticket, authorizer
-from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, column_positions, dataset, only
+from dissociated.broadcast import Broadcast, Live
+from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, dataset
 from dissociated.errors import (
     AccessDenied,
     ConnectionClosed,
@@ -29,6 +30,7 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
+from dissociated.protocol.selection import MAGIC, PARAMETER, Selection
 from dissociated.session import FREE_DATA, Session, want_tag
 from dissociated.status import Activity, ServerStatus, Tally
 from dissociated.store.segment import Memory, Segment, SegmentWriter
@@ -46,6 +48,7 @@ _log = logging.getLogger(__name__)
 _ANY_INTERFACE = ("0.0.0.0", "::")
 _APART = (Streams.METADATA, Streams.BODIES)
 _JOIN_TIMEOUT = 5.0
+_PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 _PAUSE = 0.2  # seconds, before the next try to accept
 
 
@@ -152,17 +155,29 @@ class Server:
         *,
         options: WriteOptions | None = None,
         ticket: bytes | None = None,
+        live: Live | None = None,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
         alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
         with, or if tickets are signed what they are signed for; left out, it is random. Two servers that publish the
-        same source with one ticket can share the work: metadata from one, bodies from the other. Raises SourceError
-        or StoreError where the source cannot be read, FormatError where it cannot be written with these options.
+        same source with one ticket can share the work: metadata from one, bodies from the other.
+
+        With `live` the source is read once, for all clients together, each of which has its own place in the stream;
+        otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
+
+        Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
+        these options.
         """
-        made = dataset(name, source, options)
+        made = (
+            dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)
+        )
         if ticket is not None:
+            if ticket.startswith(MAGIC):
+                raise DissociatedError(
+                    f"a ticket may not begin with {MAGIC!r}: by that, selections of columns are told"
+                )
             made.ticket = ticket
         with self._changing:
             self._adopt(made)
@@ -202,14 +217,20 @@ class Server:
                 del self._by_ticket[old.ticket]
             self._datasets[new.name] = new
             self._by_ticket[new.ticket] = new
+        if old is not None:
+            old.drop()
 
     def drop(self, name: str) -> None:
-        """Make `name` unavailable; streams of it go on. Raises DatasetNotFound."""
+        """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
+
+        The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
+        """
         with self._changing, self._lock:
             old = self._datasets.pop(name, None)
             if old is None:
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             del self._by_ticket[old.ticket]
+        old.drop()
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
@@ -221,11 +242,10 @@ class Server:
 
     def by_ticket(self, ticket: bytes) -> Dataset:
         """What may be read with this ticket. Raises as `granted` does."""
-        found, columns = self.granted(ticket)
-        return found if columns is None else only(found, columns)
+        return self.granted(ticket)[1]
 
-    def granted(self, ticket: bytes) -> tuple[Dataset, Sequence[str] | None]:
-        """What was published, and which columns of it this ticket is for; None for all of them.
+    def granted(self, ticket: bytes) -> tuple[Dataset, Dataset]:
+        """What was published, and what of it may be read with this ticket: all, or some columns.
 
         Raises DatasetNotFound, and AccessDenied for what is no ticket of this server, or not any more.
         """
@@ -234,11 +254,15 @@ class Server:
             found = self._by_ticket.get(identifier)
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
-        return found, columns
+        return found, found if columns is None else found.select(Selection(columns))
 
-    def open_reader(self, ticket: bytes) -> pa.RecordBatchReader:
-        """A reader over what may be read with this ticket, for Flight. Raises as `granted` does, and SourceError."""
-        reader = self.by_ticket(ticket).open_reader()
+    def open_reader(self, ticket: bytes, selection: Selection | None = None) -> pa.RecordBatchReader:
+        """A reader over what may be read with this ticket, or a selection of it, for Flight.
+
+        Raises as `granted` does, SourceError, ColumnNotFound and OptionError.
+        """
+        wanted = self.by_ticket(ticket)
+        reader = (wanted if selection is None else wanted.select(selection)).open_reader()
         self._activity.flight()
         return reader
 
@@ -273,7 +297,7 @@ class Server:
             return self.admit(wanted).data
         if self._signer is None:
             raise OptionError("only signed tickets can be for some columns: give the server a ticket_lifetime")
-        column_positions(wanted, columns)
+        wanted.select(Selection(tuple(columns)))  # which raises where one is not there
         return self._signer.sign(Granted(wanted.ticket, tuple(columns)), time.time()).data
 
     def admit(self, wanted: Dataset) -> Ticket:
@@ -317,7 +341,7 @@ class Server:
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
-            parameters=uri.parameters,
+            parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
         )
         if exposed and isinstance(found, StaticDataset):
             located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
@@ -414,13 +438,20 @@ class Server:
             listener.close()
         with self._lock:
             connections = dict(self._connections)
+            datasets = [*self._datasets.values()]
             self._datasets.clear()
             self._by_ticket.clear()
+        end = time.monotonic() + _JOIN_TIMEOUT
+        for one in datasets:
+            one.close()
         for connection in connections:
             connection.interrupt()
-        end = time.monotonic() + _JOIN_TIMEOUT
         for thread in (*connections.values(), *self._acceptors):
             thread.join(max(0.0, end - time.monotonic()))
+        end = min(end, time.monotonic() + _PUMP_TIMEOUT)
+        for one in datasets:
+            if isinstance(one, Broadcast) and one.pump is not None:
+                one.pump.join(max(0.0, end - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
-from dissociated.dataset import Dataset, LiveDataset, StaticDataset, only, source_blamed
+from dissociated.broadcast import Broadcast, BroadcastColumns, Consumer, Part, in_memory
+from dissociated.dataset import Dataset, StaticDataset, StreamedDataset, source_blamed
 from dissociated.errors import (
+    ColumnNotFound,
     ConnectionClosed,
     DeadlineExceeded,
     DissociatedError,
+    OptionError,
     RemoteProtocolError,
+    SourceError,
 )
-from dissociated.ipc.split import SplitMessage
+from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
-from dissociated.memory.live import LiveRegion
+from dissociated.memory.live import LiveMemory, LiveRegion
 from dissociated.message import Buffer, Incoming, Run
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.header import buffer_extents
+from dissociated.protocol.selection import MAX_IDENTIFIER, Selection, parse_identifier
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
+from dissociated.store.segment import MIN_SPAN
 from dissociated.transport.base import Connection
 
 if TYPE_CHECKING:
@@ -34,7 +41,8 @@ _PACKED = 4
 #: The tag of free_data.
 FREE_DATA = _WANT | 0x100
 
-_MAX_REQUEST = 1 << 16  # bytes of a message from a client
+_MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
+_LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
 
@@ -60,7 +68,9 @@ class Session:
         self._tally = tally
         tally.held = self._ledger
         self._wanted: Dataset | None = None  # what clients fetch from must stay until they have given it back
-        self._regions: list[LiveRegion] = []  # of a live stream; bodies go to the last
+        self._memory: LiveMemory | None = None  # of a live stream
+        self._shared: set[int] = set()  # the bases of its regions that the client knows
+        self._consumer: Consumer | None = None  # of a broadcast
         self._inline = False  # a live region was full, and no free has come since
 
     def run(self) -> None:
@@ -70,13 +80,21 @@ class Session:
             if request is None:
                 return
             identifier, streams, packed = request
-            found, columns = self._server.granted(identifier)
-            self._tally.dataset = found
-            self._wanted = found if columns is None else only(found, columns)
+            ticket, selection = parse_identifier(identifier)
+            self._tally.dataset, allowed = self._server.granted(ticket)
+            self._wanted = self._selected(allowed, selection)
             try:
                 self._send(self._wanted, streams, packed)
             except ConnectionClosed:
                 # The client may have stopped listening and still hold memory: then it goes on to give it back.
+                self._sender.fail()
+                if self._consumer is not None:
+                    self._consumer.stop()
+            except SourceError as error:
+                if self._consumer is None:
+                    raise
+                # What it has been sent is used again once it is freed: until then the client may take its time.
+                self._connection.abort(str(error))
                 self._sender.fail()
             self._drain()
             if self._sender.state is State.ENDING:
@@ -90,8 +108,10 @@ class Session:
             raise
         finally:
             self._ledger.release_all()
-            for region in self._regions:
-                region.close()
+            if self._consumer is not None:
+                self._consumer.leave()
+            if self._memory is not None:
+                self._memory.close()
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
         incoming = self._receive(self._server.handshake_timeout)
@@ -101,13 +121,26 @@ class Session:
         assert isinstance(event, StreamRequested)  # the table allows nothing else first
         return event.identifier, event.streams, bool((incoming.tag or 0) & _PACKED)
 
+    def _selected(self, wanted: Dataset, selection: Selection | None) -> Dataset:
+        """What is wanted of it. Where that is not there, the client gets to know the whole schema, and then why."""
+        if selection is None:
+            return wanted
+        try:
+            return wanted.select(selection)
+        except (ColumnNotFound, OptionError):
+            schema = Splitter(wanted.schema).schema_message.header
+            self._connection.send(self._sender.send(schema, None), self._server.stall_timeout)
+            raise
+
     def _send(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
         connection = self._connection
         by_address = not packed and bool(streams & Streams.BODIES)
         if isinstance(wanted, StaticDataset):
             self._send_static(wanted, streams, by_address and (connection.shares_memory or connection.exposes_memory))
-        elif isinstance(wanted, LiveDataset):
+        elif isinstance(wanted, StreamedDataset):
             self._send_live(wanted, streams, by_address and connection.shares_memory)
+        elif isinstance(wanted, Broadcast | BroadcastColumns):
+            self._send_broadcast(wanted, streams, by_address and connection.shares_memory)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
         self._tally.sent = True
 
@@ -124,58 +157,99 @@ class Session:
             self._tally.bytes += group.nbytes
             self._take_frees()
 
-    def _send_live(self, wanted: LiveDataset, streams: Streams, mapped: bool) -> None:
+    def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
+        self._memory = LiveMemory(wanted.name, self._server.live_limit)
         for message in _blamed(wanted):
             body = None
             if message.body is not None and streams & Streams.BODIES:
                 length = message.parsed.body_length
-                if mapped and length > self._server.inline_limit and self._room(wanted.name, length):
-                    body = self._place(message, message.body)
-                else:
-                    body = Body(BodyKind.PACKED, message.body)
+                region = self._room(length) if mapped and length > self._server.inline_limit else None
+                body = (
+                    Body(BodyKind.PACKED, message.body)
+                    if region is None
+                    else self._place(region, message, message.body)
+                )
             self._connection.send(self._sender.send(message.header, body), self._server.stall_timeout)
             self._tally.messages += 1
             if body is not None:
                 self._tally.bytes += message.parsed.body_length
             self._take_frees()
 
-    def _room(self, name: str, length: int) -> bool:
-        """Whether the live region takes a body of this length, after waiting for frees if need be.
+    def _send_broadcast(self, wanted: Broadcast | BroadcastColumns, streams: Streams, mapped: bool) -> None:
+        if streams is not Streams.BOTH:
+            raise SourceError(
+                f"each connection has its own place in the live stream {wanted.name!r}: request all of it over one"
+            )
+        # One that maps nothing holds up others only by not taking what is being sent.
+        cut = self._connection.wake if mapped else self._connection.interrupt
+        self._consumer = consumer = wanted.join(self._connection.wake, cut)
+        while not consumer.over:
+            self._take_frees()
+            part = consumer.take()
+            if part is None:
+                self._connection.wait(_LOOK_AGAIN)
+                continue
+            leased: set[int] = set()
+            try:
+                chosen = wanted.choose(part)
+                if chosen is not None:
+                    body, leased = self._body(chosen, mapped)
+                    self._connection.send(self._sender.send(chosen.header, body), self._server.stall_timeout)
+                    self._tally.messages += 1
+                    if body is not None:
+                        self._tally.bytes += chosen.parsed.body_length
+            finally:
+                consumer.free(part.addresses - leased)
+
+    def _body(self, part: Part, mapped: bool) -> tuple[Body | None, set[int]]:
+        """The body of a message of a broadcast, and what the client holds with it."""
+        if part.body is None:
+            return None, set()
+        addresses = part.addresses
+        if mapped and part.region is not None and addresses and part.parsed.body_length > self._server.inline_limit:
+            self._share(part.region)
+            return self._leased(part.extents), addresses
+        return Body(BodyKind.PACKED, in_memory(part.body, MIN_SPAN if self._connection.sends_files else inf)), set()
+
+    def _room(self, length: int) -> LiveRegion | None:
+        """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
 
         A client that holds everything until the stream ends would wait for us, and we for it. So if no free comes
         for a second, bodies go inline, and the client's own memory is the limit, until one comes.
         """
-        if not self._regions or not self._regions[-1].fits(length):
-            self._open_region(name)
-        region = self._regions[-1]
-        if not region.fits(length):
-            return False
-        while not region.has_room(length, beside=sum(other.unfreed for other in self._regions[:-1])):
+        assert self._memory is not None
+        region = self._memory.region(length)
+        if region is None:
+            return None
+        while not self._memory.has_room(length):
             if self._inline:
-                return False
+                return None
             try:
                 incoming = self._receive(_PATIENCE)
             except DeadlineExceeded:
                 self._inline = True
-                return False
+                return None
             if incoming is None:
                 raise ConnectionClosed("the client closed the connection")
             self._freed(incoming)
-        return True
+        self._share(region)
+        return region
 
-    def _open_region(self, name: str) -> None:
-        for used_up in [region for region in self._regions if not region.unfreed]:
-            self._regions.remove(used_up)
-            used_up.close()
-        region = LiveRegion(name, self._server.live_limit)
-        self._regions.append(region)
-        self._connection.share(region.descriptor, region.base, region.size, region.backing)
+    def _share(self, region: LiveRegion) -> None:
+        """Let the client map `region`, once."""
+        if region.base not in self._shared:
+            self._shared.add(region.base)
+            self._connection.share(region.descriptor, region.base, region.size, region.backing)
 
-    def _place(self, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
+    def _place(self, region: LiveRegion, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
         offsets, lengths = buffer_extents(message.header, message.parsed)
-        placed = self._regions[-1].place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
-        self._ledger.hold(address for address, length in placed if length)
-        return Body(BodyKind.ADDRESSES, (encode_addresses(placed),))
+        placed = region.place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
+        return self._leased(placed)
+
+    def _leased(self, extents: Sequence[tuple[int, int]]) -> Body:
+        """A body by address, which the client holds from now on."""
+        self._ledger.hold(address for address, length in extents if length)
+        return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
 
     def _take_frees(self) -> None:
         while self._connection.arrived():
@@ -188,8 +262,10 @@ class Session:
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
         assert isinstance(event, AddressesFreed)  # the table allows nothing else now
         gone = self._ledger.release(event.addresses)
-        for region in self._regions:
-            region.free(gone)
+        if self._memory is not None:
+            self._memory.free(gone)
+        if self._consumer is not None:
+            self._consumer.free(gone)
         self._inline = False
 
     def _receive(self, timeout: float) -> Incoming | None:
@@ -213,6 +289,6 @@ def _allocate(tag: int | None, length: int) -> Buffer:
     return bytearray(length)
 
 
-def _blamed(wanted: LiveDataset) -> Iterator[SplitMessage]:
+def _blamed(wanted: StreamedDataset) -> Iterator[SplitMessage]:
     with source_blamed(wanted.name):
         yield from wanted.messages()

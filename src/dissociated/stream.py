@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -91,11 +91,13 @@ class Stream:
             stopped = False
         except DissociatedError:
             receiver.fail()
-            leases.abandon()
+            self._failed()
             raise
         finally:
             for connection in self._connections[:-1]:
                 connection.close()
+            if stopped and self.space.live and len(self._connections) == 1:
+                self._discard(self._connections[0])
             leases.finish(stopped)
 
     def _delivered(self, item: D) -> D:
@@ -119,12 +121,29 @@ class Stream:
                 for delivery in (item,) if isinstance(item, Delivery) else item.expand():
                     yield make(delivery)
         except DissociatedError:
-            self._leases.abandon()
+            self._failed()
             raise
         finally:
             if isinstance(deliveries, Generator):
                 deliveries.close()
             self.settle()
+
+    def _discard(self, connection: Connection) -> None:
+        """Stop receiving, and give back what is on its way: the server waits for it, for the sake of others."""
+        connection.stop_receiving()
+        with suppress(DissociatedError):
+            while (incoming := connection.receive(self._timeout, self._allocate)) is not None:
+                for message in incoming.expand() if isinstance(incoming, Run) else (incoming,):
+                    _receive(self._receiver, message)
+                while (delivery := self._receiver.next()) is not None:
+                    self._leases.expect(delivery.lease_count)
+                    if isinstance(delivery.body, AddressList):
+                        self._leases.give_back(delivery.body.leased)
+
+    def _failed(self) -> None:
+        """The stream is over. What is mapped stays readable, but memory of a live one only while it is held."""
+        if not self.space.live:
+            self._leases.abandon()
 
     def settle(self) -> None:
         """What was delivered and is not attached or held by now never will be."""

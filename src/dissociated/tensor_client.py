@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
-from dissociated.client import MAX_BODY, TIMEOUT, request
+from dissociated.client import MAX_BODY, TIMEOUT, located, request
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.ipc.tensor import Tensor, cut, join_tensor
 from dissociated.protocol.bodies import AddressList
@@ -41,7 +41,7 @@ def open_tensors(
     `timeout` is how many seconds the server may be silent, `max_body` the largest body that is taken, in bytes.
     Raises what `open_stream` raises, and WrongKind where the stream holds record batches.
     """
-    stream = request(uri, ticket, timeout, max_body)
+    stream = request(located(uri), ticket, timeout, max_body)
     return TensorReader(stream.each(stream.deliveries(), partial(_tensor, stream)))
 
 

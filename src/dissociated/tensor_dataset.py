@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from dissociated.dataset import Shared, Source, StaticDataset, StaticMessage
+from dissociated.dataset import Dataset, Shared, Source, StaticDataset, StaticMessage
 from dissociated.errors import FormatError, SourceError
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.tensor import FORMATS, Tensor, split_tensor
+from dissociated.protocol.selection import Selection
 from dissociated.store.tensors import TensorSegment
 from dissociated.tensor_info import TensorInfo, schema_of
 
@@ -44,6 +45,9 @@ class TensorDataset(StaticDataset):
         self._packed = [StaticMessage(*message) for message in self._messages]
         self._mapped: tuple[Sequence[StaticMessage], Sequence[Shared]] | None = None
         self._copying = threading.Lock()
+
+    def select(self, selection: Selection) -> Dataset:
+        return self  # there are no columns: who reads it as batches learns that from the first message
 
     def open_reader(self) -> pa.RecordBatchReader:
         raise SourceError(

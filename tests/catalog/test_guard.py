@@ -158,7 +158,7 @@ def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certif
     (uri,) = (uri for uri in server.locations("data") if uri.startswith("tls"))
     with dis.Server([]) as lying:
         lying.publish("data", TABLE)
-        lying.locations = lambda name, **_: [f"{uri}&roots={certified.roots}"]  # type: ignore[method-assign,assignment]
+        lying.alternatives = lambda name: [f"{uri}&roots={certified.roots}"]  # type: ignore[method-assign]
         with dis.connect(lying.catalog_uri) as client, pytest.raises(AccessDenied, match="is not to be trusted"):
             client.read("data", "tls")
         told = dis.connect(lying.catalog_uri, tls_roots=certified.roots)

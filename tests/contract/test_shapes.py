@@ -1,4 +1,4 @@
-"""Streams of every shape: empty ones, long ones, large ones, slices, metadata of their own, some of the columns."""
+"""Streams of every shape: empty ones, long ones, large ones, slices, metadata of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import dissociated as dis
 from arrow_cases import ARRAYS, ROWS
 
 from .conftest import Route
@@ -91,37 +90,3 @@ def test_metadata_of_schema_and_fields(route: Route) -> None:
     arrived, _ = route.read(sent)
     assert arrived.equals(schema, check_metadata=True)
     assert arrived.field("n").nullable is False
-
-
-@pytest.mark.parametrize("columns", [["s"], ["d", "n"], ["n", "s", "d", "t"], []], ids="-".join)
-def test_some_of_the_columns(route: Route, columns: list[str]) -> None:
-    sent = pa.table(
-        {
-            "n": pa.array([1, None, 3]),
-            "s": ["a", None, "c"],
-            "d": pa.array(["x", None, "x"]).dictionary_encode(),
-            "t": pa.array([{"n": 1}, None, {"n": 3}]),
-        },
-        metadata={"kept": "yes"},
-    )
-    route.publish(sent)
-    arrived = route.open(columns=columns).read_all()
-    arrived.validate(full=True)
-    assert arrived.schema.names == [name for name in "nsdt" if name in columns]
-    assert arrived.schema.metadata == {b"kept": b"yes"}
-    assert arrived.num_rows == 3
-    for name in columns:
-        assert arrived[name] == sent[name]
-
-
-def test_columns_that_share_a_name_come_together(route: Route) -> None:
-    route.publish(pa.table([[1], [2], [3]], names=["a", "b", "a"]))
-    arrived = route.open(columns=["a"]).read_all()
-    assert arrived.schema.names == ["a", "a"]
-    assert [column.to_pylist() for column in arrived.columns] == [[1], [3]]
-
-
-def test_a_column_that_does_not_exist_is_named(route: Route) -> None:
-    route.publish(pa.table({"n": [1], "s": ["a"]}))
-    with pytest.raises(dis.errors.ColumnNotFound, match=r"no column 'x'; there are n, s"):
-        route.open(columns=["n", "x"])

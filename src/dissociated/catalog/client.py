@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
-from dissociated.client import MAX_BODY, TIMEOUT, open_stream, projected
+from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, takes_selections
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -27,8 +27,10 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
+from dissociated.ipc.columns import selected
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.tensor import Tensor
+from dissociated.protocol.selection import Selection
 from dissociated.status import ServerStatus
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
@@ -287,10 +289,7 @@ class Client(CatalogClient):
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
-            options = options or ReadOptions()
-            reader = self.do_get(endpoint.ticket, options)
-            fields = projected(reader.schema, columns, options).included_fields
-            return _select(reader, fields) if fields or columns is not None else reader
+            return self._do_get(name, endpoint, selection_of(columns, options or ReadOptions()), options)
         opened = partial(
             open_stream,
             columns=columns,
@@ -336,6 +335,20 @@ class Client(CatalogClient):
         """The location, with what this client trusts, and not what the catalog may say about that."""
         told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
         return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
+
+    def _do_get(
+        self, name: str, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
+    ) -> pa.RecordBatchReader:
+        """The stream over Flight; of some columns alone from a server that takes selections elsewhere too."""
+        if selection is None:
+            return self.do_get(endpoint.ticket, options)
+        indices = selection.indices(self.describe(name).schema.names)
+        options = replace(options or ReadOptions(), included_fields=())
+        if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
+            identifier = selection.identifier(endpoint.ticket)
+            if identifier != endpoint.ticket:
+                return self.do_get(identifier, options)
+        return selected(self.do_get(endpoint.ticket, options), indices)
 
     def __enter__(self) -> Client:
         return self
@@ -410,17 +423,6 @@ def _info(found: Any) -> DatasetInfo:
             for endpoint in found.endpoints
         ),
     )
-
-
-def _select(reader: pa.RecordBatchReader, fields: Sequence[int]) -> pa.RecordBatchReader:
-    indices = sorted(set(fields))
-    schema = pa.schema([reader.schema.field(index) for index in indices], reader.schema.metadata)
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for batch in reader:
-            yield batch.select(indices)
-
-    return pa.RecordBatchReader.from_batches(schema, batches())
 
 
 def _sentence(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from dissociated.access import Authorize
 from dissociated.catalog.guard import protection
 from dissociated.dataset import Dataset
 from dissociated.errors import AccessDenied, DatasetNotFound, DissociatedError, TransportError, UriError
+from dissociated.protocol.selection import parse_identifier
 from dissociated.store.segment import Segment
 from dissociated.store.stage import Stage, boot_id, host_name
 from dissociated.uri import Uri
@@ -146,7 +147,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with _told_by_flight():
-            return flight.RecordBatchStream(self._server.open_reader(ticket.ticket))
+            plain, selection = parse_identifier(ticket.ticket)
+            return flight.RecordBatchStream(self._server.open_reader(plain, selection))
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [(name, description) for name, (_, description) in self._actions.items()]

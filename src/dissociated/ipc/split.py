@@ -6,13 +6,14 @@ reference. Only what libarrow itself must allocate (rebased offsets of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from dissociated.errors import FormatError, SourceError
+from dissociated.ipc.columns import only
 from dissociated.ipc.encapsulated import CONTINUATION, encode_footer, encode_magic
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.packing import Packing
@@ -199,12 +200,14 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
     return FormatError(f"this cannot be written as Arrow IPC: {error}{advice}")
 
 
-def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
-    """Every message of the stream that `reader` gives, schema first."""
-    splitter = Splitter(reader.schema, options)
+def split(
+    reader: pa.RecordBatchReader, options: WriteOptions | None = None, columns: Sequence[int] | None = None
+) -> Iterator[SplitMessage]:
+    """Every message of the stream that `reader` gives, schema first; of these columns alone if they are given."""
+    splitter = Splitter(reader.schema if columns is None else only(reader.schema, columns), options)
     yield splitter.schema_message
     for batch, metadata in batches(reader):
-        yield from splitter.split(batch, metadata)
+        yield from splitter.split(batch if columns is None else batch.select(columns), metadata)
 
 
 def batches(reader: pa.RecordBatchReader) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:

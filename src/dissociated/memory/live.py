@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 from dissociated.memory.region import reserve_base
@@ -21,12 +21,14 @@ _SPAN = 1 << 36
 
 
 class _Body:
-    """Where a body lies, and how many of its addresses are still held."""
+    """Where a body lies, its addresses, and how often they are still held."""
 
-    __slots__ = ("held", "offset", "size")
+    __slots__ = ("addresses", "held", "kept", "offset", "size")
 
-    def __init__(self, offset: int, size: int, held: int) -> None:
-        self.offset, self.size, self.held = offset, size, held
+    def __init__(self, offset: int, size: int, addresses: Collection[int], holders: int) -> None:
+        self.offset, self.size, self.addresses = offset, size, addresses
+        self.held = len(addresses) * holders
+        self.kept = 0  # beside those: by holders that count no more
 
 
 class LiveRegion:
@@ -44,7 +46,7 @@ class LiveRegion:
         self.limit = limit
         self.base = reserve_base(_SPAN)
         self._bodies: dict[int, _Body] = {}  # by each address that is held
-        self._offset = 0
+        self.offset = 0  # of the next body
         self.unfreed = 0
         self._unfreed_bodies = 0
         with explained(f"shared memory for {name}"), ExitStack() as undo:
@@ -58,44 +60,144 @@ class LiveRegion:
 
     def fits(self, length: int) -> bool:
         """Whether a body of `length` bytes may ever be written: offsets only grow, and end."""
-        return self._offset + _pages(length) <= _SPAN
+        return self.offset + _pages(length) <= _SPAN
 
     def has_room(self, length: int, beside: int = 0) -> bool:
         """Whether a body of `length` bytes may be written now, by what is not freed, here and `beside` this region."""
         return self._unfreed_bodies < 2 or beside + self.unfreed + _pages(length) <= self.limit
 
-    def place(self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Write a body and return address and length of each of its buffers, given their offsets in it."""
+    def place(
+        self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]], holders: int = 1
+    ) -> list[tuple[int, int]]:
+        """Write a body and return address and length of each of its buffers, given their offsets in it.
+
+        Each of so many `holders` will free each address once.
+        """
+        self.write(parts)
+        return self.hold(length, extents, holders)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Write a body where the next one is to lie. `hold` must follow."""
         with explained("shared memory for a live stream"):
-            write_parts(self._writable, parts, self._offset)
-        start = self.base + self._offset
+            write_parts(self._writable, parts, self.offset)
+
+    def hold(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
+        """The rest of `place`, for a body that has been written."""
+        start = self.base + self.offset
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
-        held = {address for address, size in placed if size}
-        if held:
-            body = _Body(self._offset, _pages(length), len(held))
-            self._bodies.update(dict.fromkeys(held, body))
-            self.unfreed += body.size
-            self._unfreed_bodies += 1
-            self._offset += body.size
+        addresses = {address for address, size in placed if size}
+        if addresses:
+            body = _Body(self.offset, _pages(length), addresses, holders)
+            self._bodies.update(dict.fromkeys(addresses, body))
+            self.offset += body.size
+            self._count(body, 1)
+            if not holders:
+                self._let_go(body, was_held=True)
         return placed
 
-    def free(self, addresses: Iterable[int]) -> None:
-        """Nobody holds these addresses any more. Those of other regions are passed over."""
+    def free(self, addresses: Iterable[int], kept: bool = False) -> None:
+        """A holder does not hold these addresses any more, which were `kept` if it did not count.
+
+        Those of other regions are passed over.
+        """
         for address in addresses:
-            body = self._bodies.pop(address, None)
+            body = self._bodies.get(address)
             if body is None:
                 continue
-            body.held -= 1
-            if not body.held:
-                with mmap.mmap(self._writable, body.size, offset=body.offset) as pages:
-                    pages.madvise(mmap.MADV_REMOVE)
-                self.unfreed -= body.size
-                self._unfreed_bodies -= 1
+            was_held = body.held > 0
+            if kept:
+                body.kept -= 1
+            else:
+                body.held -= 1
+            self._let_go(body, was_held)
+
+    def keep(self, addresses: Iterable[int]) -> None:
+        """A holder of these addresses counts no more: what it alone holds stays, and makes room for other bodies."""
+        for address in addresses:
+            body = self._bodies.get(address)
+            if body is not None:
+                body.held -= 1
+                body.kept += 1
+                self._let_go(body, was_held=True)
+
+    def size_of(self, addresses: Iterable[int]) -> int:
+        """Bytes of the bodies that these addresses belong to."""
+        bodies = {self._bodies[address] for address in addresses if address in self._bodies}
+        return sum(body.size for body in bodies)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody holds anything here."""
+        return not self._bodies
+
+    def _count(self, body: _Body, sign: int) -> None:
+        self.unfreed += sign * body.size
+        self._unfreed_bodies += sign
+
+    def _let_go(self, body: _Body, was_held: bool) -> None:
+        """Give back of `body` what nobody holds."""
+        if was_held and not body.held:
+            self._count(body, -1)
+        if not body.held and not body.kept:
+            for address in body.addresses:
+                del self._bodies[address]
+            with mmap.mmap(self._writable, body.size, offset=body.offset) as pages:
+                pages.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Give back the descriptors."""
         os.close(self.descriptor)
         os.close(self._writable)
+
+
+class LiveMemory:
+    """The regions of one live stream. The last one takes bodies; those before it are used up, and wait for frees."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._regions: list[LiveRegion] = []
+
+    def region(self, length: int) -> LiveRegion | None:
+        """The region for a body of `length` bytes: a new one where the last is used up; None if it fits in none."""
+        if not self._regions or not self._regions[-1].fits(length):
+            for used_up in [region for region in self._regions if region.empty]:
+                self._regions.remove(used_up)
+                used_up.close()
+            self._regions.append(LiveRegion(self._name, self._limit))
+        last = self._regions[-1]
+        return last if last.fits(length) else None
+
+    def has_room(self, length: int) -> bool:
+        """Whether the last region takes a body of `length` bytes now, by what is not freed of all."""
+        if not self._regions:
+            return True
+        return self._regions[-1].has_room(length, beside=self.unfreed - self._regions[-1].unfreed)
+
+    @property
+    def unfreed(self) -> int:
+        """Bytes that are held, in all regions."""
+        return sum(region.unfreed for region in self._regions)
+
+    def free(self, addresses: Collection[int], kept: bool = False) -> None:
+        """A holder does not hold these addresses any more. After `close`, what is mapped stays."""
+        for region in self._regions:
+            region.free(addresses, kept)
+
+    def keep(self, addresses: Collection[int]) -> None:
+        """A holder of these addresses counts no more."""
+        for region in self._regions:
+            region.keep(addresses)
+
+    def size_of(self, addresses: Collection[int]) -> int:
+        """Bytes of the bodies that these addresses belong to."""
+        return sum(region.size_of(addresses) for region in self._regions)
+
+    def close(self) -> None:
+        """Give back the descriptors. What peers have mapped stays readable."""
+        for region in self._regions:
+            region.close()
+        self._regions.clear()
 
 
 def _pages(length: int) -> int:

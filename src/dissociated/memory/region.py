@@ -97,6 +97,11 @@ class AddressSpace:
         _, regions = self._sorted
         return bool(regions) and all(region.static for region in regions)
 
+    @property
+    def live(self) -> bool:
+        """Whether there are regions whose memory is used again when it is freed."""
+        return any(not region.static for region in self._sorted[1])
+
     def add(self, region: Region) -> None:
         """Make `region` known. Raises RemoteProtocolError if it overlaps another, or there are too many."""
         bases, regions = self._sorted

@@ -1,4 +1,4 @@
-"""Reads flatbuffers that come from a peer: every offset is checked before it is followed.
+"""Reads flatbuffers that come from a peer, where every offset is checked before it is followed; and writes some.
 
 What lies outside the bytes raises struct.error or IndexError, for callers to say what that means.
 """
@@ -6,6 +6,7 @@ What lies outside the bytes raises struct.error or IndexError, for callers to sa
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dissociated.errors import FormatError
@@ -80,13 +81,17 @@ class Table(NamedTuple):
 
     def text(self, number: int) -> str:
         """A string; empty where it is left out. Raises FormatError where it is no UTF-8."""
-        if not self.fields[number]:
-            return ""
-        at, length, _ = self._vector(number, 1)
         try:
-            return bytes(self.header[at : at + length]).decode()
+            return self.content(number).decode()
         except UnicodeDecodeError as error:
             raise FormatError(f"a name that is no UTF-8 ({error})") from None
+
+    def content(self, number: int) -> bytes:
+        """The bytes of a string, whatever they are; none where it is left out."""
+        if not self.fields[number]:
+            return b""
+        at, length, _ = self._vector(number, 1)
+        return bytes(self.header[at : at + length])
 
     def _present(self, number: int) -> int:
         if not self.fields[number]:
@@ -99,3 +104,59 @@ class Table(NamedTuple):
         if vector + 4 + count * width > len(self.header):
             raise IndexError(f"a vector of {count} elements leaves the message")
         return vector + 4, count, width
+
+
+class Builder:
+    """Writes a flatbuffer from its root on: each thing comes after what refers to it."""
+
+    def __init__(self) -> None:
+        self._data = bytearray(4)  # the reference to the root
+
+    def table(self, reference: int, fields: Sequence[tuple[str, int] | None]) -> list[int]:
+        """Write the table that the offset at `reference` refers to: code in `struct` and value of each field.
+
+        None leaves a field out. Returns where the fields lie, so that those that are offsets ("I") can be filled in.
+        """
+        places = [0] * len(fields)
+        end = 4  # of the table so far: it begins with the way to its vtable
+        for index, field in enumerate(fields):
+            if field is not None:
+                size = struct.calcsize(field[0])
+                places[index] = end + -end % size
+                end = places[index] + size
+        vtable = struct.pack(f"<{2 + len(places)}H", 4 + 2 * len(places), end, *places)
+        self._align(8, len(vtable))
+        self._data += vtable
+        at = self._refer(reference)
+        self._data += bytes(end)
+        struct.pack_into("<i", self._data, at, len(vtable))
+        for place, field in zip(places, fields, strict=True):
+            if field is not None:
+                struct.pack_into(f"<{field[0]}", self._data, at + place, field[1])
+        return [at + place for place in places]
+
+    def vector(self, reference: int, count: int, elements: bytes) -> int:
+        """Write the vector of `count` elements that the offset at `reference` refers to. Returns where they begin."""
+        self._align(8, 4)
+        self._refer(reference)
+        self._data += struct.pack("<I", count) + elements
+        return len(self._data) - len(elements)
+
+    def text(self, reference: int, text: bytes) -> None:
+        """Write the string that the offset at `reference` refers to."""
+        self.vector(reference, len(text), text)
+        self._data += b"\0"
+
+    def finish(self) -> bytes:
+        """The whole, padded to a multiple of 8 bytes."""
+        self._align(8, 0)
+        return bytes(self._data)
+
+    def _align(self, alignment: int, before: int) -> None:
+        """Pad, so that what comes after `before` more bytes is aligned."""
+        self._data += bytes(-(len(self._data) + before) % alignment)
+
+    def _refer(self, reference: int) -> int:
+        at = len(self._data)
+        struct.pack_into("<I", self._data, reference, at - reference)
+        return at

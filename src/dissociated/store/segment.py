@@ -37,7 +37,7 @@ from dissociated.message import Buffer, FileSpan
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
 
 #: From how many bytes on a body is sent from the file.
-_MIN_SPAN = 1 << 17
+MIN_SPAN = 1 << 17
 
 
 class Segment:
@@ -108,10 +108,10 @@ class Segment:
         """The packed body of `message`, which lies in the mapping."""
         return self._memory[message.body_at : message.body_at + message.parsed.body_length]
 
-    def span(self, message: Encapsulated) -> FileSpan | None:
+    def spans(self, message: Encapsulated) -> tuple[FileSpan] | None:
         """The packed body of `message` as a span of the file; None for a small one, which memory serves better."""
         length = message.parsed.body_length
-        return FileSpan(self.descriptor, message.body_at, length) if length >= _MIN_SPAN else None
+        return (FileSpan(self.descriptor, message.body_at, length),) if length >= MIN_SPAN else None
 
     def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
         """Address and length of each buffer of `message`."""

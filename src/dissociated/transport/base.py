@@ -11,6 +11,8 @@ Every method may raise
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -29,6 +31,8 @@ Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 #: Longer than anybody waits, and short enough for every clock in the kernel and in Python.
 _MAX_SECONDS = 1e6
+#: Seconds between two looks at a connection that cannot tell by itself when something arrives.
+_LOOK_AGAIN = 0.005
 
 
 def seconds(timeout: float) -> float:
@@ -53,6 +57,7 @@ class Connection(ABC):
     def __init__(self) -> None:
         #: The regions that the peer has shared.
         self.space = AddressSpace()
+        self._woken = threading.Event()
 
     @property
     def peer(self) -> str:
@@ -90,6 +95,17 @@ class Connection(ABC):
     @abstractmethod
     def arrived(self) -> bool:
         """Whether a message, or at least its beginning, or the end of the connection is there to be received."""
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something has `arrived`, or `wake` was called since the last wait, but for `timeout` at most."""
+        end = time.monotonic() + timeout
+        while not self.arrived() and not self._woken.wait(_LOOK_AGAIN) and time.monotonic() < end:
+            pass
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """Make `wait` return, also from another thread. Never raises."""
+        self._woken.set()
 
     @abstractmethod
     def abort(self, reason: str) -> None:

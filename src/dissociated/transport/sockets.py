@@ -10,6 +10,7 @@ import struct
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -83,6 +84,7 @@ class SocketConnection(Connection):
         self._torn = False  # whether a send broke off, so that nothing may follow
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
+        self._bell: int | None = None  # an eventfd, of connections that are waited for
         self._accepted = accepted
         self._pid = os.getpid()
         self._silence = 0.0  # the deadline that the kernel knows
@@ -135,6 +137,24 @@ class SocketConnection(Connection):
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
+    def wait(self, timeout: float) -> None:
+        if self._bell is None:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if not self._woken.is_set() and not self._arrived and not self._reader.buffered:  # wake may have come before
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.register(self._bell, select.POLLIN)
+            poll.poll(timeout * 1000)
+        self._woken.clear()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def wake(self) -> None:
+        super().wake()
+        if self._bell is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_write(self._bell, 1)
+
     def abort(self, reason: str) -> None:
         if self._torn:
             return  # the peer would take it for the rest of what it is waiting for
@@ -160,6 +180,9 @@ class SocketConnection(Connection):
         if self._pid == os.getpid():  # a process that was forked closes its copy, not the connection
             self.interrupt()
         self._socket.close()
+        if self._bell is not None:
+            os.close(self._bell)
+            self._bell = None
         self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
 
     def _region_shared(self, payload: bytes) -> None:

@@ -1,0 +1,377 @@
+"""A live stream that is read once, for all of its consumers.
+
+One thread, the pump, reads the source. It writes each body into shared memory once, and hands every consumer the same
+messages. Each has its own place in the stream and its own leases; a body's memory goes back to the system when the last
+consumer that was given it has freed it.
+
+The pump waits for the slowest consumer while `limit` bytes are held, but not for one that neither takes nor frees
+anything for `stall_timeout`: of these, the one that holds most is cut off. Its stream ends with the reason. What has
+been sent to it stays as it is until it frees that or goes, beyond the limit.
+
+A consumer that joins late gets the schema and the dictionaries as they are, and then what comes next.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+
+from dissociated.dataset import Dataset, Source, open_source, source_blamed
+from dissociated.errors import DissociatedError, OptionError, SourceError
+from dissociated.ipc.columns import only, selected
+from dissociated.ipc.join import Messages, join
+from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.split import SplitMessage, Splitter, split
+from dissociated.memory.live import LiveMemory, LiveRegion
+from dissociated.message import Buffer, FileSpan
+from dissociated.protocol.header import Header, HeaderType, buffer_extents
+from dissociated.protocol.projection import Projection, dictionary_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """How clients share a stream that is read once. Raises OptionError for values that make no sense."""
+
+    #: What becomes of clients that come when it has begun: they "join" where it is, or are told to go: "refuse".
+    late: Literal["join", "refuse"] = "join"
+    #: How many clients must be there before it begins.
+    consumers: int = 1
+    #: Seconds for which a client that neither takes nor frees anything may hold up all others.
+    stall_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.late not in ("join", "refuse"):
+            raise OptionError(f'late is "join" or "refuse", not {self.late!r}')
+        if self.consumers < 1:
+            raise OptionError(f"a live stream begins with one consumer or more, not {self.consumers}")
+        if not self.stall_timeout > 0:
+            raise OptionError(f"stall_timeout is a positive number of seconds, not {self.stall_timeout}")
+
+
+class Part(NamedTuple):
+    """A message for consumers: its body in parts, and the extents of its buffers in `region`, if it lies there."""
+
+    header: bytes
+    parsed: Header
+    body: Sequence[Buffer | FileSpan] | None
+    region: LiveRegion | None = None
+    extents: Sequence[tuple[int, int]] = ()
+
+    @property
+    def addresses(self) -> set[int]:
+        """What whoever is given this holds."""
+        return {address for address, length in self.extents if length}
+
+
+class Consumer:
+    """One of the consumers of a broadcast: its place in the stream, and what it holds. `leave` gives that back.
+
+    `wake` is called, from the pump's thread, when there may be something to take; `cut` when it is cut off.
+    """
+
+    def __init__(self, broadcast: Broadcast, wake: Callable[[], None], cut: Callable[[], None]) -> None:
+        self._broadcast = broadcast
+        self.wake = wake
+        self.cut = cut
+        self.waiting: deque[Part] = deque()
+        self.held: set[int] = set()  # what it was given, waiting or sent
+        self.stopped = False  # whether it wants nothing more
+        self.kept = False  # whether it is cut off, so that what it holds does not count
+        self.error: DissociatedError | None = None
+        self.ended = False  # nothing more comes
+        self.moved = time.monotonic()  # when it last took or freed something
+
+    @property
+    def over(self) -> bool:
+        """Whether it has taken everything there was, to the regular end."""
+        return self.ended and not self.waiting
+
+    def take(self) -> Part | None:
+        """The next message, None where there is none now. Raises SourceError: why there will be no more."""
+        with self._broadcast.changed:
+            if self.waiting:
+                self.moved = time.monotonic()
+                return self.waiting.popleft()
+            if self.error is not None:
+                raise self.error
+            return None
+
+    def free(self, addresses: Collection[int]) -> None:
+        """It does not need these any more."""
+        if addresses:
+            with self._broadcast.changed:
+                self.moved = time.monotonic()
+                self._broadcast.give_back(self, self.held.intersection(addresses))
+
+    def stop(self) -> None:
+        """It takes nothing more, and goes on holding what it was sent."""
+        with self._broadcast.changed:
+            self.stopped = True
+            self._broadcast.forget(self)
+
+    def leave(self) -> None:
+        """It is gone: everything it holds is given back."""
+        self._broadcast.leave(self)
+
+
+class Broadcast(Dataset):
+    """A source that is read once, by all clients together: see the module.
+
+    `limit` is how many bytes of it may be held in shared memory. Close it after use.
+    """
+
+    def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
+        self._reader: pa.RecordBatchReader | None = open_source(name, source)
+        super().__init__(name, self._reader.schema)
+        self._live = live
+        self._options = options
+        self._schema = Splitter(self.schema, options).schema_message
+        self.schema_header = self._schema.header
+        self._dictionaries: dict[int, list[SplitMessage]] = {}  # as they are: each with the deltas since
+        self._memory = LiveMemory(name, limit)
+        self._consumers: list[Consumer] = []
+        #: The thread that reads, once it has begun.
+        self.pump: threading.Thread | None = None
+        self._reason: DissociatedError | None = None  # why there is nothing more, if that is not the source's end
+        self._over = False  # nothing more will come
+        self._busy = False  # the pump is using the memory
+        #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
+        self.changed = threading.Condition()
+
+    # Consumers
+
+    def join(self, wake: Callable[[], None], cut: Callable[[], None] | None = None) -> Consumer:
+        """Become a consumer. Raises SourceError where there is nothing more to be had, or not for who comes late."""
+        with self.changed:
+            if self._over:
+                raise self._reason or SourceError(f"the live stream {self.name!r} has ended")
+            if self.pump is not None and self._live.late == "refuse":
+                raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
+            consumer = Consumer(self, wake, cut or wake)
+            consumer.waiting.append(Part(*self._schema))
+            consumer.waiting.extend(Part(*one) for some in self._dictionaries.values() for one in some)
+            self._consumers.append(consumer)
+            if self.pump is None and len(self._consumers) >= self._live.consumers:
+                self.pump = threading.Thread(target=self._run, name=f"live {self.name}", daemon=True)
+                self.pump.start()
+            self.changed.notify_all()
+            return consumer
+
+    def leave(self, consumer: Consumer) -> None:
+        """Give back everything that `consumer` holds. It takes nothing any more."""
+        with self.changed:
+            if consumer in self._consumers:
+                self._consumers.remove(consumer)
+            consumer.waiting.clear()
+            self.give_back(consumer, set(consumer.held))
+            self._clean()
+
+    def give_back(self, consumer: Consumer, addresses: set[int]) -> None:
+        """`consumer` does not hold these any more. Call it with `changed` held."""
+        consumer.held -= addresses
+        self._memory.free(addresses, consumer.kept)
+        self.changed.notify_all()
+
+    def choose(self, part: Part) -> Part | None:
+        """What consumers get of a message: all of it."""
+        return part
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        woken = threading.Event()
+        return join(_messages(self.join(woken.set), woken))
+
+    def forget(self, consumer: Consumer) -> None:
+        """`consumer` does not get what it has not taken yet. Call it with `changed` held."""
+        unsent = {address for part in consumer.waiting for address in part.addresses}
+        consumer.waiting.clear()
+        self.give_back(consumer, unsent)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return BroadcastColumns(self, indices)
+
+    @property
+    def _taking(self) -> list[Consumer]:
+        return [consumer for consumer in self._consumers if not (consumer.kept or consumer.stopped)]
+
+    # The pump
+
+    def _run(self) -> None:
+        reader, self._reader = self._reader, None
+        reason: DissociatedError | None = None
+        try:
+            with source_blamed(self.name):
+                messages = split(reader, self._options)
+                del reader
+                next(messages)  # the schema, which consumers have
+                while (message := next(messages, None)) is not None and self._wait_for_consumers():
+                    self._publish(message)
+        except DissociatedError as error:
+            reason = error
+        except BaseException:
+            reason = SourceError(f"the live stream {self.name!r} failed for a reason that the server's log tells")
+            _log.exception("%r: a live stream failed for a reason of ours", self.name)
+        finally:
+            messages = None  # type: ignore[assignment]  # with it goes the source
+            with self.changed:
+                self._busy = False
+                self._end(reason)
+                self._clean()
+
+    def _publish(self, message: SplitMessage) -> None:
+        """Give the next message to every consumer."""
+        length = message.parsed.body_length
+        assert message.body is not None  # only schemas have none
+        region = self._memory.region(length)
+        if region is None:
+            raise SourceError(f"the source of {self.name!r} gave a batch of {length} bytes, which no region takes")
+        self._wait_for_room(length)
+        at = region.offset
+        region.write(message.body)  # without holding up consumers meanwhile: only the pump writes
+        with self.changed:
+            self._busy = False
+            if self._over:
+                self._clean()
+                return
+            taking = self._taking
+            offsets, lengths = buffer_extents(message.header, message.parsed)
+            placed = region.hold(length, zip(offsets, lengths, strict=True), len(taking))
+            span = FileSpan(region.descriptor, at, length)
+            part = Part(message.header, message.parsed, (span,) if length else (), region, placed)
+            if message.parsed.type is HeaderType.DICTIONARY_BATCH:
+                id_, is_delta = dictionary_of(message.header)
+                self._dictionaries[id_] = [*(self._dictionaries.get(id_, ()) if is_delta else ()), message]
+            for consumer in taking:
+                consumer.held |= part.addresses
+                consumer.waiting.append(part)
+                consumer.wake()
+
+    def _wait_for_consumers(self) -> bool:
+        """Whether there is somebody to give messages to, before the stream is over. Then the pump is busy."""
+        with self.changed:
+            while not self._over and not self._taking:
+                if self._live.late == "refuse":
+                    return False
+                self.changed.wait()
+            self._busy = not self._over
+            return self._busy
+
+    def _wait_for_room(self, length: int) -> None:
+        """Wait until there is room, or the stream is over. Cuts off those who hold it up."""
+        patience = self._live.stall_timeout
+        with self.changed:
+            since = time.monotonic()
+            while not self._over and not self._memory.has_room(length):
+                if self.changed.wait(max(0.0, since + patience - time.monotonic())):
+                    continue
+                stalled = [one for one in self._consumers if one.held and not one.kept and one.moved < since]
+                if stalled:
+                    self._cut_off(max(stalled, key=lambda one: self._memory.size_of(one.held)))
+                since = time.monotonic()
+
+    def _cut_off(self, consumer: Consumer) -> None:
+        _log.warning("%r: a consumer neither took nor freed anything in time, and is cut off", self.name)
+        self.forget(consumer)
+        consumer.kept = True
+        self._memory.keep(consumer.held)
+        consumer.error = SourceError(
+            f"this reader of the live stream {self.name!r} held up the others for {self._live.stall_timeout:g} s: "
+            "it was cut off. To keep more than the server's live_limit, read over tcp, or with bodies packed"
+        )
+        consumer.cut()
+
+    # The end
+
+    def _end(self, reason: DissociatedError | None) -> None:
+        """Nothing more comes; consumers still take what they have been given. Call it with `changed` held."""
+        if self._over:
+            return
+        self._over, self._reason = True, reason
+        self._dictionaries.clear()
+        for consumer in self._taking:
+            consumer.ended, consumer.error = reason is None, reason
+            consumer.wake()
+        self.changed.notify_all()
+
+    def _clean(self) -> None:
+        if self._over and not self._consumers and not self._busy:
+            self._memory.close()
+
+    def drop(self) -> None:
+        """End the stream: consumers take what they have been given, and then get to know why there is no more.
+
+        The pump ends with the source's next batch: it cannot be called back from there.
+        """
+        with self.changed:
+            self._end(SourceError(f"the live stream {self.name!r} was dropped by whoever published it"))
+            if self.pump is None:
+                self._reader = None
+            self._clean()
+
+    def close(self) -> None:
+        """The same before consumers are sent away: what they have mapped stays readable."""
+        with self.changed:
+            for consumer in self._consumers:
+                consumer.held.clear()  # so nothing more is punched out
+            self.drop()
+
+
+class BroadcastColumns(Dataset):
+    """Some columns of a broadcast: consumers are sent those of each message, and free the others at once."""
+
+    def __init__(self, whole: Broadcast, indices: tuple[int, ...]) -> None:
+        super().__init__(whole.name, only(whole.schema, indices))
+        self._indices = indices
+        self._whole = whole
+        self._projection = Projection(whole.schema_header, indices)
+        self.join = whole.join
+
+    def choose(self, part: Part) -> Part | None:
+        """What consumers get of a message."""
+        if part.body is None:
+            return part._replace(header=self._projection.header)
+        chosen = self._projection.choose(part.header, part.parsed)
+        if chosen is None or chosen.header is part.header:
+            return chosen and part
+        extents = [part.extents[index] for index in chosen.indices]
+        return Part(chosen.header, chosen.parsed, chosen.body(part.body), part.region, extents)
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return selected(self._whole.open_reader(), self._indices)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return BroadcastColumns(self._whole, tuple(self._indices[index] for index in indices))
+
+
+def in_memory(parts: Sequence[Buffer | FileSpan], up_to: float = inf) -> list[Any]:
+    """The same parts, with those in files that are shorter than `up_to` read from there."""
+    return [
+        os.pread(part.descriptor, len(part), part.offset) if isinstance(part, FileSpan) and len(part) < up_to else part
+        for part in parts
+    ]
+
+
+def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
+    """What libarrow joins, in this process."""
+    try:
+        while not consumer.over:
+            part = consumer.take()
+            if part is None:
+                woken.wait()
+                woken.clear()
+                continue
+            body = None if part.body is None else b"".join(map(memoryview, in_memory(part.body)))
+            consumer.free(part.addresses)
+            yield part.header, body
+    finally:
+        consumer.leave()

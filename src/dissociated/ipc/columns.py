@@ -1,0 +1,18 @@
+"""Some of the columns of a stream of record batches, by their position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+
+def only(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
+    """`schema` with these of its fields alone."""
+    return pa.schema([schema.field(index) for index in indices], schema.metadata)
+
+
+def selected(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
+    """The same batches with these of their columns alone, or with none: their row counts stay."""
+    schema = only(reader.schema, indices)
+    return pa.RecordBatchReader.from_batches(schema, (batch.select([*indices]) for batch in reader))

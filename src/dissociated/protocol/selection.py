@@ -1,0 +1,87 @@
+"""Which columns of a stream are wanted: an identifier that says so besides the ticket.
+
+The specification leaves what want_data carries to whoever serves. A plain ticket requests a whole stream; this
+requests some of its top-level columns, from a server whose URIs say `select=1`:
+
+    8 bytes  "DISSCOL" and 1, the version
+    4 bytes  length of the ticket, little-endian
+    the ticket
+    JSON     {"columns": [names]} or {"fields": [indices]}
+
+A server that has not got one of them answers with the whole schema, and then gives the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
+
+#: How every identifier with a selection begins, and no ticket.
+MAGIC = b"DISSCOL\x01"
+#: The parameter by which a URI says that its server takes selections.
+PARAMETER = ("select", "1")
+#: How long an identifier may be, in bytes.
+MAX_IDENTIFIER = 1 << 16
+
+_length = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some top-level columns, by name or by position: one of the two is None. Their order is that of the schema."""
+
+    columns: tuple[str, ...] | None = None
+    fields: tuple[int, ...] | None = None
+
+    def indices(self, names: Sequence[str]) -> list[int]:
+        """Where they stand in a schema with these names, ascending. Columns that share a name come together.
+
+        Raises ColumnNotFound, or OptionError for a position that is not there.
+        """
+        if self.columns is None:
+            fields = set(self.fields or ())
+            for field in fields:
+                if field >= len(names):
+                    raise OptionError(f"there is no field {field} to include: the schema has {len(names)}")
+            return sorted(fields)
+        wanted = set(self.columns)
+        for column in self.columns:
+            if column not in names:
+                raise ColumnNotFound(f"there is no column {column!r}; there are {', '.join(names)}")
+        return [index for index, name in enumerate(names) if name in wanted]
+
+    def identifier(self, ticket: bytes) -> bytes:
+        """The identifier that requests them of the stream `ticket`; the ticket alone where that would be too long."""
+        wanted = {"columns": self.columns} if self.fields is None else {"fields": self.fields}
+        encoded = MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()
+        return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
+
+
+def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
+    """The ticket, and which columns of its stream are wanted; None for all.
+
+    Raises RemoteProtocolError where it begins like a selection and is none.
+    """
+    if not identifier.startswith(MAGIC):
+        return identifier, None
+    try:
+        ticket_at = len(MAGIC) + _length.size
+        ticket_end = ticket_at + _length.unpack_from(identifier, len(MAGIC))[0]
+        wanted = json.loads(identifier[ticket_end:])
+        ((kind, items),) = wanted.items()
+    except (struct.error, ValueError, AttributeError, RecursionError):
+        raise _unreadable() from None
+    type_ = {"columns": str, "fields": int}.get(kind)
+    if type_ is None or not isinstance(items, list) or any(type(item) is not type_ for item in items):
+        raise _unreadable()
+    if kind == "fields" and any(item < 0 for item in items):
+        raise _unreadable()
+    return identifier[ticket_at:ticket_end], Selection(**{kind: tuple(items)})
+
+
+def _unreadable() -> RemoteProtocolError:
+    return RemoteProtocolError("the client sent a request for some columns that cannot be read")

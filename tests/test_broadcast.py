@@ -1,0 +1,368 @@
+"""Streams that are read once for several consumers: each has its own place in it, and its own leases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.memory import live as live_memory
+from helpers import PATIENCE, Serve, clients_end, connections_left, serving
+from memory.maps import shared_bytes
+
+SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
+ROWS = 10_000
+MEDIA = ("shm:", "tcp://127.0.0.1:0", "inproc:")
+
+
+def batch(number: int) -> pa.RecordBatch:
+    return pa.record_batch({"n": np.full(ROWS, number), "s": [f"batch {number}"] * ROWS}, SCHEMA)
+
+
+def reader(batches: Iterator[pa.RecordBatch], schema: pa.Schema = SCHEMA) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(schema, batches)
+
+
+class Fed:
+    """A source that gives what the test puts in. `closed` is set when whoever reads it lets go."""
+
+    def __init__(self, schema: pa.Schema = SCHEMA) -> None:
+        self.put = SimpleQueue[Any]().put
+        self._queue: SimpleQueue[Any] = self.put.__self__  # type: ignore[attr-defined]
+        self.closed = threading.Event()
+        self._schema = schema
+
+    def reader(self) -> pa.RecordBatchReader:
+        return reader(self._batches(), self._schema)
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        try:
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.closed.set()
+
+    def __enter__(self) -> Fed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.put(None)
+
+
+def numbers(source: pa.RecordBatchReader) -> list[int]:
+    found = []
+    for one in source:
+        one.validate(full=True)
+        assert one["n"].unique().to_pylist() == [one["n"][0].as_py()]
+        assert one["s"][-1].as_py() == f"batch {one['n'][0].as_py()}"
+        found.append(one["n"][0].as_py())
+    return found
+
+
+def open_at(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
+    (uri,) = (uri for uri in server.locations("live") if uri.startswith(scheme))
+    return dis.open_stream(uri, server.ticket("live"), timeout=PATIENCE, **options)
+
+
+def test_all_consumers_get_the_same_stream_over_every_transport(serve: Serve) -> None:
+    """25 MB through 2 MB, by address and inline, and through the catalog's own DoGet."""
+    server = serve(*MEDIA, catalog="grpc://127.0.0.1:0", live_limit=2 << 20)
+    reads = threading.Lock()
+
+    def source() -> pa.RecordBatchReader:
+        assert reads.acquire(blocking=False), "it is opened once"
+        return reader(map(batch, range(100)))
+
+    server.publish("live", source, live=dis.Live(consumers=8))
+
+    def consume(which: int) -> list[int]:
+        if which == 7:
+            with dis.connect(server.catalog_uri) as client:
+                return numbers(client.read("live", "grpc"))
+        if which == 6:
+            (packed,) = (u for u in server.locations("live", bodies="packed") if u.startswith("shm"))
+            return numbers(dis.open_stream(packed, server.ticket("live")))
+        return numbers(open_at(server, MEDIA[which % 3].partition(":")[0]))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(consume, range(8))) == [list(range(100))] * 8
+    assert connections_left(server) == 0
+    clients_end()
+    assert shared_bytes("live") == 0
+
+
+def test_a_late_consumer_joins_where_the_stream_is(serve: Serve) -> None:
+    server = serve(*MEDIA)
+    with Fed() as fed:
+        server.publish("live", fed.reader(), live=dis.Live())
+        first = open_at(server, "shm")
+        for number in range(3):
+            fed.put(batch(number))
+            assert first.read_next_batch()["n"][0].as_py() == number
+        late = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+        for number in range(3, 6):
+            fed.put(batch(number))
+        fed.put(None)
+        assert [numbers(one) for one in (first, *late)] == [[3, 4, 5]] * 4
+
+
+def test_a_late_consumer_is_refused_where_the_publisher_says_so(serve: Serve) -> None:
+    server = serve(*MEDIA)
+    with Fed() as fed:
+        server.publish("live", fed.reader(), live=dis.Live(late="refuse", consumers=2))
+        first, second = open_at(server, "shm"), open_at(server, "tcp")
+        with pytest.raises(dis.errors.RemoteError, match="'live' has begun, and takes nobody who comes later"):
+            open_at(server, "shm")
+        fed.put(batch(0))
+        fed.put(None)
+        assert [numbers(first), numbers(second)] == [[0], [0]]
+    with pytest.raises(dis.errors.RemoteError, match="has ended"):
+        open_at(server, "shm")
+
+
+def test_nothing_is_read_before_enough_consumers_are_there(serve: Serve) -> None:
+    server = serve("shm:")
+    asked = threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        asked.set()
+        yield batch(0)
+
+    server.publish("live", reader(batches()), live=dis.Live(consumers=2))
+    first = open_at(server, "shm")
+    assert first.schema == SCHEMA  # who waits knows the schema
+    assert not asked.is_set()
+    second = open_at(server, "shm")
+    assert asked.wait(PATIENCE)
+    assert numbers(first) == numbers(second) == [0]
+
+
+def test_a_stream_that_all_have_left_waits_for_the_next_one(serve: Serve) -> None:
+    server = serve("shm:", "tcp://127.0.0.1:0")
+    with Fed() as fed:
+        server.publish("live", fed.reader(), live=dis.Live())
+        first = open_at(server, "tcp")
+        fed.put(batch(0))
+        assert first.read_next_batch()["n"][0].as_py() == 0
+        del first
+        assert connections_left(server) == 0
+        fed.put(batch(1))
+        fed.put(None)
+        assert numbers(open_at(server, "shm")) == [1]
+
+
+def test_a_stream_that_takes_nobody_ends_when_all_have_left(serve: Serve) -> None:
+    server = serve("shm:")
+    with Fed() as fed:
+        server.publish("live", fed.reader(), live=dis.Live(late="refuse"))
+        open_at(server, "shm")
+        assert connections_left(server) == 0
+        fed.put(batch(0))
+        assert fed.closed.wait(PATIENCE)
+        with pytest.raises(dis.errors.RemoteError, match="has ended"):
+            open_at(server, "shm")
+
+
+WORDS = [["a", "b"], ["a", "b", "c"], ["x"], ["x", "y"], ["x", "y", "z"]]
+
+
+@pytest.mark.parametrize("deltas", [False, True], ids=["replaced", "deltas"])
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "inproc"])
+def test_a_late_consumer_gets_the_dictionaries_as_they_are(serve: Serve, scheme: str, deltas: bool) -> None:
+    def words(number: int) -> pa.RecordBatch:
+        some = WORDS[number]
+        inner = pa.DictionaryArray.from_arrays(pa.array([len(some) - 1, 0], pa.int8()), some)
+        fixed = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), ["never", "changes"])
+        return pa.record_batch([inner, pa.StructArray.from_arrays([fixed, inner], ["f", "d"])], ["d", "t"])
+
+    def expected(number: int) -> list[dict[str, Any]]:
+        last = WORDS[number][-1], WORDS[number][0]
+        return [{"d": d, "t": {"f": f, "d": d}} for d, f in zip(last, ("never", "changes"), strict=True)]
+
+    server = serve(*MEDIA)
+    for start in range(1, len(WORDS)):
+        with Fed(words(0).schema) as fed:
+            options = dis.WriteOptions(emit_dictionary_deltas=deltas)
+            server.publish("live", fed.reader(), options=options, live=dis.Live())
+            first = open_at(server, "shm")
+            for number in range(start):
+                fed.put(words(number))
+                assert first.read_next_batch().to_pylist() == expected(number)
+            late, narrow = open_at(server, scheme), open_at(server, scheme, columns=["t"])
+            for number in range(start, len(WORDS)):
+                fed.put(words(number))
+                for one in first, late:
+                    assert one.read_next_batch().to_pylist() == expected(number)
+                assert narrow.read_next_batch().to_pylist() == [{"t": row["t"]} for row in expected(number)]
+            fed.put(None)
+            assert [list(one) for one in (first, late, narrow)] == [[], [], []]
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "inproc"])
+def test_each_consumer_chooses_its_columns(serve: Serve, scheme: str) -> None:
+    server = serve(*MEDIA, live_limit=2 << 20)
+    server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=4))
+    readers = [open_at(server, scheme, columns=columns) for columns in (["n"], ["s"], [], None)]
+
+    def consume(one: pa.RecordBatchReader) -> list[tuple[int, list[dict[str, Any]]]]:
+        return [(some.num_rows, some.slice(0, 1).to_pylist()) for some in one]
+
+    with ThreadPoolExecutor(4) as pool:
+        arrived = list(pool.map(consume, readers))
+    for columns, batches in zip((["n"], ["s"], [], ["n", "s"]), arrived, strict=True):
+        assert batches == [(ROWS, batch(number).slice(0, 1).select(columns).to_pylist()) for number in range(50)]
+    with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are n, s"):
+        open_at(server, scheme, columns=["x"])
+
+
+def test_what_one_has_freed_another_still_reads(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("live", reader(map(batch, range(3))), live=dis.Live(consumers=2))
+    one, other = open_at(server, "shm"), open_at(server, "shm")
+    kept = other.read_next_batch()
+    assert numbers(one) == [0, 1, 2]
+    del one
+    assert numbers(other) == [1, 2]
+    del other
+    assert kept == batch(0)
+    assert shared_bytes("live") > 0
+    del kept
+    assert connections_left(server) == 0
+    clients_end()
+    assert shared_bytes("live") == 0
+
+
+@pytest.mark.parametrize("end", ["fails", "dropped", "replaced", "closed"])
+def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve: Serve, end: str) -> None:
+    server = serve(*MEDIA)
+    with Fed() as fed:
+        server.publish("live", fed.reader(), live=dis.Live(consumers=3))
+        readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+        fed.put(batch(0))
+        held = [one.read_next_batch() for one in readers]
+        if end == "fails":
+            fed.put(ValueError("the sensor is on fire"))
+        elif end == "dropped":
+            server.drop("live")
+        elif end == "replaced":
+            server.publish("live", batch(7))
+        else:
+            server.close()
+        for one in readers:
+            with pytest.raises(dis.errors.DissociatedError) as caught:
+                one.read_next_batch()
+            if end == "fails":
+                assert "the source of 'live' failed: ValueError: the sensor is on fire" in str(caught.value)
+            elif end != "closed":
+                assert "'live' was dropped by whoever published it" in str(caught.value)
+            del caught
+        # Another stream has its chance to take the memory.
+        if end == "replaced":
+            assert open_at(server, "shm").read_all().num_rows == ROWS
+        assert held == [batch(0)] * 3
+        if end == "fails":
+            assert connections_left(server, but=serving(server)) == 1  # that of the one that holds memory
+            with pytest.raises(dis.errors.RemoteError, match="on fire"):
+                open_at(server, "shm")
+        if end == "replaced":
+            server.drop("live")
+        del readers, one, held
+        assert connections_left(server) == 0
+        clients_end()
+        assert shared_bytes("live") == 0
+
+
+def test_a_consumer_that_holds_up_the_others_is_cut_off(serve: Serve) -> None:
+    """What it holds stays as it is; the others get everything."""
+    server = serve(*MEDIA, live_limit=2 << 20)
+    server.publish("live", reader(map(batch, range(100))), live=dis.Live(consumers=3, stall_timeout=0.3))
+    stalled = open_at(server, "shm")
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(numbers, open_at(server, scheme)) for scheme in ("shm", "tcp")]
+        held = [stalled.read_next_batch()]
+        assert [other.result(PATIENCE) for other in others] == [list(range(100))] * 2
+    with pytest.raises(dis.errors.RemoteError, match=r"held up the others for 0.3 s: it was cut off"):
+        held.extend(stalled)
+    assert 1 <= len(held) < 20
+    assert held == [batch(number) for number in range(len(held))]
+    del held, stalled
+    assert connections_left(server) == 0
+    clients_end()
+    assert shared_bytes("live") == 0
+
+
+def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
+    """It takes longer in all than a consumer may stall, but never stalls for so long."""
+    server = serve("shm:", live_limit=1 << 20)
+    server.publish("live", reader(map(batch, range(20))), live=dis.Live(consumers=2, stall_timeout=0.5))
+    slow = open_at(server, "shm")
+    with ThreadPoolExecutor(1) as pool:
+        fast = pool.submit(numbers, open_at(server, "shm"))
+        found = []
+        for one in slow:
+            found.append(one["n"][0].as_py())
+            threading.Event().wait(0.06)  # what it does with it takes time
+        assert found == fast.result(PATIENCE) == list(range(20))
+
+
+def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve) -> None:
+    server = serve("shm:", live_limit=1 << 20)
+    server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=2, stall_timeout=PATIENCE))
+    one, other = open_at(server, "shm"), open_at(server, "shm")
+    kept = one.read_next_batch()
+    del one  # it reads no further, and still holds a batch
+    assert numbers(other) == list(range(50))
+    assert kept == batch(0)
+
+
+def test_a_broadcast_goes_on_in_another_region(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_memory, "_SPAN", 1 << 20)
+    monkeypatch.setattr(live_memory.LiveRegion, "size", 1 << 20)
+    server = serve("shm:", "tcp://127.0.0.1:0")
+    server.publish("live", reader(map(batch, range(60))), live=dis.Live(consumers=2))
+    one, other = open_at(server, "shm"), open_at(server, "tcp")
+    with ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(list, one)
+        assert numbers(other) == list(range(60))
+        assert kept.result(PATIENCE) == [batch(number) for number in range(60)]
+        del kept
+
+
+def test_bodies_without_bytes_and_small_ones(serve: Serve) -> None:
+    schema = pa.schema([("n", pa.int64())])
+    sent = [pa.record_batch({"n": pa.array(range(rows), pa.int64())}) for rows in (0, 1, 0, 5000, 3)]
+    server = serve(*MEDIA, inline_limit=1000)
+    server.publish("live", reader(iter(sent), schema), live=dis.Live(consumers=3))
+    readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(list, readers)) == [sent] * 3
+
+
+def test_metadata_and_bodies_come_over_one_connection(serve: Serve) -> None:
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("live", batch(0), live=dis.Live())
+    pair = [server.locations("live", streams=streams)[0] for streams in ("metadata", "bodies")]
+    with pytest.raises(dis.errors.RemoteError, match="request all of it over one"):
+        dis.open_stream(pair, server.ticket("live"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"late": "maybe"}, {"consumers": 0}, {"stall_timeout": 0}, {"stall_timeout": float("nan")}]
+)
+def test_options_that_make_no_sense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(dis.errors.OptionError):
+        dis.Live(**arguments)
+
+
+def test_what_is_no_stream_cannot_be_published_live(serve: Serve) -> None:
+    with pytest.raises(dis.errors.SourceError, match="cannot publish a str"):
+        serve("shm:").publish("live", "a path", live=dis.Live())
