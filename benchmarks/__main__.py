@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import ipc, live, transfer, ucx
+from benchmarks import fabric, ipc, live, transfer, ucx
 
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
     "live": "a stream through shared memory of a limited size.",
+    "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
 
@@ -30,7 +31,9 @@ def main() -> None:
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
     else:
-        {"transfer": transfer, "ipc": ipc, "ucx": ucx}[arguments.part].run(arguments.gigabytes, arguments.rounds)
+        {"transfer": transfer, "ipc": ipc, "fabric": fabric, "ucx": ucx}[arguments.part].run(
+            arguments.gigabytes, arguments.rounds
+        )
 
 
 if __name__ == "__main__":

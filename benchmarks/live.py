@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import numpy as np
@@ -25,22 +27,19 @@ _BATCH = 16 << 20  # bytes
 _LINES = 12  # of the table that is printed
 
 
-def _publish(batches: int, limit: int, consumers: int, pipe: Connection) -> None:
+def _publish(batches: int, limit: int, consumers: int, passed: Synchronized[int], pipe: Connection) -> None:
     batch = pa.record_batch({f"c{n}": np.random.default_rng(n).random(_BATCH // 64) for n in range(8)})
-    passed = 0
 
     def source() -> Iterator[pa.RecordBatch]:
-        nonlocal passed
         for _ in range(batches):
-            passed += batch.nbytes
+            passed.value += batch.nbytes
             yield batch
 
     with dis.Server(["shm:", "tcp://127.0.0.1:0"], catalog=None, live_limit=limit) as server:
         reader = pa.RecordBatchReader.from_batches(batch.schema, source())
         server.publish("live", reader, live=dis.Live(consumers=consumers))
         pipe.send((server.ticket("live"), server.locations("live")))
-        while pipe.recv():
-            pipe.send((passed, _anonymous(), _memfds()))
+        pipe.recv()
 
 
 def _consume(uri: str, ticket: bytes, pipe: Connection) -> None:
@@ -49,25 +48,23 @@ def _consume(uri: str, ticket: bytes, pipe: Connection) -> None:
         for column in batch.columns:
             np.frombuffer(column.buffers()[1], np.uint8)[::4096].max()
         nbytes += batch.nbytes
-        if pipe.poll():
-            pipe.recv()
-            pipe.send((nbytes, _anonymous()))
-    pipe.send((nbytes, _anonymous()))
+    pipe.send(nbytes)
+    pipe.recv()
 
 
-def _anonymous() -> int:
-    """Resident memory of this process's own, in bytes."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+def _anonymous(pid: int | None) -> int:
+    """Resident memory of a process's own, in bytes."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def _memfds() -> int:
-    """What the memory files of this process hold, in bytes."""
+def _memfds(pid: int | None) -> int:
+    """What the live memory of a process holds, in bytes."""
     held = {}
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if os.readlink(f"/proc/self/fd/{entry}").startswith("/memfd:dissociated:live"):
-                status = os.stat(f"/proc/self/fd/{entry}")
+            if os.readlink(entry).startswith("/memfd:dissociated:live"):
+                status = os.stat(entry)
                 held[status.st_ino] = status.st_blocks * 512
         except FileNotFoundError:
             pass  # closed since
@@ -77,44 +74,44 @@ def _memfds() -> int:
 def run(gigabytes: float, limit: int, tcp: bool) -> None:
     """Measure and print."""
     batches = max(2, round(gigabytes * 1e9 / _BATCH))
+    total = batches * _BATCH
+    passed = _CONTEXT.Value("q", 0)
     ours, theirs = _CONTEXT.Pipe()
-    server = _CONTEXT.Process(target=_publish, args=(batches, limit, 1 + tcp, theirs), daemon=True)
+    server = _CONTEXT.Process(target=_publish, args=(batches, limit, 1 + tcp, passed, theirs), daemon=True)
     server.start()
     ticket, (shm, over_tcp) = ours.recv()
-    names, pipes = [], []
+    consumers: list[tuple[str, BaseProcess, Connection]] = []
 
     def start(name: str, uri: str) -> None:
         here, there = _CONTEXT.Pipe()
-        _CONTEXT.Process(target=_consume, args=(uri, ticket, there), daemon=True).start()
-        names.append(name)
-        pipes.append(here)
+        process = _CONTEXT.Process(target=_consume, args=(uri, ticket, there), daemon=True)
+        process.start()
+        consumers.append((name, process, here))
 
     start("shm", shm)
     if tcp:
         start("tcp", over_tcp)
+    while not passed.value:
+        time.sleep(0.01)
     started = time.perf_counter()
     rows: list[tuple[str, ...]] = []
-    total = batches * _BATCH
-    passed = 0
-    while passed < total:
-        time.sleep(0.02)
-        ours.send(True)
-        passed, own, held = ours.recv()
-        if passed < total * (len(rows) + 1) / _LINES:
+    while passed.value < total:
+        time.sleep(0.01)
+        now = passed.value
+        if now < total * (len(rows) + 1) / _LINES:
             continue
-        if len(rows) == _LINES // 2:
+        if len(rows) == 1:
             start("late shm", shm)
-        told = []
-        for pipe in pipes:
-            pipe.send(True)
-            told.append(text.size(pipe.recv()[1]))
-        rows.append((f"{time.perf_counter() - started:.1f}", text.size(passed), text.size(held), text.size(own), *told))
-    last = [pipe.recv()[0] for pipe in pipes]
+        told = [_anonymous(process.pid) for _, process, _ in consumers]
+        memory = [now, _memfds(server.pid), _anonymous(server.pid), *told]
+        rows.append((f"{time.perf_counter() - started:.1f}", *map(text.size, memory)))
+    got = [pipe.recv() for _, _, pipe in consumers]
     seconds = time.perf_counter() - started
-    ours.send(False)
+    for pipe in (ours, *(pipe for _, _, pipe in consumers)):
+        pipe.send(None)
     server.join(10)
-    heads = ("S", "PASSED", "SHARED", "SERVER", *(name.upper() for name in names))
+    heads = ("S", "READ", "SHARED", "SERVER", *(name.upper() for name, _, _ in consumers))
     print(f"{text.size(total)} in batches of {text.size(_BATCH)} through {text.size(limit)}\n")
     print(text.table(heads, [(*row, *[""] * (len(heads) - len(row))) for row in rows], right=range(len(heads))))
     print(f"\n{seconds:.1f} s, {text.size(total / seconds)}/s")
-    print(", ".join(f"{name} got {text.size(got)}" for name, got in zip(names, last, strict=True)))
+    print(", ".join(f"{name} got {text.size(size)}" for (name, _, _), size in zip(consumers, got, strict=True)))

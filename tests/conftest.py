@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import settings
 
 import dissociated as dis
+from arrow_cases import Celsius
 from certificates import Certificates, certificates
 from dissociated.transport import ucx
+from dissociated.transport._ofi import ofi
 from helpers import Serve, leaving_nothing
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
@@ -35,6 +38,12 @@ def _ucx_started() -> None:
     for address in ("127.0.0.1", "::1"):
         for rma in (False, True):
             ucx.context(ucx.place(address, rma))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libfabric_started() -> None:
+    """So does libfabric."""
+    ofi()
 
 
 def _sockets() -> Iterator[None]:
@@ -78,3 +87,10 @@ def serve() -> Iterator[Serve]:
             return servers.enter_context(dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **options))
 
         yield make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _extension_type() -> Iterator[None]:
+    pa.register_extension_type(Celsius())
+    yield
+    pa.unregister_extension_type(Celsius().extension_name)

@@ -1,7 +1,7 @@
 """The whole way in three processes: Spark makes a table, this one serves it, a third reads it without a copy.
 
     pip install 'dissociated[spark,demo]'
-    python examples/flights/demo.py [--transport ucx]
+    python examples/flights/demo.py [--transport ucx|fabric]
 
 Spark's partitions write their Arrow batches into shared memory themselves. The consumer finds the dataset
 through Arrow Flight, opens it over `shm` and `tcp`, compares it with what Spark computed, and queries it.
@@ -80,7 +80,7 @@ def print_table(timings: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Spark makes a table, this process serves it, a third one reads it.")
-    parser.add_argument("--transport", choices=["ucx"], help="a transport to read over beside shm and tcp")
+    parser.add_argument("--transport", choices=["ucx", "fabric"], help="a transport to read over beside shm and tcp")
     also = parser.parse_args().transport
     transports = ["shm", "tcp", *([also] if also else [])]
     if missing := [module for module in NEEDS if not find_spec(module)]:

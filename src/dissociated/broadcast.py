@@ -88,7 +88,7 @@ class Consumer:
         self.held: set[int] = set()  # what it was given, waiting or sent
         self.stopped = False  # whether it wants nothing more
         self.kept = False  # whether it is cut off, so that what it holds does not count
-        self.error: DissociatedError | None = None
+        self.reason: str | None = None  # why there will be no more
         self.ended = False  # nothing more comes
         self.moved = time.monotonic()  # when it last took or freed something
 
@@ -103,8 +103,8 @@ class Consumer:
             if self.waiting:
                 self.moved = time.monotonic()
                 return self.waiting.popleft()
-            if self.error is not None:
-                raise self.error
+            if self.reason is not None:
+                raise SourceError(self.reason)
             return None
 
     def free(self, addresses: Collection[int]) -> None:
@@ -143,7 +143,8 @@ class Broadcast(Dataset):
         self._consumers: list[Consumer] = []
         #: The thread that reads, once it has begun.
         self.pump: threading.Thread | None = None
-        self._reason: DissociatedError | None = None  # why there is nothing more, if that is not the source's end
+        # Not the error itself: its traceback would keep what its receiver holds.
+        self._reason: str | None = None  # why there is nothing more, if that is not the source's end
         self._over = False  # nothing more will come
         self._busy = False  # the pump is using the memory
         #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
@@ -155,7 +156,7 @@ class Broadcast(Dataset):
         """Become a consumer. Raises SourceError where there is nothing more to be had, or not for who comes late."""
         with self.changed:
             if self._over:
-                raise self._reason or SourceError(f"the live stream {self.name!r} has ended")
+                raise SourceError(self._reason or f"the live stream {self.name!r} has ended")
             if self.pump is not None and self._live.late == "refuse":
                 raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
             consumer = Consumer(self, wake, cut or wake)
@@ -208,7 +209,7 @@ class Broadcast(Dataset):
 
     def _run(self) -> None:
         reader, self._reader = self._reader, None
-        reason: DissociatedError | None = None
+        reason: str | None = None
         try:
             with source_blamed(self.name):
                 messages = split(reader, self._options)
@@ -217,9 +218,10 @@ class Broadcast(Dataset):
                 while (message := next(messages, None)) is not None and self._wait_for_consumers():
                     self._publish(message)
         except DissociatedError as error:
-            reason = error
+            reason = str(error)
+            _log.info("%r: %s", self.name, reason)
         except BaseException:
-            reason = SourceError(f"the live stream {self.name!r} failed for a reason that the server's log tells")
+            reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
             _log.exception("%r: a live stream failed for a reason of ours", self.name)
         finally:
             messages = None  # type: ignore[assignment]  # with it goes the source
@@ -232,7 +234,8 @@ class Broadcast(Dataset):
         """Give the next message to every consumer."""
         length = message.parsed.body_length
         assert message.body is not None  # only schemas have none
-        region = self._memory.region(length)
+        with self.changed:
+            region = self._memory.region(length)
         if region is None:
             raise SourceError(f"the source of {self.name!r} gave a batch of {length} bytes, which no region takes")
         self._wait_for_room(length)
@@ -284,7 +287,7 @@ class Broadcast(Dataset):
         self.forget(consumer)
         consumer.kept = True
         self._memory.keep(consumer.held)
-        consumer.error = SourceError(
+        consumer.reason = (
             f"this reader of the live stream {self.name!r} held up the others for {self._live.stall_timeout:g} s: "
             "it was cut off. To keep more than the server's live_limit, read over tcp, or with bodies packed"
         )
@@ -292,14 +295,14 @@ class Broadcast(Dataset):
 
     # The end
 
-    def _end(self, reason: DissociatedError | None) -> None:
+    def _end(self, reason: str | None) -> None:
         """Nothing more comes; consumers still take what they have been given. Call it with `changed` held."""
         if self._over:
             return
         self._over, self._reason = True, reason
         self._dictionaries.clear()
         for consumer in self._taking:
-            consumer.ended, consumer.error = reason is None, reason
+            consumer.ended, consumer.reason = reason is None, reason
             consumer.wake()
         self.changed.notify_all()
 
@@ -313,7 +316,7 @@ class Broadcast(Dataset):
         The pump ends with the source's next batch: it cannot be called back from there.
         """
         with self.changed:
-            self._end(SourceError(f"the live stream {self.name!r} was dropped by whoever published it"))
+            self._end(f"the live stream {self.name!r} was dropped by whoever published it")
             if self.pump is None:
                 self._reader = None
             self._clean()

@@ -198,6 +198,7 @@ class StaticDataset(Dataset):
         self._lock = threading.Lock()
         self._cached: dict[tuple[type[Connection], Streams, bool, int], list[Group]] = {}
         self._selected: OrderedDict[tuple[int, ...], StaticDataset] = OrderedDict()
+        self._dropped = False
 
     @abstractmethod
     def packed(self) -> Sequence[StaticMessage]:
@@ -224,10 +225,16 @@ class StaticDataset(Dataset):
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         with self._lock:
             found = self._selected.pop(indices, None) or StaticColumns(self, indices)
-            self._selected[indices] = found
+            if not self._dropped:
+                self._selected[indices] = found
             if len(self._selected) > _MAX_SELECTIONS:
                 self._selected.popitem(last=False)
             return found
+
+    def drop(self) -> None:
+        with self._lock:  # they refer back, and memory shall not wait for the collector
+            self._dropped = True
+            self._selected.clear()
 
 
 class StaticColumns(StaticDataset):

@@ -61,8 +61,9 @@ class Server:
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
     up to which size bodies are sent inline where they could be shared.
 
-    With `allow_rma`, clients over `ucx:` that ask for it fetch bodies from this process's memory by themselves. UCX
-    then lets every client that connects read and write all of that memory: only for networks and peers you trust.
+    With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
+    themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
+    published: only for networks and peers you trust.
 
     With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
     other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
@@ -125,7 +126,7 @@ class Server:
                 uri = Uri.parse(text)
                 if uri.scheme == "tls" and certificate is not None:
                     uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
-                if allow_rma and uri.scheme == "ucx":
+                if allow_rma and uri.scheme in ("ucx", "fabric"):
                     uri = uri.with_parameters(rma="allow")
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import Celsius
 from certificates import Certificates
-from helpers import connections_left, leaving_nothing
+from helpers import connections_left, leaving_nothing, needs_new_libfabric
 
 MEDIA = {
     "inproc": "inproc:",
@@ -28,15 +27,26 @@ MEDIA = {
     "ucx": "ucx:",
     "ucx6": "ucx://[::1]:0",
     "ucx, none": "ucx:?err_mode=none",
+    "fabric": "fabric:",
+    "fabric, tcp": "fabric:?provider=tcp",
+    "fabric6": "fabric://[::1]:0",
     "ucx, rma": "ucx:",
+    "fabric, rma": "fabric:",
 }
 #: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
-BY_ADDRESS = ("shm", "ucx, rma")
+BY_ADDRESS = ("shm", "ucx, rma", "fabric, rma")
 
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
 #: Connecting over UCX takes its time, and these differ from "ucx" below the messages alone.
-FEWER = {"ucx6": ("one",), "ucx, none": ("two",), "ucx, rma": ("one",)}
+FEWER = {
+    "ucx6": ("one",),
+    "ucx, none": ("two",),
+    "ucx, rma": ("one",),
+    "fabric, rma": ("one",),
+    "fabric6": ("one",),
+    "fabric, tcp": ("apart",),
+}
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
 BODIES = ("any", "packed", "mixed")
 MIXED_LIMIT = 256
@@ -70,7 +80,7 @@ class Route:
         self.start()
 
     def start(self) -> None:
-        self._rma = self.way.medium == "ucx, rma"
+        self._rma = self.way.medium.endswith(", rma")
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
             dis.Server(
@@ -137,6 +147,8 @@ def listening(medium: str) -> str:
     """Where a server of this medium listens."""
     if medium.endswith("6") and not _has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
+    if medium == "fabric, tcp":
+        needs_new_libfabric()
     return MEDIA[medium]
 
 
@@ -173,10 +185,3 @@ def _direct_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iter
 def direct(_direct_route: Route) -> Iterator[Route]:
     """Every way that is one connection."""
     yield from _check(_direct_route)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _extension_type() -> Iterator[None]:
-    pa.register_extension_type(Celsius())
-    yield
-    pa.unregister_extension_type(Celsius().extension_name)

@@ -97,6 +97,36 @@ def test_an_address_that_two_buffers_share_is_freed_once_for_both(region: LiveRe
     assert (region.unfreed, used(region)) == (0, 0)
 
 
+def test_what_several_hold_goes_back_when_the_last_has_freed_all_of_it(region: LiveRegion) -> None:
+    placed = region.place([b"x" * 2 * PAGE], 2 * PAGE, [(0, PAGE), (PAGE, PAGE)], holders=3)
+    one, other = [address for address, _ in placed]
+    for freed in ([one, other], [other], [one], [other]):
+        region.free(freed)
+        assert (region.unfreed, used(region)) == (2 * PAGE, 2 * PAGE)
+    region.free([one])
+    assert (region.unfreed, used(region), region.empty) == (0, 0, True)
+
+
+def test_what_nobody_holds_goes_back_at_once(region: LiveRegion) -> None:
+    region.place([b"x" * PAGE], PAGE, [(0, PAGE)], holders=0)
+    assert (region.unfreed, used(region)) == (0, 0)
+
+
+def test_who_counts_no_more_keeps_what_he_holds_and_makes_room(region: LiveRegion) -> None:
+    held = [region.place([b"x" * 5 * PAGE], 5 * PAGE, [(0, 5 * PAGE)], holders=2)[0][0] for _ in range(2)]
+    assert not region.has_room(1)
+    region.keep(held)
+    assert region.size_of(held) == region.unfreed == 10 * PAGE  # the other one still counts
+    region.free(held)
+    assert (region.unfreed, used(region)) == (0, 10 * PAGE)
+    assert region.has_room(10 * PAGE)
+    assert read(region, held[0], 1) == b"x"
+    region.free(held[:1], kept=True)
+    assert used(region) == 5 * PAGE
+    region.free(held[1:], kept=True)
+    assert (used(region), region.empty) == (0, True)
+
+
 def test_what_is_handed_out_can_be_neither_written_nor_shrunk(region: LiveRegion) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.write(region.descriptor, b"x")

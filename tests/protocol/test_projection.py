@@ -7,7 +7,7 @@ import random
 import pyarrow as pa
 import pytest
 
-from arrow_cases import ARRAYS, ROWS, Celsius
+from arrow_cases import ARRAYS, ROWS
 from dissociated.errors import FormatError
 from dissociated.ipc.encapsulated import END_OF_STREAM, encapsulate
 from dissociated.ipc.options import WriteOptions
@@ -16,13 +16,6 @@ from dissociated.protocol.header import HeaderType, parse_header
 from dissociated.protocol.projection import Projection, dictionary_of
 
 METADATA = {b"k": b"v", b"": b"", "ü".encode(): b"\xff"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _extension_type():
-    pa.register_extension_type(Celsius())
-    yield
-    pa.unregister_extension_type(Celsius().extension_name)
 
 
 def messages(batches: list[pa.RecordBatch], options: WriteOptions | None, metadata=None) -> list[SplitMessage]:

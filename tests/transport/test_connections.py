@@ -21,7 +21,7 @@ from dissociated.transport.inproc import InprocConnection
 from dissociated.transport.native import NativeConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, leaving_nothing, needs_new_libfabric
 
 STREAMS = {
     "inproc": "inproc:",
@@ -31,7 +31,14 @@ STREAMS = {
     "shm": "shm:",
 }
 #: Those that have messages of their own, which may overtake each other.
-NATIVE = {"ucx": "ucx://127.0.0.1:0", "ucx6": "ucx://[::1]:0", "ucx, none": "ucx://127.0.0.1:0?err_mode=none"}
+NATIVE = {
+    "ucx": "ucx://127.0.0.1:0",
+    "ucx6": "ucx://[::1]:0",
+    "ucx, none": "ucx://127.0.0.1:0?err_mode=none",
+    "fabric": "fabric://127.0.0.1:0",
+    "fabric, tcp": "fabric://127.0.0.1:0?provider=tcp",
+    "fabric6": "fabric://[::1]:0",
+}
 MEDIA = STREAMS | NATIVE
 
 
@@ -65,6 +72,8 @@ def medium(request: pytest.FixtureRequest) -> Any:
 def listener(medium: str, trusted: Certificates) -> Iterator[Listener]:
     if medium.endswith("6") and not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
+    if medium == "fabric, tcp":
+        needs_new_libfabric()
     uri = Uri.parse(MEDIA[medium])
     if medium == "tls":
         uri = uri.with_parameters(cert=trusted.cert, key=trusted.key)
@@ -290,3 +299,21 @@ def test_a_span_of_a_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_pat
     ends.server.close()
     with pytest.raises(ConnectionClosed, match="in the middle of a message"):
         receive(ends.client)
+
+
+def test_waiting_ends_with_a_message_or_when_another_thread_wakes(ends: Ends) -> None:
+    client, server = ends
+    server.wait(0.01)
+    assert not server.arrived()
+    client.send([Message(1, (b"x",))], PATIENCE)
+    server.wait(PATIENCE)
+    assert server.arrived()
+    server.wait(PATIENCE)  # it is still there
+    assert plain(receive(server)) == (1, b"x")
+    with ThreadPoolExecutor(1) as pool:
+        for wake in (server.wake, client.close):  # and with the end of the connection
+            waiting = pool.submit(server.wait, PATIENCE)
+            wake()
+            waiting.result(PATIENCE / 2)
+    server.wake()  # before somebody waits
+    server.wait(PATIENCE)

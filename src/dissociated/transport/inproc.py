@@ -43,7 +43,7 @@ class InprocConnection(Connection):
         return self._inbox.get(timeout)
 
     def arrived(self) -> bool:
-        return len(self._inbox) > 0
+        return self._inbox.ready
 
     def abort(self, reason: str) -> None:
         self._outbox.close(RemoteError(reason))

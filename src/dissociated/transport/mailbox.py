@@ -57,6 +57,11 @@ class Mailbox(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `get` would return, or raise, at once."""
+        return bool(self._items) or self._closed
+
     def close(self, error: DissociatedError | None = None) -> None:
         """Accept no more items. What is there can still be taken; then comes `error`, if one is given."""
         with self._changed:

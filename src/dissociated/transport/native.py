@@ -141,15 +141,15 @@ class NativeConnection(Connection):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         with self._lock:
             for message in self.prepare(messages):
-                if self._under_way:
-                    self._settle_below(MAX_IN_FLIGHT - message.size, timeout)
+                size = message.size
+                if not self._has_room(size):
+                    self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
                 self._check_open()
                 self._start(message)
             if not self._accepted:
-                self._settle_below(0, timeout)
+                self._settle_until(lambda: not self._under_way, timeout)
             elif self._under_way:
-                self._progress()
-                self._settle()
+                self._advance()
                 self._keep_moving()
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
@@ -239,11 +239,15 @@ class NativeConnection(Connection):
         if self._gone:
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
-    def _settle_below(self, limit: int, timeout: float) -> None:
-        """Wait until at most `limit` bytes, or nothing, are under way, taking in meanwhile what a client sends."""
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more may be under way."""
+        return not self._under_way or self._in_flight + size <= MAX_IN_FLIGHT
+
+    def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
+        """Wait until enough has been sent, taking in meanwhile what a client sends."""
 
         def settled() -> bool:
-            if not self._under_way or self._in_flight <= limit > 0:
+            if enough():
                 return True
             if self._accepted:
                 self._take(refuse)
@@ -285,8 +289,7 @@ class NativeConnection(Connection):
         while not done():
             if self._closed:
                 raise ConnectionClosed("this side closed the connection")
-            if self._progress():
-                self._settle()
+            if self._advance():
                 deadline = time.monotonic() + timeout
                 continue
             left = deadline - time.monotonic()
@@ -310,12 +313,19 @@ class NativeConnection(Connection):
             self._asleep = False
             self._lock.notify_all()
 
-    def _settle(self) -> None:
-        """Forget what has been sent. The oldest goes first, which is how they complete but for a few."""
+    def _advance(self) -> bool:
+        """Let the medium work, and forget what has been sent. Whether anything happened.
+
+        The oldest goes first, which is how messages complete but for a few. That one has may show although the medium
+        did nothing just now.
+        """
+        moved = self._progress()
         while self._under_way and self._complete(self._under_way[0].request):
             self._in_flight -= self._under_way.popleft().size
-        if self._asleep:
+            moved = True
+        if moved and self._asleep:
             self._waker.set()
+        return moved
 
     def _posted(self, request: Any, size: int, keep: Any) -> None:
         """A message is under way, and `keep` must stay as it is until it has been sent."""

@@ -10,6 +10,7 @@ from dissociated.errors import UriError
 from dissociated.transport.base import Transport
 
 _OURS = {
+    "fabric": "dissociated.transport.fabric:FabricTransport",
     "inproc": "dissociated.transport.inproc:InprocTransport",
     "shm": "dissociated.transport.shm:ShmTransport",
     "tcp": "dissociated.transport.tcp:TcpTransport",

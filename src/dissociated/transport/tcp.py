@@ -27,7 +27,7 @@ def connected(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
     """A socket that is connected to `uri`, and what to call its peer. The caller owns it."""
     if not uri.host or not uri.port:
         raise UriError(f"{uri} needs a host and a port: {uri.scheme}://HOST:PORT")
-    _check_name(uri.host)
+    check_name(uri.host)
     where = f"{uri.scheme} server {uri.host}:{uri.port}"
     try:
         sock = socket.create_connection((uri.host, uri.port), timeout)
@@ -39,7 +39,7 @@ def connected(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
 def listening(uri: Uri) -> tuple[socket.socket, Uri]:
     """A socket that listens at `uri`, and where that really is. The caller owns it."""
     host, port = uri.host or "127.0.0.1", uri.port or 0
-    _check_name(host)
+    check_name(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=128)
@@ -48,7 +48,8 @@ def listening(uri: Uri) -> tuple[socket.socket, Uri]:
     return sock, Uri(uri.scheme, host=host, port=sock.getsockname()[1])
 
 
-def _check_name(host: str) -> None:
+def check_name(host: str) -> None:
+    """Raise UriError for what cannot be the name of a host."""
     try:
         host.encode("idna")
     except UnicodeError as error:

@@ -301,7 +301,7 @@ class UcxConnection(NativeConnection):
                 keep.append(view)
                 pieces.extend((u.address(view), len(view)))
             return _Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, keep)
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)  # no spans of files here
         return _Outgoing(message.tag, size, u.ffi.from_buffer(data), size, False, None)
 
     def _start(self, message: _Outgoing) -> None:
@@ -449,7 +449,7 @@ class UcxConnection(NativeConnection):
                 key, into = self._key(span), view + at
                 request = self._lib.ucp_get_nbx(self._endpoint, into, length, address, key, self._plain)
                 self._begun(request, length, view)
-            self._settle_below(0, timeout)
+            self._settle_until(lambda: not self._under_way, timeout)
 
     def _key(self, span: Span) -> Any:
         if span not in self._keys:
@@ -492,8 +492,7 @@ class UcxConnection(NativeConnection):
             self._posted(request, 0, None)
         end = time.monotonic() + _SETTLE
         while time.monotonic() < end:
-            if not self._progress():
-                self._settle()
+            if not self._advance():
                 if not self._taken() and not self._under_way:
                     return
                 self._sleep(_SETTLE / 20)

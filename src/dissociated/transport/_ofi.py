@@ -1,0 +1,352 @@
+"""The binding to libfabric: definitions, finding the library, and what its errors mean. Nothing else.
+
+cffi in ABI mode, so that no compiler is needed. Most of libfabric's calls are inline functions over tables of
+operations, so those tables are declared here, as far as they are used; what follows in a table does not matter, since
+libfabric alone makes them. One set of definitions fits 1.17 to 2.x: we ask for the API of 1.17.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+from dissociated.errors import TransportError
+
+DEFINITIONS = """
+typedef uint64_t fi_addr_t;
+struct iovec { void *iov_base; size_t iov_len; };
+
+struct fi_ops {
+    size_t size;
+    int (*close)(struct fid *fid);
+    int (*bind)(struct fid *fid, struct fid *other, uint64_t flags);
+    int (*control)(struct fid *fid, int command, void *arg);
+};
+struct fid { size_t fclass; void *context; struct fi_ops *ops; };
+
+struct fi_tx_attr {
+    uint64_t caps, mode, op_flags, msg_order, comp_order;
+    size_t inject_size, size, iov_limit, rma_iov_limit;
+    uint32_t tclass;
+};
+struct fi_rx_attr {
+    uint64_t caps, mode, op_flags, msg_order, comp_order;
+    size_t total_buffered_recv, size, iov_limit;
+};
+struct fi_ep_attr {
+    int type;
+    uint32_t protocol, protocol_version;
+    size_t max_msg_size, msg_prefix_size, max_order_raw_size, max_order_war_size, max_order_waw_size;
+    uint64_t mem_tag_format;
+    size_t tx_ctx_cnt, rx_ctx_cnt, auth_key_size;
+    uint8_t *auth_key;
+};
+struct fi_domain_attr {
+    struct fid_domain *domain;
+    char *name;
+    int threading, control_progress, data_progress, resource_mgmt, av_type, mr_mode;
+    size_t mr_key_size, cq_data_size, cq_cnt, ep_cnt, tx_ctx_cnt, rx_ctx_cnt, max_ep_tx_ctx, max_ep_rx_ctx,
+        max_ep_stx_ctx, max_ep_srx_ctx, cntr_cnt, mr_iov_limit;
+    uint64_t caps, mode;
+    uint8_t *auth_key;
+    size_t auth_key_size, max_err_data, mr_cnt;
+    uint32_t tclass;
+};
+struct fi_fabric_attr {
+    struct fid_fabric *fabric;
+    char *name, *prov_name;
+    uint32_t prov_version, api_version;
+};
+struct fi_info {
+    struct fi_info *next;
+    uint64_t caps, mode;
+    uint32_t addr_format;
+    size_t src_addrlen, dest_addrlen;
+    void *src_addr, *dest_addr;
+    struct fid *handle;
+    struct fi_tx_attr *tx_attr;
+    struct fi_rx_attr *rx_attr;
+    struct fi_ep_attr *ep_attr;
+    struct fi_domain_attr *domain_attr;
+    struct fi_fabric_attr *fabric_attr;
+    struct fid_nic *nic;
+};
+
+struct fi_av_attr {
+    int type, rx_ctx_bits;
+    size_t count, ep_per_node;
+    const char *name;
+    void *map_addr;
+    uint64_t flags;
+};
+struct fi_cq_attr {
+    size_t size;
+    uint64_t flags;
+    int format, wait_obj, signaling_vector, wait_cond;
+    struct fid_wait *wait_set;
+};
+struct fi_cq_tagged_entry { void *op_context; uint64_t flags; size_t len; void *buf; uint64_t data, tag; };
+struct fi_cq_err_entry {
+    void *op_context;
+    uint64_t flags;
+    size_t len;
+    void *buf;
+    uint64_t data, tag;
+    size_t olen;
+    int err, prov_errno;
+    void *err_data;
+    size_t err_data_size;
+    uint8_t later_versions[256];
+};
+
+struct fi_ops_fabric {
+    size_t size;
+    int (*domain)(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **domain, void *context);
+    void *passive_ep, *eq_open, *wait_open;
+    int (*trywait)(struct fid_fabric *fabric, struct fid **fids, int count);
+};
+struct fid_fabric { struct fid fid; struct fi_ops_fabric *ops; uint32_t api_version; };
+
+struct fi_ops_domain {
+    size_t size;
+    int (*av_open)(struct fid_domain *domain, struct fi_av_attr *attr, struct fid_av **av, void *context);
+    int (*cq_open)(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **cq, void *context);
+    int (*endpoint)(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep, void *context);
+};
+struct fi_ops_mr {
+    size_t size;
+    int (*reg)(struct fid *fid, const void *buf, size_t len, uint64_t access, uint64_t offset, uint64_t requested_key,
+               uint64_t flags, struct fid_mr **mr, void *context);
+};
+struct fid_domain { struct fid fid; struct fi_ops_domain *ops; struct fi_ops_mr *mr; };
+struct fid_mr { struct fid fid; void *mem_desc; uint64_t key; };
+
+struct fi_ops_av {
+    size_t size;
+    int (*insert)(struct fid_av *av, const void *addr, size_t count, fi_addr_t *fi_addr, uint64_t flags, void *context);
+    void *insertsvc, *insertsym;
+    int (*remove)(struct fid_av *av, fi_addr_t *fi_addr, size_t count, uint64_t flags);
+};
+struct fid_av { struct fid fid; struct fi_ops_av *ops; };
+
+struct fi_ops_cq {
+    size_t size;
+    ssize_t (*read)(struct fid_cq *cq, void *buf, size_t count);
+    void *readfrom;
+    ssize_t (*readerr)(struct fid_cq *cq, struct fi_cq_err_entry *buf, uint64_t flags);
+    void *sread, *sreadfrom, *signal;
+    const char *(*strerror)(struct fid_cq *cq, int prov_errno, const void *err_data, char *buf, size_t len);
+};
+struct fid_cq { struct fid fid; struct fi_ops_cq *ops; };
+
+struct fi_msg {
+    const struct iovec *msg_iov;
+    void **desc;
+    size_t iov_count;
+    fi_addr_t addr;
+    void *context;
+    uint64_t data;
+};
+struct fi_msg_tagged {
+    const struct iovec *msg_iov;
+    void **desc;
+    size_t iov_count;
+    fi_addr_t addr;
+    uint64_t tag, ignore;
+    void *context;
+    uint64_t data;
+};
+struct fi_ops_ep {
+    size_t size;
+    ssize_t (*cancel)(struct fid *fid, void *context);
+    int (*getopt)(struct fid *fid, int level, int name, void *value, size_t *length);
+    int (*setopt)(struct fid *fid, int level, int name, const void *value, size_t length);
+};
+struct fi_ops_cm {
+    size_t size;
+    int (*setname)(struct fid *fid, void *addr, size_t addrlen);
+    int (*getname)(struct fid *fid, void *addr, size_t *addrlen);
+};
+struct fi_ops_msg {
+    size_t size;
+    void *recv, *recvv;
+    ssize_t (*recvmsg)(struct fid_ep *ep, const struct fi_msg *msg, uint64_t flags);
+    ssize_t (*send)(struct fid_ep *ep, const void *buf, size_t len, void *desc, fi_addr_t dest_addr, void *context);
+    ssize_t (*sendv)(struct fid_ep *ep, const struct iovec *iov, void **desc, size_t count, fi_addr_t dest_addr,
+                     void *context);
+};
+struct fi_ops_rma {
+    size_t size;
+    ssize_t (*read)(struct fid_ep *ep, void *buf, size_t len, void *desc, fi_addr_t src_addr, uint64_t addr,
+                    uint64_t key, void *context);
+};
+struct fi_ops_tagged {
+    size_t size;
+    ssize_t (*recv)(struct fid_ep *ep, void *buf, size_t len, void *desc, fi_addr_t src_addr, uint64_t tag,
+                    uint64_t ignore, void *context);
+    void *recvv;
+    ssize_t (*recvmsg)(struct fid_ep *ep, const struct fi_msg_tagged *msg, uint64_t flags);
+    ssize_t (*send)(struct fid_ep *ep, const void *buf, size_t len, void *desc, fi_addr_t dest_addr, uint64_t tag,
+                    void *context);
+    ssize_t (*sendv)(struct fid_ep *ep, const struct iovec *iov, void **desc, size_t count, fi_addr_t dest_addr,
+                     uint64_t tag, void *context);
+};
+struct fid_ep {
+    struct fid fid;
+    struct fi_ops_ep *ops;
+    struct fi_ops_cm *cm;
+    struct fi_ops_msg *msg;
+    struct fi_ops_rma *rma;
+    struct fi_ops_tagged *tagged;
+};
+
+uint32_t fi_version(void);
+const char *fi_strerror(int errnum);
+int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags, const struct fi_info *hints,
+               struct fi_info **info);
+void fi_freeinfo(struct fi_info *info);
+struct fi_info *fi_dupinfo(const struct fi_info *info);
+int fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
+char *strdup(const char *text);
+"""
+
+MSG, RMA, TAGGED = 1 << 1, 1 << 2, 1 << 3
+READ, SEND, RECV, REMOTE_READ = 1 << 8, 1 << 11, 1 << 10, 1 << 12
+MULTI_RECV, PEEK, SOURCE = 1 << 16, 1 << 19, 1 << 57
+CLAIM, DISCARD = 1 << 59, 1 << 58
+EP_RDM = 3
+MR_LOCAL, MR_VIRT_ADDR, MR_ALLOCATED, MR_PROV_KEY = 1 << 2, 1 << 4, 1 << 5, 1 << 6
+THREAD_SAFE, THREAD_DOMAIN = 1, 3
+CQ_FORMAT_TAGGED, WAIT_FD = 4, 3
+AV_TABLE = 2
+GETWAIT, ENABLE = 5, 6
+OPT_MIN_MULTI_RECV = 0
+
+EIO, EAGAIN, ENOMSG, EAVAIL = 5, 11, 42, 259
+
+#: The API that we ask for, which every later version also speaks.
+API = 1 << 16 | 17
+#: The first whose provider tcp;ofi_rxm does what we need.
+_OLDEST = (1, 17)
+#: sizeof of what libfabric copies to and from memory of ours, in every version since 1.17, on 64 bits.
+_SIZES = {"struct fi_cq_tagged_entry": 48, "struct fi_msg": 48, "struct fi_msg_tagged": 64, "struct fi_cq_attr": 40}
+
+
+class Ofi:
+    """libfabric, loaded."""
+
+    def __init__(self) -> None:
+        import cffi
+
+        self.ffi: Any = cffi.FFI()
+        self.ffi.cdef(DEFINITIONS)
+        self.path, self.lib = _load(self.ffi)
+        number = self.lib.fi_version()
+        found = number >> 16, number & 0xFFFF
+        self.version = "{}.{}".format(*found)
+        if found < _OLDEST:
+            raise TransportError(
+                f"libfabric {self.version} ({self.path}) is too old: install {'.'.join(map(str, _OLDEST))} or later, "
+                "or pip install 'dissociated[fabric]'"
+            )
+        self._check_layouts()
+
+    def explain(self, code: int) -> str:
+        """An error in libfabric's own words."""
+        text: bytes = self.ffi.string(self.lib.fi_strerror(abs(code)))
+        return text.decode()
+
+    def check(self, code: int, doing: str) -> None:
+        """Raise TransportError unless all is well."""
+        if code < 0:
+            raise TransportError(f"{doing}: libfabric {self.version}: {self.explain(code)}")
+
+    def _check_layouts(self) -> None:
+        """Raise TransportError where this library's structures are not those that are declared here.
+
+        What libfabric fills in by itself is compared with what it must be: a field that moved would show.
+        """
+        ffi = self.ffi
+        wrong = [name for name, size in _SIZES.items() if ffi.sizeof(name) != size]
+        hints = self.lib.fi_dupinfo(ffi.NULL)
+        hints.caps = TAGGED
+        hints.ep_attr.type, hints.fabric_attr.prov_name = EP_RDM, self.lib.strdup(b"tcp;ofi_rxm")
+        found = ffi.new("struct fi_info **")
+        code = self.lib.fi_getinfo(API, ffi.NULL, ffi.NULL, 0, hints, found)
+        self.lib.fi_freeinfo(hints)
+        if code < 0:
+            raise TransportError(
+                f"libfabric {self.version} ({self.path}) has no provider tcp;ofi_rxm: {self.explain(code)}"
+            )
+        info = found[0]
+        made = {
+            "fi_info": info.addr_format in (1, 2, 3) and info.src_addrlen in (16, 28) and not info.handle,
+            "fi_ep_attr": info.ep_attr.type == EP_RDM and info.ep_attr.max_msg_size > 1 << 30,
+            "fi_tx_attr": 1 <= info.tx_attr.iov_limit <= 256 and 1 <= info.tx_attr.rma_iov_limit <= 256,
+            "fi_rx_attr": 1 <= info.rx_attr.iov_limit <= 256,
+            "fi_domain_attr": info.domain_attr.mr_key_size in range(1, 65) and info.domain_attr.mr_iov_limit > 0,
+            "fi_fabric_attr": info.fabric_attr.prov_name and ffi.string(info.fabric_attr.prov_name) == b"tcp;ofi_rxm",
+        }
+        wrong += [name for name, right in made.items() if not right]
+        self.lib.fi_freeinfo(info)
+        if wrong:
+            raise TransportError(
+                f"libfabric {self.version} ({self.path}) has another layout of {', '.join(wrong)} than versions 1.17 "
+                "to 2.5: let DISSOCIATED_FABRIC_LIBRARY name one of those"
+            )
+
+
+@cache
+def ofi() -> Ofi:
+    """The library, loaded on first use. Raises TransportError, saying what to install, where there is none."""
+    try:
+        return Ofi()
+    except ImportError:
+        raise TransportError("fabric: needs cffi: pip install 'dissociated[fabric]'") from None
+
+
+def _load(ffi: Any) -> tuple[str, Any]:
+    """Open the library that DISSOCIATED_FABRIC_LIBRARY names, or the system's, or that of a wheel."""
+    # What must not happen to a Python program: a plug-in (libpsm) taking its signals as soon as it is loaded.
+    os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
+    os.environ.setdefault("HFI_NO_BACKTRACE", "1")
+    # Of 128, an endpoint takes 40 ms to open and 40 MB.
+    os.environ.setdefault("FI_OFI_RXM_MSG_RX_SIZE", "64")
+    # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
+    os.environ["FI_OFI_RXM_SAR_LIMIT"] = "0"
+    os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see Endpoint.whole
+    said = []
+    for candidate in _candidates():
+        try:
+            return candidate, ffi.dlopen(candidate)
+        except OSError as error:
+            said.append(str(error))
+    raise TransportError(
+        "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]', or install libfabric, or let "
+        f"DISSOCIATED_FABRIC_LIBRARY name its libfabric.so.1 ({'; '.join(said)})"
+    )
+
+
+def _candidates() -> Iterator[str]:
+    chosen = os.environ.get("DISSOCIATED_FABRIC_LIBRARY")
+    if chosen:
+        yield chosen
+        return
+    yield "libfabric.so.1"
+    yield from map(str, wheel_libraries())
+
+
+def wheel_libraries() -> list[Path]:
+    """Where the wheel mpich has put its libfabric, if it is installed: lib/mpich of its prefix."""
+    try:
+        listed = files("mpich") or []
+    except PackageNotFoundError:
+        return []
+    found = [Path(str(file.locate())).resolve() for file in listed if file.name == "libfabric.so.1"]
+    beside = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
+    return [path for path in (*found, beside) if path.exists()][:1]

@@ -1,0 +1,786 @@
+"""fabric://HOST:PORT[?provider=…]: libfabric, over TCP unless another provider is named.
+
+Untagged and tagged messages are libfabric's own, and carry what the protocol says. Tags have no sender, so each
+connection has an endpoint of its own; what the two ends say to each other beside the protocol, from the exchange of
+their names to heartbeats, are tagged messages too: see docs/fabric.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    LocalProtocolError,
+    RemoteError,
+    RemoteProtocolError,
+    TransportError,
+    UriError,
+)
+from dissociated.memory.region import Region
+from dissociated.memory.remote import RemoteSpace, Span, spans_of
+from dissociated.message import Buffer, Incoming, Message
+from dissociated.transport import _ofi as c
+from dissociated.transport._ofi import ofi
+from dissociated.transport.base import Allocate, Connection, Listener, Transport
+from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
+from dissociated.transport.native import MAX_IN_FLIGHT, NativeConnection, Waker
+from dissociated.transport.rdm import MAX_UNTAGGED as _MAX_PLAIN
+from dissociated.transport.rdm import Completion, Domain, Endpoint
+from dissociated.transport.sockets import explain
+from dissociated.transport.tcp import check_name
+from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
+
+PROVIDER = "tcp;ofi_rxm"
+_VERSION = 1  # of what the two ends say to each other beside the protocol
+
+_CONTROL = 0xFE44_4953_534F_0000  # the tags of that, but for the lowest byte
+_KINDS = 0xFF
+#: The tag of an untagged message that is too large for those who receive many into one buffer.
+_LARGE = _CONTROL | 0x100
+_CONTROL_SIZE = 4096  # bytes of a control message, at most
+_CONTROL_BUFFERS = 8
+
+_JOIN = 1 << 13  # bytes up to which parts are copied together at once
+_OVERHEAD = 256  # bytes that a message counts beside its own
+_CREDIT = MAX_IN_FLIGHT // 8  # consumed bytes that are worth telling
+_AHEAD = 1 << 25  # bytes of tagged messages that are received at once
+_RETRY = 0.002  # seconds, while libfabric wants something to be tried again
+_LAST = 0.25  # seconds for the last word
+_MISSED = 10  # heartbeats that a peer may miss
+_HEARTBEAT = 2.0  # seconds
+_KNOWN = 64  # clients whose names a listener remembers
+_MAX_WAITING = 128  # clients that wait to be accepted
+_STAGING = 4  # pieces of memory that are kept to join messages in
+_ROUNDS = 16  # of completions that are looked at before somebody else is
+_LOOK_AGAIN = 1.0  # seconds, should libfabric ever forget to wake us
+
+
+class Kind(IntEnum):
+    """What a control message says: the lowest byte of its tag."""
+
+    #: client to listener: the version, and the name of the client's endpoint
+    HELLO = 1
+    #: listener to client: the version, and the name of the endpoint to talk to
+    WELCOME = 2
+    #: client to that endpoint: nothing; before it, the server sends nothing
+    JOIN = 3
+    #: now and then: how many bytes have been consumed, uint64. The heartbeat
+    CREDIT = 4
+    #: the reason for giving up, UTF-8
+    ABORT = 5
+    #: nothing: this end closes. It is answered by another
+    BYE = 6
+
+
+_consumed = struct.Struct("<Q")
+#: A key in a URI: whether addresses are those of the server's process, rather than offsets; libfabric's key.
+_key = struct.Struct("<BQ")
+
+
+# Providers
+
+
+def _rma(uri: Uri, provider: str) -> bool:
+    """Whether a listener lets clients fetch from memory. Raises UriError where the provider cannot do it."""
+    if uri.parameters.get("rma") != "allow":
+        return False
+    if not provider.endswith("ofi_rxm"):
+        raise UriError(f"provider={provider} in {uri} cannot share registered memory: use {PROVIDER}, or no allow_rma")
+    return True
+
+
+def _provider(uri: Uri) -> str:
+    """The provider that a URI names. Raises UriError for those that are known to be wrong."""
+    name = uri.parameters.get("provider", PROVIDER)
+    version = tuple(map(int, ofi().version.split(".")))
+    wrong = None
+    if name == "tcp" and version < (2, 0):
+        wrong = f"before libfabric 2.0, and this is {ofi().version}, it means tcp;ofi_rxm: say that"
+    elif name == "shm":
+        wrong = "it leaves memory in /dev/shm when a process is killed: use shm: or tcp;ofi_rxm"
+    elif name == "net":
+        wrong = "it keeps a processor busy while nothing happens: use tcp;ofi_rxm"
+    elif name.startswith("udp"):
+        wrong = "it cuts messages off without an error: use tcp;ofi_rxm"
+    elif name == "sockets":
+        wrong = "libfabric has given it up: use tcp;ofi_rxm"
+    elif not name or not all(part.isascii() and part.isidentifier() for part in name.split(";")):
+        wrong = "that is no name of a provider"
+    if wrong:
+        raise UriError(f"provider={name} in {uri} cannot be used: {wrong}")
+    return name
+
+
+def _check_same(uri: Uri, endpoint: Endpoint) -> None:
+    """Raise TransportError where the server says that it talks otherwise: nothing would ever arrive."""
+    ours = endpoint.ofi.version
+    theirs = uri.parameters.get("libfabric", ours)
+    protocol = uri.parameters.get("protocol", endpoint.protocol)
+    if theirs.split(".")[0] != ours.split(".")[0] or protocol != endpoint.protocol:
+        raise TransportError(
+            f"the fabric server {uri.host}:{uri.port} has libfabric {theirs} (protocol {protocol}) and this process "
+            f"{ours} ({endpoint.protocol}), which do not understand each other: install the same on both sides, or let "
+            "DISSOCIATED_FABRIC_LIBRARY name the same libfabric.so.1"
+        )
+
+
+def _heartbeat(uri: Uri) -> float:
+    text = uri.parameters.get("heartbeat", "")
+    try:
+        seconds = float(text or _HEARTBEAT)
+    except ValueError:
+        seconds = 0.0
+    if not 0.01 <= seconds <= 3600:
+        raise UriError(f"heartbeat={text} in {uri}: it is from 0.01 to 3600 seconds")
+    return seconds
+
+
+# Connections
+
+
+class _Outgoing(NamedTuple):
+    """A message to be sent: at most as many pieces as libfabric takes, or more, which are joined on the way."""
+
+    tag: int | None
+    size: int
+    pieces: Sequence[Any]
+
+
+class Prepared(list[_Outgoing]):
+    """Messages that are encoded already."""
+
+
+class _Sending:
+    """A message that was given to libfabric, or waits until that takes it."""
+
+    __slots__ = ("ended", "memory", "pieces", "tag")
+
+    def __init__(self, tag: int | None, pieces: Sequence[Any], memory: bytearray | None = None) -> None:
+        self.tag, self.pieces, self.memory = tag, pieces, memory
+        self.ended = False
+
+
+class FabricConnection(NativeConnection):
+    """One end of two endpoints that know each other; owns its own.
+
+    `client` is the name of the client that will join, where a listener makes the connection for it.
+    """
+
+    def __init__(self, endpoint: Endpoint, peer: str, heartbeat: float, client: bytes | None = None) -> None:
+        super().__init__(peer, accepted=client is not None)
+        self._endpoint = endpoint
+        self._ffi = endpoint.ofi.ffi
+        self._client = client
+        self._to: int | None = None  # the peer's number, once it may be sent to
+        self._welcome: bytes | None = None
+        self._unsent: deque[_Sending] = deque()
+        self._again = False  # whether a read must be tried again
+        self._staging: list[bytearray] = []  # in which messages were joined, for the next ones
+        self._receiving = self._receiving_bytes = 0  # on their way into memory
+        self._happened = False  # more than heartbeats
+        self._ended_before = 0  # operations, when a thread last wanted to sleep
+        self._sent = self._peer_consumed = 0  # bytes, each message with its overhead
+        self._consumed = self._told = 0
+        self._max_untagged = MAX_CONTROL if self._accepted else MAX_UNTAGGED
+        self._remote: RemoteSpace | None = None
+        self.heartbeat = heartbeat
+        self._heard = True  # since the last heartbeat
+        self._missed = 0
+        #: Libfabric woke us while a message is on its way: how many operations had ended by then.
+        self._stirred: int | None = None
+        with self._lock:
+            for _ in range(_CONTROL_BUFFERS):
+                self._receive_control(self._ffi.new(f"char[{_CONTROL_SIZE}]"))
+            for _ in range(2):
+                self._receive_untagged(self._ffi.new(f"char[{_MAX_PLAIN * (2 if self._accepted else 16)}]"))
+        _pulse.add(self)
+
+    def reach(self, spans: Sequence[Span]) -> None:
+        """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
+        if any(len(span.key) != _key.size for span in spans):
+            raise UriError("the remote_handle is not one of libfabric's")
+        self._remote, self.fetches = RemoteSpace(spans), True
+
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        if self._remote is None:
+            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
+        spans = [self._remote.find(address, length) for address, length, _ in wanted]
+        view = self._ffi.from_buffer(memory, require_writable=True)
+        with self._lock:
+            for (address, length, at), span in zip(wanted, spans, strict=True):
+                self._fetch(address, length, at, span, view, timeout)
+            self._settle_until(lambda: not self._under_way, timeout)
+
+    def _fetch(self, address: int, length: int, at: int, span: Span, view: Any, timeout: float) -> None:
+        virtual, key = _key.unpack(span.key)
+        reading = _Sending(None, ())
+
+        def done(completion: Completion) -> None:
+            reading.ended = self._happened = self._heard = True
+            if completion.error:
+                self._lose_by(completion.error)
+
+        def begun() -> bool:
+            assert self._to is not None
+            where = address if virtual else address - span.base
+            self._again = not (self._gone or self._endpoint.read(self._to, where, key, view, at, length, done))
+            return not self._again
+
+        self._settle_until(begun, timeout)
+        self._posted(reading, 0, view)
+
+    def introduce(self, listener: bytes, host: str, timeout: float) -> None:
+        """Exchange names with the listener of this name. Raises DeadlineExceeded, TransportError, RemoteError."""
+        endpoint, version = self._endpoint, bytes([_VERSION])
+        with self._lock:
+            self._to = endpoint.insert(listener)
+            self._say(Kind.HELLO, version + endpoint.name)
+            if not self._drive(lambda: self._welcome is not None or self._ended, timeout):
+                raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
+            if self._reason is not None:
+                raise RemoteError(self._reason)
+            if self._welcome is None:
+                raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
+            if not self._welcome.startswith(version):
+                raise TransportError(f"{self._peer} exchanges names in another way than version {_VERSION}")
+            self._to = endpoint.insert(_reachable(self._welcome[1:], host))
+            joining = self._say(Kind.JOIN)
+            if not self._drive(lambda: joining.ended or self._ended, timeout):
+                raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
+            self._check_open()
+
+    # Sending
+
+    def prepare(self, messages: Sequence[Message] | Any) -> Prepared:
+        return messages if isinstance(messages, Prepared) else Prepared(map(self._encode, messages))
+
+    def _encode(self, message: Message) -> _Outgoing:
+        tag, parts = message.tag, [part for part in message.parts if len(part)]
+        size = sum(map(len, parts))
+        if tag is not None and tag & ~(_KINDS | 0x100) == _CONTROL:
+            raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
+        if size > self._endpoint.max_message:
+            raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
+        if tag is None and size > _MAX_PLAIN:
+            tag = _LARGE
+        if not parts or (len(parts) > 1 and size <= _JOIN):
+            parts = [b"".join(parts)]  # type: ignore[arg-type]  # no spans of files here
+        return _Outgoing(tag, size, [self._ffi.from_buffer(part) for part in parts])
+
+    def _start(self, message: _Outgoing) -> None:
+        tag, size, pieces = message
+        sending = _Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, size, pieces)
+        self._sent += size + _OVERHEAD
+        self._in_flight = self._sent - self._peer_consumed
+        self._dispatch(sending)
+        if not sending.ended:
+            self._posted(sending, 0, None)
+
+    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> _Sending:
+        """A message in one piece, in memory that was used before if there is some: fresh memory costs as much again."""
+        at = next((at for at, memory in enumerate(self._staging) if size <= len(memory)), None)
+        memory = bytearray(size) if at is None else self._staging.pop(at)
+        whole = self._ffi.from_buffer(memoryview(memory)[:size])
+        end = 0
+        for piece in pieces:
+            self._ffi.memmove(whole + end, piece, len(piece))
+            end += len(piece)
+        return _Sending(tag, [whole], memory)
+
+    def _say(self, kind: Kind, payload: bytes = b"") -> _Sending:
+        sending = _Sending(_CONTROL | kind, [self._ffi.from_buffer(payload[:_CONTROL_SIZE])])
+        self._dispatch(sending)
+        return sending
+
+    def _dispatch(self, sending: _Sending) -> None:
+        if self._unsent or self._to is None or not self._begin(sending):
+            self._unsent.append(sending)
+
+    def _begin(self, sending: _Sending) -> bool:
+        def done(completion: Completion) -> None:
+            sending.ended = True
+            if completion.error:
+                self._lose_by(completion.error)
+            elif sending.tag is None or sending.tag & ~_KINDS != _CONTROL:
+                self._happened = True
+            memory, sending.memory, sending.pieces = sending.memory, None, ()
+            if memory is not None and len(self._staging) < _STAGING:
+                self._staging.append(memory)
+
+        assert self._to is not None
+        try:
+            return self._endpoint.send(self._to, sending.tag, sending.pieces, done)
+        except TransportError as error:
+            _log.debug("%r: %s", self, error)
+            sending.ended = True
+            self._lose_by(0)
+            return True
+
+    def _has_room(self, size: int) -> bool:
+        # What is in flight is what the peer has not consumed, or has not told yet, which can be up to _CREDIT.
+        return self._in_flight < MAX_IN_FLIGHT // 2 or self._in_flight + size <= MAX_IN_FLIGHT
+
+    def _complete(self, request: _Sending) -> bool:
+        return request.ended
+
+    def _tell(self, reason: str) -> bool:
+        self._say(Kind.ABORT, reason.encode(errors="backslashreplace"))
+        return True
+
+    # Receiving
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        incoming = super().receive(timeout, allocate)
+        if incoming is not None:
+            with self._lock:
+                self._consumed += len(incoming.data) + _OVERHEAD
+                if self._consumed - self._told >= _CREDIT and not self._closed and not self._gone:
+                    self._tell_consumed()
+        return incoming
+
+    def _tell_consumed(self) -> None:
+        self._told = self._consumed
+        self._say(Kind.CREDIT, _consumed.pack(self._consumed))
+
+    def _receive_untagged(self, memory: Any) -> None:
+        def done(completion: Completion) -> None:
+            error, flags, length, pointer, _ = completion
+            if error:
+                self._lose_by(error)
+                return
+            if flags & c.RECV:
+                self._arrive(Incoming(None, bytes(self._ffi.buffer(pointer, length))))
+            if flags & c.MULTI_RECV:
+                self._receive_untagged(memory)
+
+        self._endpoint.receive_untagged(memory, done)
+
+    def _receive_control(self, memory: Any) -> None:
+        def done(completion: Completion) -> None:
+            error, _, length, _, tag = completion
+            if error:
+                self._lose_by(error)
+                return
+            data = bytes(self._ffi.buffer(memory, length))
+            self._receive_control(memory)
+            self._control(tag, data)
+
+        self._endpoint.receive_tagged(memory, _CONTROL, _KINDS, done)
+
+    def _control(self, tag: int, data: bytes) -> None:
+        """The peer says something beside the protocol."""
+        self._heard = True
+        kind = tag & _KINDS
+        if kind == Kind.CREDIT and len(data) == _consumed.size:
+            (consumed,) = _consumed.unpack(data)
+            if not self._peer_consumed <= consumed <= self._sent:
+                self._broken = RemoteProtocolError(f"{self._peer} says that it consumed more than it was sent")
+            self._happened |= consumed != self._peer_consumed
+            self._peer_consumed = consumed
+            self._in_flight = self._sent - consumed
+            return
+        self._happened = True
+        if kind == Kind.WELCOME and not self._accepted:
+            self._welcome = data
+        elif kind == Kind.JOIN and self._client is not None:
+            self._to, self._client = self._endpoint.insert(self._client), None
+        elif kind == Kind.ABORT:
+            self._give_up(data.decode(errors="replace"))
+        elif kind == Kind.BYE:
+            if not self._closed and not self._gone and self._to is not None:
+                self._say(Kind.BYE)
+            self._lose()
+        else:
+            self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
+
+    def _waiting(self) -> bool:
+        return bool(self._receiving) or self._endpoint.look() is not None
+
+    def _take(self, allocate: Allocate) -> bool:
+        while self._receiving_bytes < _AHEAD and (found := self._endpoint.look()) is not None:
+            if found.length > self._endpoint.whole and not self._connected():
+                return True
+            try:
+                if found.tag & ~_KINDS == _CONTROL:  # more of them than there were receives for
+                    memory: Buffer = bytearray(min(found.length, _CONTROL_SIZE))
+                elif found.tag != _LARGE:
+                    memory = allocate(found.tag, found.length)
+                elif found.length <= self._max_untagged:
+                    memory = bytearray(found.length)
+                else:
+                    raise RemoteProtocolError(
+                        f"the peer sent an untagged message of {found.length} bytes; "
+                        f"at most {self._max_untagged} are taken"
+                    )
+            except BaseException:
+                self._endpoint.discard()
+                raise
+            self._claim(found.tag, memory)
+        return bool(self._receiving)
+
+    def _connected(self) -> bool:
+        """Whether a message can be fetched from the peer. To try it where that is gone crashes in libfabric.
+
+        Nothing tells but sending something: that is taken at once where there is a connection.
+        """
+        if self._gone or self._unsent:
+            return False
+        self._tell_consumed()
+        if self._unsent and not self._under_way:
+            self._lose()
+        return not self._unsent and not self._gone
+
+    def _claim(self, tag: int, memory: Buffer) -> None:
+        size = len(memory)
+
+        def done(completion: Completion) -> None:
+            self._receiving -= 1
+            self._receiving_bytes -= size
+            if completion.error:
+                self._broken = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
+                self._lose_by(completion.error)
+            elif tag & ~_KINDS == _CONTROL:
+                self._control(tag, bytes(memory))
+            elif tag == _LARGE:
+                self._arrive(Incoming(None, bytes(memory)))
+            else:
+                self._arrive(Incoming(tag, memory))
+
+        self._receiving += 1
+        self._receiving_bytes += size
+        view = self._ffi.from_buffer(memory, require_writable=True) if size else self._ffi.new("char[1]")
+        self._endpoint.claim(view, done)
+
+    def _arrive(self, incoming: Incoming) -> None:
+        self._happened = self._heard = True
+        super()._arrive(incoming)
+
+    # The endpoint
+
+    def _progress(self) -> bool:
+        while self._unsent and self._to is not None and self._begin(self._unsent[0]):
+            self._unsent.popleft()
+        for _ in range(_ROUNDS):
+            if not self._endpoint.progress():
+                break
+        if self._stirred == self._endpoint.ended:
+            self._heard = True  # a part of a large message, behind which heartbeats must wait
+        self._stirred = None
+        happened, self._happened = self._happened, False  # here, or while looking
+        return happened
+
+    def _arm(self) -> bool:
+        # What arrives is found by looking alone: libfabric wakes us for it, but only as long as it has not seen it.
+        found, endpoint = self._endpoint.found, self._endpoint
+        if endpoint.look() is not found or endpoint.ended != self._ended_before:
+            self._ended_before = endpoint.ended
+            self._advance()
+            self._lock.notify_all()
+            return False
+        return endpoint.arm()
+
+    def _sleep(self, seconds: float) -> None:
+        ended = self._endpoint.ended
+        woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY) if self._unsent or self._again else seconds)
+        self._stirred = ended if woken and self._receiving else None
+
+    def beat(self) -> None:
+        """Tell the peer that we are here, and see whether it is."""
+        with self._lock:
+            if self._closed or self._gone:
+                return
+            happened = self._advance()
+            self._missed = 0 if self._heard else self._missed + 1
+            self._heard = False
+            if self._missed >= _MISSED:
+                _log.info("%s was not heard for %g s", self._peer, self._missed * self.heartbeat)
+                self._lose()
+            elif self._to is not None and not self._unsent:
+                self._tell_consumed()
+            if self._asleep and (happened or self._gone or self._endpoint.look() is not None):
+                self._waker.set()
+
+    def _lose_by(self, error: int) -> None:
+        if not self._gone:
+            _log.debug("%r: %s", self, self._endpoint.ofi.explain(error))
+            self._lose()
+
+    def _lose(self) -> None:
+        self._happened = True
+        self._unsent.clear()
+        super()._lose()
+
+    def close(self) -> None:
+        if self._pid == os.getpid():
+            _pulse.remove(self)
+            super().close()
+
+    def _release(self) -> None:
+        if self._to is not None and not self._gone:
+            # Until the answer comes there is something to read: closing over that could take our last words back.
+            self._say(Kind.BYE)
+            end = time.monotonic() + _LAST
+            while not self._gone and time.monotonic() < end:
+                if self._endpoint.look() is not None:
+                    self._endpoint.discard()
+                elif not self._progress() and self._endpoint.arm():
+                    self._endpoint.sleep(self._waker, _RETRY)
+        self._unsent.clear()
+        self._endpoint.close()
+
+
+class _Pulse:
+    """A thread for the heartbeats of all connections of this process. There is none while there are no connections."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[FabricConnection, float] = {}
+        self._pid = os.getpid()
+
+    def add(self, connection: FabricConnection) -> None:
+        """Keep this connection alive."""
+        if self._pid != os.getpid():  # threads do not survive a fork, and connections are the parent's
+            self.__init__()  # type: ignore[misc]
+        with self._changed:
+            if not self._due:
+                threading.Thread(target=self._run, name="fabric heartbeat", daemon=True).start()
+            self._due[connection] = time.monotonic() + connection.heartbeat
+            self._changed.notify()
+
+    def remove(self, connection: FabricConnection) -> None:
+        """Forget it."""
+        with self._changed:
+            self._due.pop(connection, None)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._due:
+                connection = min(self._due, key=self._due.__getitem__)
+                left = self._due[connection] - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                self._due[connection] = time.monotonic() + connection.heartbeat
+                self._changed.release()
+                try:
+                    connection.beat()
+                except TransportError as error:
+                    _log.info("%r: %s", connection, error)
+                finally:
+                    self._changed.acquire()
+
+
+_pulse = _Pulse()
+
+
+# Listening and connecting
+
+
+class _FabricListener(Listener):
+    """An endpoint that only hears of clients; each then gets one of its own."""
+
+    def __init__(self, uri: Uri) -> None:
+        self._provider, self._heartbeat = _provider(uri), _heartbeat(uri)
+        self._host = uri.host or "127.0.0.1"
+        self.exposes_memory = _rma(uri, self._provider)
+        self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, weakref.finalize[..., Region]]]
+        self._exposed = weakref.WeakKeyDictionary()
+        self._endpoint = endpoint = Endpoint(self._provider, self._host, str(uri.port or 0), self.exposes_memory)
+        self._ffi = endpoint.ofi.ffi
+        self._hellos: deque[bytes] = deque()
+        self._known: deque[int] = deque()
+        self._closed = False
+        self._pid = os.getpid()
+        self._waker = Waker()
+        self._lock = threading.Condition(threading.Lock())  # held by whoever uses the endpoint
+        self._asleep = False
+        for _ in range(_CONTROL_BUFFERS):
+            self._listen(self._ffi.new(f"char[{_CONTROL_SIZE}]"))
+        parameters = {"provider": self._provider, "protocol": endpoint.protocol, "libfabric": endpoint.ofi.version}
+        if "heartbeat" in uri.parameters:
+            parameters["heartbeat"] = uri.parameters["heartbeat"]
+        self.uri = Uri("fabric", host=self._host, port=_address(endpoint.name)[1], parameters=parameters)
+
+    def _listen(self, memory: Any) -> None:
+        def done(completion: Completion) -> None:
+            if not completion.error:
+                if len(self._hellos) < _MAX_WAITING:
+                    self._hellos.append(bytes(self._ffi.buffer(memory, completion.length)))
+                self._listen(memory)
+
+        self._endpoint.receive_tagged(memory, _CONTROL | Kind.HELLO, 0, done)
+
+    def accept(self) -> Connection | None:
+        while True:
+            with self._lock:
+                while not self._closed and self._endpoint.progress():
+                    pass
+                while not self._closed and self._endpoint.look() is not None:
+                    self._endpoint.discard()
+                if self._closed:
+                    return None
+                if self._hellos:
+                    connection = self._welcome(self._hellos[0])
+                    self._hellos.popleft()
+                    if connection is not None:
+                        return connection
+                    continue
+                self._asleep = self._endpoint.arm()
+            if self._asleep:
+                self._endpoint.sleep(self._waker, _LOOK_AGAIN)
+            with self._lock:
+                self._asleep = False
+                self._lock.notify_all()
+
+    def _welcome(self, hello: bytes) -> Connection | None:
+        """A connection for the client that says this, or None for one that cannot be."""
+        version, name = hello[:1], hello[1:]
+        try:
+            client = self._endpoint.insert(name)
+            peer = "fabric client {}:{}".format(*_address(name))
+        except (TransportError, ValueError, struct.error) as error:
+            _log.info("%s: a client said what is no name: %s", self.uri, error)
+            return None
+        self._known.append(client)
+        if len(self._known) > _KNOWN:
+            self._endpoint.remove(self._known.popleft())
+        if version != bytes([_VERSION]):
+            self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
+            return None
+        # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
+        domain = self._endpoint.domain if self.exposes_memory else None
+        endpoint = Endpoint(self._provider, self._host, None, self.exposes_memory, domain)
+        try:
+            connection = FabricConnection(endpoint, peer, self._heartbeat, name)
+        except BaseException:
+            endpoint.close()
+            raise
+        connection.exposes_memory = self.exposes_memory
+        self._answer(client, Kind.WELCOME, bytes([_VERSION]) + endpoint.name)
+        return connection
+
+    def _answer(self, client: int, kind: Kind, payload: bytes) -> None:
+        ended: list[Completion] = []
+        begun, end = False, time.monotonic() + _LAST
+        piece = self._ffi.from_buffer(payload)
+        try:
+            while not ended and not self._closed and time.monotonic() < end:
+                begun = begun or self._endpoint.send(client, _CONTROL | kind, [piece], ended.append)
+                if not self._endpoint.progress():
+                    self._endpoint.sleep(self._waker, _RETRY)
+        except TransportError as error:  # it is gone already
+            _log.debug("%s: %s", self.uri, error)
+
+    def close(self) -> None:
+        if self._pid != os.getpid() or self._closed:
+            return  # a process that was forked has no part in it
+        self._closed = True
+        self._waker.set()
+        with self._lock:
+            while self._asleep:
+                self._lock.wait()
+            for _, withdraw in self._exposed.values():
+                withdraw()
+            self._endpoint.close()
+            self._waker.close()
+
+    def expose(self, region: Region) -> Span:
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosed("the listener is closed")
+            if region not in self._exposed:
+                self._exposed[region] = self._register(region)
+            return self._exposed[region][0]
+
+    def _register(self, region: Region) -> tuple[Span, weakref.finalize[..., Region]]:
+        endpoint = self._endpoint
+        memory = self._ffi.from_buffer(region.memory)
+        registered = endpoint.domain.register(memory, c.REMOTE_READ)
+        # What is registered must not be unmapped before: the finalizer holds on to it.
+        withdraw = weakref.finalize(region, _withdraw, endpoint.domain, registered, memory)
+        withdraw.atexit = False
+        return Span(region.base, region.size, _key.pack(endpoint.virtual_addresses, registered.key)), withdraw
+
+
+def _withdraw(domain: Domain, registered: Any, memory: Any) -> None:
+    domain.unregister(registered)
+
+
+class FabricTransport(Transport):
+    """See the module."""
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        if not uri.host or not uri.port:
+            raise UriError(f"{uri} needs a host and a port: fabric://HOST:PORT")
+        provider, heartbeat = _provider(uri), _heartbeat(uri)
+        where = f"the fabric server {uri.host}:{uri.port}"
+        here, there = _probe(uri.host, uri.port, timeout, where)
+        spans = spans_of(uri)
+        endpoint = Endpoint(provider, here, None, rma=bool(spans))
+        try:
+            _check_same(uri, endpoint)
+            listener = endpoint.find(there, str(uri.port))
+            connection = FabricConnection(endpoint, where, heartbeat)
+        except BaseException:
+            endpoint.close()
+            raise
+        try:
+            connection.introduce(listener, there, timeout)
+            if spans:
+                connection.reach(spans)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def listen(self, uri: Uri) -> Listener:
+        return _FabricListener(uri)
+
+
+def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
+    """The addresses of this host and of the other one, as seen from here. Raises where nobody listens.
+
+    libfabric would try to connect to a closed port for ever.
+    """
+    check_name(host)
+    try:
+        with socket.create_connection((host, port), timeout) as probe:
+            return probe.getsockname()[0], probe.getpeername()[0]
+    except OSError as error:
+        raise explain(error, f"connecting to {where}") from None
+
+
+_sockaddr = {socket.AF_INET: struct.Struct("=H2s4s"), socket.AF_INET6: struct.Struct("=H2s4x16s")}
+
+
+def _address(name: bytes) -> tuple[str, int]:
+    """The host and port in the name of an endpoint, which is a socket address. Raises ValueError."""
+    family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
+    _, port, address = _sockaddr[family].unpack_from(name)
+    return socket.inet_ntop(family, address), int.from_bytes(port, "big")
+
+
+def _reachable(name: bytes, host: str) -> bytes:
+    """The name of an endpoint that listens on all interfaces, or on one, as a client reaches it at `host`."""
+    family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
+    layout = _sockaddr[family]
+    number, port, address = layout.unpack_from(name)
+    if any(address):
+        return name
+    return layout.pack(number, port, socket.inet_pton(family, host.partition("%")[0])) + name[layout.size :]

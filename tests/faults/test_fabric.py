@@ -1,0 +1,276 @@
+"""Peers over libfabric that are killed or stopped, for real; and endpoints that break the rules."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
+from dissociated.transport import _ofi
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+
+from .conftest import Good, wait_until
+from .peer import PATIENCE
+from .test_death import CLIENT, line
+
+Serve = Callable[..., Good]
+Spawn = Callable[..., subprocess.Popen[str]]
+
+#: Ten missed heartbeats are half a second.
+WHERE = "fabric:?heartbeat=0.05"
+
+SERVER = """
+import sys
+import pyarrow as pa
+import dissociated as dis
+server = dis.Server([sys.argv[1]], catalog=None)
+server.publish("large", pa.table({"n": pa.array(range(1 << 22), pa.int64())}))
+print(server.ticket("large").hex(), server.locations("large")[0], flush=True)
+sys.stdin.readline()
+"""
+
+
+#: A client that requests a stream, and is sent addresses that it never gives back.
+HOLD = """
+import sys
+from dissociated.message import Message
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+uri = Uri.parse(sys.argv[1])
+connection = transport("fabric").connect(uri, 20)
+connection.send([Message(uri.want_data, (bytes.fromhex(sys.argv[2]),))], 20)
+tagged = None
+while not tagged:
+    tagged = connection.receive(20, lambda tag, length: bytearray(length)).tag
+print("reached", flush=True)
+sys.stdin.read()
+"""
+
+
+def shared_memory() -> set[str]:
+    """What libfabric's providers call theirs."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("fi_", "ofi", "sm2", "xpmem"))}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_shared_memory() -> Iterator[None]:
+    before = shared_memory()
+    yield
+    assert not shared_memory() - before
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_server_that_ends_within_a_stream_is_noticed(spawn: Spawn, by: signal.Signals) -> None:
+    process = spawn("-c", SERVER, WHERE)
+    ticket, uri = line(process).split()
+    connection = transport("fabric").connect(Uri.parse(uri), PATIENCE)
+    with connection:
+        process.send_signal(by)
+        assert connection.receive(PATIENCE, lambda tag, length: bytearray(length)) is None
+    assert ticket
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_server_that_ends_within_a_body_is_noticed(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
+) -> None:
+    from dissociated.stream import Stream
+
+    process = spawn("-c", SERVER, WHERE)
+    ticket, uri = line(process).split()
+    allocate = Stream._allocate
+
+    def allocating(stream: Stream, tag: int | None, length: int) -> object:
+        process.send_signal(by)
+        if by is signal.SIGKILL:
+            process.wait(PATIENCE)
+        return allocate(stream, tag, length)
+
+    monkeypatch.setattr(Stream, "_allocate", allocating)
+    with pytest.raises((ConnectionClosed, RemoteProtocolError), match="closed the"):
+        dis.open_stream(uri, bytes.fromhex(ticket), timeout=PATIENCE).read_all()
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_client_that_ends_within_a_live_stream_is_noticed(serve: Serve, spawn: Spawn, by: signal.Signals) -> None:
+    batch = pa.record_batch({"n": pa.array(range(1 << 17), pa.int64())})
+    good = serve(WHERE)
+    good.server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, (batch for _ in iter(int, 1))))
+    (uri,) = good.server.locations("live")
+    process = spawn("-c", CLIENT, uri, good.server.ticket("live").hex(), "3")
+    assert line(process) == "reached"
+    good.check()
+    process.send_signal(by)
+    wait_until(good.alone, "the server has noticed")
+
+
+def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve) -> None:
+    """Its heartbeats go on, and the server's are heard."""
+    batch = pa.record_batch({"n": pa.array(range(1 << 20), pa.int64())})
+    good = serve(WHERE)
+    good.server.publish("many", pa.Table.from_batches([batch] * 20))
+    (uri,) = good.server.locations("many")
+    reader = dis.open_stream(uri, good.server.ticket("many"))
+    assert reader.read_next_batch() == batch
+    select.select([], [], [], 1.5)  # three times as long as a peer may be silent
+    assert sum(one.num_rows for one in reader) == 19 << 20
+
+
+def test_a_client_that_waits_takes_no_processor_time(serve: Serve) -> None:
+    good = serve("fabric:")
+    (uri,) = good.server.locations("good")
+    with transport("fabric").connect(Uri.parse(uri), PATIENCE) as connection:
+        before = time.process_time()
+        with pytest.raises(DeadlineExceeded):
+            connection.receive(1.0, lambda tag, length: bytearray(length))
+        assert time.process_time() - before < 0.1
+
+
+def test_a_closed_port_is_an_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(TransportError, match="refused"):
+        transport("fabric").connect(Uri.parse(f"fabric://127.0.0.1:{port}"), PATIENCE)
+
+
+def test_a_port_where_somebody_else_listens_exceeds_the_deadline() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises((DeadlineExceeded, ConnectionClosed)),
+    ):
+        transport("fabric").connect(Uri.parse(f"fabric://127.0.0.1:{other.getsockname()[1]}"), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("provider", "why"),
+    [
+        ("net", "busy"),
+        ("udp;ofi_rxd", "cuts messages off"),
+        ("sockets", "given it up"),
+        ("shm", "/dev/shm"),
+        ("", "no name"),
+        ("tcp ofi", "no name"),
+    ],
+)
+def test_providers_that_are_known_to_be_wrong_are_refused(provider: str, why: str) -> None:
+    uri = Uri("fabric", parameters={"provider": provider})
+    with pytest.raises(UriError, match=why):
+        transport("fabric").listen(uri)
+
+
+def test_an_unknown_provider_is_an_error() -> None:
+    with pytest.raises(TransportError, match="No data available"):
+        transport("fabric").listen(Uri("fabric", parameters={"provider": "nowhere"}))
+
+
+@pytest.mark.parametrize("parameter", [{"libfabric": "9.0"}, {"protocol": "1.1"}])
+def test_a_server_that_talks_otherwise_is_refused(serve: Serve, parameter: dict[str, str]) -> None:
+    good = serve("fabric:")
+    uri = Uri.parse(good.server.locations("good")[0]).with_parameters(**parameter)
+    with pytest.raises(TransportError, match="do not understand each other"):
+        dis.open_stream(str(uri), good.server.ticket("good"))
+
+
+def test_memory_outside_of_what_the_uri_names_is_not_read(serve: Serve) -> None:
+    good = serve("fabric:", allow_rma=True)
+    uri = Uri.parse(good.server.locations("good")[0])
+    base, size, length = uri.parameters["remote_memory"].split("-")
+    less = uri.with_parameters(remote_memory=f"{int(base, 16) + (1 << 40):x}-{size}-{length}")
+    with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
+        dis.open_stream(str(less), good.server.ticket("good"), allow_rma=True).read_all()
+    good.check()
+
+
+def test_a_client_that_is_killed_while_it_holds_addresses_is_noticed(serve: Serve, spawn: Spawn) -> None:
+    good = serve(WHERE, allow_rma=True)
+    (uri,) = good.server.locations("good")
+    process = spawn("-c", HOLD, uri, good.server.ticket("good").hex())
+    assert line(process) == "reached"
+    assert good.server.connections == 1, "the server waits for its addresses"
+    process.kill()
+    process.wait(PATIENCE)
+    wait_until(good.alone, "the server has noticed")
+    good.check()
+
+
+def test_a_handle_that_is_not_ours_is_refused(serve: Serve) -> None:
+    good = serve("fabric:")
+    uri = replace(Uri.parse(good.server.locations("good")[0]), remote_handle=b"UCX")
+    with pytest.raises(UriError, match="not one of libfabric's"):
+        dis.open_stream(str(uri), good.server.ticket("good"), allow_rma=True)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "often", "1e9"])
+def test_a_heartbeat_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UriError, match="heartbeat"):
+        transport("fabric").listen(Uri("fabric", parameters={"heartbeat": text}))
+
+
+#: Loads libfabric, and tells its version and which signals it took.
+LOAD = """
+def handlers():
+    status = dict(row.split(":", 1) for row in open("/proc/self/status").read().splitlines())
+    return int(status["SigCgt"], 16) & 0x7FFFFFFF  # later ones are the C library's own
+caught = handlers()
+from dissociated.transport._ofi import ofi
+print(ofi().version, handlers() == caught)
+"""
+
+
+@pytest.fixture(params=["wheel", "system"])
+def library(request: pytest.FixtureRequest) -> str:
+    """Each libfabric there is."""
+    if request.param == "wheel":
+        found = _ofi.wheel_libraries()
+        if not found:
+            pytest.skip("the wheel mpich is not installed")
+        return str(found[0])
+    import ctypes
+
+    try:
+        ctypes.CDLL("libfabric.so.1")
+    except OSError:
+        pytest.skip("there is no libfabric.so.1 on this system")
+    return "libfabric.so.1"
+
+
+def test_loading_takes_no_signals(library: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    version, untouched = said.stdout.split()
+    assert untouched == "True"
+    assert tuple(map(int, version.split("."))) >= (1, 17)
+
+
+@pytest.mark.timeout(300)
+def test_every_libfabric_keeps_the_promises_of_a_transport(library: str) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "fabric", "tests/transport"],
+        cwd=root,
+        env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
