@@ -84,9 +84,16 @@ class TlsConnection(SocketConnection):
             super().abort(reason)
 
     def arrived(self) -> bool:
+        return self._pending() or super().arrived()
+
+    def wait(self, timeout: float) -> None:
+        if not self._pending():
+            super().wait(timeout)
+
+    def _pending(self) -> bool:
+        """Whether something has arrived that the socket does not tell of any more."""
         with self._using:
-            pending = self._incoming.pending or self._tls.pending()
-        return bool(pending) or super().arrived()
+            return bool(self._incoming.pending or self._tls.pending())
 
     def close(self) -> None:
         if self._agreed and not self._torn and self._pid == os.getpid():
