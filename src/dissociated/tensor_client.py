@@ -30,7 +30,12 @@ class TensorReader(Iterator[Tensor]):
 
 
 def open_tensors(
-    uri: str | Sequence[str], ticket: bytes, *, timeout: float = TIMEOUT, max_body: int = MAX_BODY
+    uri: str | Sequence[str],
+    ticket: bytes,
+    *,
+    timeout: float = TIMEOUT,
+    max_body: int = MAX_BODY,
+    allow_rma: bool = False,
 ) -> TensorReader:
     """Request the tensors `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
 
@@ -39,9 +44,9 @@ def open_tensors(
     last of them is collected; the connection stays open until then. Dropping the reader ends the stream.
 
     `timeout` is how many seconds the server may be silent, `max_body` the largest body that is taken, in bytes.
-    Raises what `open_stream` raises, and WrongKind where the stream holds record batches.
+    `allow_rma` as for `open_stream`. Raises what that raises, and WrongKind where the stream holds record batches.
     """
-    stream = request(located(uri), ticket, timeout, max_body)
+    stream = request(located(uri), ticket, timeout, max_body, allow_rma=allow_rma)
     return TensorReader(stream.each(stream.deliveries(), partial(_tensor, stream)))
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import dissociated as dis
 from certificates import Certificates
+from dissociated.tensor_client import TensorReader
 from helpers import connections_left, leaving_nothing, needs_new_libfabric
 
 MEDIA = {
@@ -33,23 +34,28 @@ MEDIA = {
     "ucx, rma": "ucx:",
     "fabric, rma": "fabric:",
 }
-#: Those whose servers send addresses. Elsewhere bodies travel packed whatever one asks for.
-BY_ADDRESS = ("shm", "ucx, rma", "fabric, rma")
 
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
-#: Connecting over UCX takes its time, and these differ from "ucx" below the messages alone.
+#: Connecting over these takes its time. Here are those ways alone in which more than what is below messages differs;
+#: tests/transport has all media.
 FEWER = {
-    "ucx6": ("one",),
+    "tcp6": ("one",),
+    "tls": ("one", "apart"),
+    "ucx": ("one", "apart"),
+    "ucx6": (),
     "ucx, none": ("two",),
     "ucx, rma": ("one",),
-    "fabric, rma": ("one",),
-    "fabric6": ("one",),
+    "fabric": ("one", "two"),
+    "fabric6": (),
     "fabric, tcp": ("apart",),
+    "fabric, rma": ("one",),
 }
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
-BODIES = ("any", "packed", "mixed")
+BODIES = {"shm": ("any", "packed", "mixed"), "ucx, rma": ("any", "mixed"), "fabric, rma": ("any", "mixed")}
 MIXED_LIMIT = 256
+#: Where a test of many cases runs all of them: what those depend on is not the medium.
+QUICK = ("inproc", "tcp", "shm")
 
 
 class Way(NamedTuple):
@@ -67,7 +73,7 @@ WAYS = [
     Way(medium, arrangement, bodies)
     for medium in MEDIA
     for arrangement in FEWER.get(medium, ARRANGEMENTS)
-    for bodies in (BODIES if medium in BY_ADDRESS else ("any",))
+    for bodies in BODIES.get(medium, ("any",))
 ]
 
 
@@ -119,6 +125,9 @@ class Route:
 
     def request(self, uris: str | list[str], ticket: bytes, **options: Any) -> pa.RecordBatchReader:
         return dis.open_stream(uris, ticket, allow_rma=self._rma, **options)
+
+    def tensors(self, name: str = "data", **options: Any) -> TensorReader:
+        return dis.open_tensors(self.uris(name), self.ticket(name), allow_rma=self._rma, **options)
 
     def read(self, source: Any, options: dis.WriteOptions | None = None) -> tuple[pa.Schema, list[pa.RecordBatch]]:
         """Publish, then read everything: the schema and the batches that arrive, fully validated."""
@@ -185,3 +194,17 @@ def _direct_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iter
 def direct(_direct_route: Route) -> Iterator[Route]:
     """Every way that is one connection."""
     yield from _check(_direct_route)
+
+
+QUICK_WAYS = [way for way in WAYS if way.arrangement == "one" and way.medium in QUICK]
+
+
+@pytest.fixture(scope="module", params=QUICK_WAYS, ids=str)
+def _quick_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
+
+
+@pytest.fixture
+def quick(_quick_route: Route) -> Iterator[Route]:
+    """Every way that is one connection, made in no time, for tests of many cases."""
+    yield from _check(_quick_route)

@@ -127,11 +127,11 @@ def identifier(ticket: bytes, columns: list[str]) -> bytes:
 
 @pytest.mark.parametrize("columns", SELECTIONS, ids=" ".join)
 @pytest.mark.parametrize("source", SOURCES)
-def test_of_every_source(direct: Route, source: str, columns: list[str], tmp_path: Path) -> None:
+def test_of_every_source(quick: Route, source: str, columns: list[str], tmp_path: Path) -> None:
     sent = STORED if source == "parquet" else TABLE
     columns = [name for name in columns if name in sent.schema.names]
-    direct.publish(SOURCES[source](tmp_path / "source"))
-    arrived = direct.open(columns=columns).read_all()
+    quick.publish(SOURCES[source](tmp_path / "source"))
+    arrived = quick.open(columns=columns).read_all()
     arrived.validate(full=True)
     assert arrived.schema.names == [name for name in sent.schema.names if name in columns]
     assert arrived.schema.metadata == {b"kept": b"yes"}
@@ -141,20 +141,20 @@ def test_of_every_source(direct: Route, source: str, columns: list[str], tmp_pat
 
 @pytest.mark.parametrize("columns", SELECTIONS, ids=" ".join)
 @pytest.mark.parametrize("source", SOURCES)
-def test_bodies_of_other_columns_do_not_move(direct: Route, source: str, columns: list[str], tmp_path: Path) -> None:
+def test_bodies_of_other_columns_do_not_move(quick: Route, source: str, columns: list[str], tmp_path: Path) -> None:
     sent = STORED if source == "parquet" else TABLE
     columns = [name for name in columns if name in sent.schema.names]
-    direct.publish(SOURCES[source](tmp_path / "source"))
-    count = moved(direct, identifier(direct.ticket(), columns))
+    quick.publish(SOURCES[source](tmp_path / "source"))
+    count = moved(quick, identifier(quick.ticket(), columns))
     buffers = 4 * 30  # more than four batches of these columns and their dictionaries have
     wanted = sum(sent[name].nbytes for name in columns) + 4 * 1000
     assert count.inline + count.leased_bytes <= wanted + 64 * buffers < LARGE / 4
     assert count.leased <= buffers
     if not columns:
         assert (count.inline, count.leased) == (0, 0)
-    if direct.way.medium != "shm" or direct.way.bodies == "packed":
+    if quick.way.medium != "shm" or quick.way.bodies == "packed":
         assert count.leased == 0
-    elif direct.way.bodies == "any" and columns:
+    elif quick.way.bodies == "any" and columns:
         assert count.leased > 0
         assert count.inline == 0
 

@@ -13,10 +13,10 @@ from .conftest import Route
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_tensors_of_every_kind_and_type(route: Route, dtype: str) -> None:
+def test_tensors_of_every_kind_and_type(quick: Route, dtype: str) -> None:
     sent = some(dtype)
-    route.publish(sent)
-    arrived = list(dis.open_tensors(route.uris(), route.ticket()))
+    quick.publish(sent)
+    arrived = list(quick.tensors())
     assert len(arrived) == len(sent)
     for one, other in zip(arrived, sent, strict=True):
         assert_same(one, other)
@@ -25,7 +25,7 @@ def test_tensors_of_every_kind_and_type(route: Route, dtype: str) -> None:
 def test_one_tensor(route: Route) -> None:
     for number, tensor in enumerate(some()):
         route.publish(tensor, str(number))
-        (arrived,) = dis.open_tensors(route.uris(str(number)), route.ticket(str(number)))
+        (arrived,) = route.tensors(str(number))
         assert_same(arrived, tensor)
 
 
@@ -34,18 +34,18 @@ def test_hundreds_of_small_tensors(direct: Route) -> None:
     sent = [pa.Tensor.from_numpy(values) for values in some()[0].to_numpy().reshape(24, 1).repeat(50, 0)]
     assert len(sent) == 1200
     direct.publish(sent)
-    arrived = list(dis.open_tensors(direct.uris(), direct.ticket()))
+    arrived = list(direct.tensors())
     assert [one.to_numpy()[0] for one in arrived] == [one.to_numpy()[0] for one in sent]
 
 
 def test_a_reader_that_stops_or_never_starts(direct: Route) -> None:
     direct.publish(some() * 50)
-    reader = dis.open_tensors(direct.uris(), direct.ticket())
+    reader = direct.tensors()
     kept = next(reader)
     reader.close()
     assert list(reader) == []
     assert_same(kept, some()[0])
-    dis.open_tensors(direct.uris(), direct.ticket())
+    direct.tensors()
 
 
 def test_what_is_of_the_other_kind_is_refused_with_what_to_do(direct: Route) -> None:
@@ -54,10 +54,10 @@ def test_what_is_of_the_other_kind_is_refused_with_what_to_do(direct: Route) -> 
     with pytest.raises(WrongKind, match="read it with open_tensors"):
         direct.open("tensors")
     with pytest.raises(WrongKind, match="read it with open_stream"):
-        dis.open_tensors(direct.uris("table"), direct.ticket("table"))
+        direct.tensors("table")
 
 
 def test_a_tensor_larger_than_is_taken(direct: Route) -> None:
     direct.publish(some())
     with pytest.raises(dis.errors.RemoteProtocolError, match="at most 100 are taken"):
-        dis.open_tensors(direct.uris(), direct.ticket(), max_body=100)
+        direct.tensors(max_body=100)

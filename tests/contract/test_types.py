@@ -21,8 +21,8 @@ def check(route: Route, sent: list[pa.RecordBatch]) -> None:
 
 
 @pytest.mark.parametrize("type_", ARRAYS)
-def test_each_type(direct: Route, type_: str) -> None:
-    check(direct, batches(ARRAYS[type_]))
+def test_each_type(quick: Route, type_: str) -> None:
+    check(quick, batches(ARRAYS[type_]))
 
 
 def test_all_types_side_by_side(route: Route) -> None:

@@ -318,17 +318,26 @@ class Client(CatalogClient):
         return _chained(*self._endpoints(name, version, wanted))
 
     def read_tensors(
-        self, name: str, transport: str | None = None, *, version: int | None = None, max_body: int = MAX_BODY
+        self,
+        name: str,
+        transport: str | None = None,
+        *,
+        version: int | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> Iterator[Tensor]:
         """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
 
-        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. Raises DatasetNotFound,
+        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. `allow_rma` as for `open_stream`.
+        Raises DatasetNotFound,
         WrongKind where the dataset holds record batches, and what `open_tensors` raises.
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
-        opened = partial(open_tensors, timeout=self._timeout, max_body=max_body)
-        _, readers = self._endpoints(name, version, lambda endpoint: self._nearest(name, transport, endpoint, opened))
+        opened = partial(open_tensors, timeout=self._timeout, max_body=max_body, allow_rma=allow_rma)
+        _, readers = self._endpoints(
+            name, version, lambda endpoint: self._nearest(name, transport, endpoint, opened, allow_rma)
+        )
         return chain.from_iterable(readers)
 
     def _endpoints(

@@ -193,15 +193,15 @@ class NativeConnection(Connection):
     def finish(self, timeout: float) -> None:
         # Closing while the last messages are in the network, or in the peer's queue, would lose them.
         with self._lock:
-            self._drive(lambda: self._gone or self._interrupted, timeout)
+            self._drive(lambda: self._without(lambda: self._gone or self._interrupted), timeout)
 
     def abort(self, reason: str) -> None:
         with self._lock:
             if self._closed:
                 return
-            self._drive(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
+            self._end(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
             if not (self._gone or self._interrupted) and self._tell(reason):
-                self._drive(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
+                self._end(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -218,7 +218,7 @@ class NativeConnection(Connection):
             if self._closed:
                 return
             if not self._interrupted:
-                self._drive(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
+                self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
             self._closed = self._interrupted = True
             while self._asleep or self._moving:
                 self._waker.set()
@@ -246,18 +246,36 @@ class NativeConnection(Connection):
     def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
         """Wait until enough has been sent, taking in meanwhile what a client sends."""
 
-        def settled() -> bool:
-            if enough():
-                return True
-            if self._accepted:
-                self._take(refuse)
-                if self._arrived_bytes > _MAX_ARRIVED:
-                    raise RemoteProtocolError(f"{self._peer} sends and does not receive")
-            return self._gone or self._interrupted
-
-        if not self._drive(settled, timeout):
+        if not self._drive(lambda: self._has(enough) or self._gone or self._interrupted, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
+
+    def _has(self, enough: Callable[[], bool]) -> bool:
+        """Whether it has been enough; if not, what a client sent is taken from the medium.
+
+        Media take whatever comes, and they know no end of it.
+        """
+        if enough():
+            return True
+        if self._accepted:
+            self._take(refuse)
+            if self._arrived_bytes > _MAX_ARRIVED:
+                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+        return False
+
+    def _without(self, done: Callable[[], bool]) -> bool:
+        """The same where nothing more is to be sent: of a client that sends without end, everything is dropped."""
+        try:
+            return self._has(done)
+        except RemoteProtocolError:
+            self._arrived.clear()
+            self._arrived_bytes = 0
+            return False
+
+    def _end(self, done: Callable[[], bool], seconds: float) -> None:
+        """Let the medium work until `done`, but no longer than this, whatever the peer does."""
+        end = time.monotonic() + seconds
+        self._drive(lambda: self._without(done) or time.monotonic() >= end, seconds)
 
     def _keep_moving(self) -> None:
         """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
@@ -276,12 +294,17 @@ class NativeConnection(Connection):
                     if not self._under_way:
                         self._lock.wait(_LOOK_AGAIN)
                     else:
-                        self._drive(lambda: not self._under_way or self._gone or self._interrupted, _LOOK_AGAIN)
+                        self._drive(self._moved, _LOOK_AGAIN)
             except TransportError:
                 pass  # whoever uses the connection next hears of it
+            except RemoteProtocolError as error:
+                self._broken = error
             finally:
                 self._moving = False
                 self._lock.notify_all()
+
+    def _moved(self) -> bool:
+        return self._has(lambda: not self._under_way) or self._gone or self._interrupted
 
     def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
         """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
