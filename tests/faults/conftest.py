@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from certificates import Certificates
 
 from . import peer
 from .peer import PATIENCE, RawServer, Script
@@ -99,6 +100,14 @@ def no_leaks(runtime: str) -> Iterator[None]:
 # What is served
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _peers_show_a_certificate(trusted: Certificates) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(peer.CERTIFICATE, trusted.cert)
+        patch.setenv(peer.KEY, trusted.key)
+        yield
+
+
 @pytest.fixture(scope="session")
 def table() -> pa.Table:
     """Three batches with integers, strings and nulls."""
@@ -128,12 +137,12 @@ class Good:
 
 
 @pytest.fixture
-def serve(table: pa.Table) -> Iterator[Callable[..., Good]]:
+def serve(table: pa.Table, trusted: Certificates) -> Iterator[Callable[..., Good]]:
     """Start servers that publish `table` as "good"; at the end each must be without connections."""
     servers: list[Good] = []
 
     def start(*listen: str, **options: object) -> Good:
-        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{"catalog": None, **options})  # type: ignore[arg-type]
+        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{"catalog": None, **trusted.options, **options})  # type: ignore[arg-type]
         server.publish("good", table)
         servers.append(Good(server, table))
         return servers[-1]

@@ -42,7 +42,9 @@ _REQUIRED_SEALS = {Backing.FILE: 0, Backing.SEALED: _SEALS_STATIC, Backing.LIVE:
 
 def create_memfd(name: str) -> int:
     """A new, empty, sealable memfd. The caller owns the descriptor."""
-    return os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o400)  # else other users could open what they get read-only once more, for writing
+    return descriptor
 
 
 def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
