@@ -166,7 +166,7 @@ class Server:
         otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
 
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
-        these options.
+        these options, OptionError where `options` or `live` are something else.
         """
         made = (
             dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)

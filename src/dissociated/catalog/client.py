@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
-from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, takes_selections
+from dissociated.client import TIMEOUT, open_stream, selection_of, takes_selections
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -29,8 +29,9 @@ from dissociated.errors import (
     WrongKind,
 )
 from dissociated.ipc.columns import selected
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.tensor import Tensor
+from dissociated.message import MAX_BODY
 from dissociated.protocol.selection import Selection
 from dissociated.status import ServerStatus
 from dissociated.store.stage import boot_id, host_name
@@ -169,7 +170,7 @@ class CatalogClient:
 
         Of `options` count those that libarrow applies, and the depth.
         """
-        options = options or ReadOptions()
+        options = given(options, ReadOptions)
         wanted = self._flight.Ticket(ticket)
         told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
@@ -391,7 +392,7 @@ class Client(CatalogClient):
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
-            return self._do_get(name, endpoint, selection_of(columns, options or ReadOptions()), options)
+            return self._do_get(name, endpoint, selection_of(columns, given(options, ReadOptions)), options)
         opened = partial(
             open_stream,
             columns=columns,
@@ -450,7 +451,7 @@ class Client(CatalogClient):
         if selection is None:
             return self.do_get(endpoint.ticket, options)
         indices = selection.indices(self.describe(name).schema.names)
-        options = replace(options or ReadOptions(), included_fields=())
+        options = replace(given(options, ReadOptions), included_fields=())
         if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
             identifier = selection.identifier(endpoint.ticket)
             if identifier != endpoint.ticket:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import Encapsulated
 from dissociated.ipc.index import Index
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.reader import read_schema
 from dissociated.ipc.sink import DescriptorSink, Sink
 from dissociated.ipc.split import Metadata, Splitter, batches
@@ -140,7 +140,7 @@ class SegmentWriter(EncapsulatedWriter):
         reserve: Reserve | None = None,
     ) -> None:
         self.rows = 0
-        splitter = Splitter(schema, replace(options or WriteOptions(), write_legacy_ipc_format=False))
+        splitter = Splitter(schema, replace(given(options, WriteOptions), write_legacy_ipc_format=False))
         super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
     @property
