@@ -34,6 +34,7 @@ from dissociated.ipc.tensor import Tensor
 from dissociated.message import MAX_BODY
 from dissociated.protocol.selection import Selection
 from dissociated.status import ServerStatus
+from dissociated.store.handover import hand_over
 from dissociated.store.stage import boot_id, host_name
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
@@ -92,6 +93,7 @@ class StagePlace:
     """Where writers put segments, and on which host that is.
 
     `node` is the node that has it, `flight` where that answers. Where it is `limited`, writers must reserve room.
+    `handover` is the Unix socket where it takes sealed memfds, empty where it takes none.
     """
 
     directory: str
@@ -100,6 +102,7 @@ class StagePlace:
     node: str = ""
     flight: str = ""
     limited: bool = False
+    handover: str = ""
 
 
 class CatalogClient:
@@ -216,6 +219,21 @@ class CatalogClient:
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """See Store.reserve: what writers in a limited stage call before they write."""
         return int(self.act("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
+
+    def hand_over(self, descriptor: int) -> dict[str, str]:
+        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
+
+        Returns what `commit` takes as a segment. The descriptor stays yours: close it when you like. The memfd must be
+        sealed against writing, shrinking and growing; it counts against the node's limit, and goes when the node ends.
+        Raises StoreError where the node refuses it, CatalogError where there is none on this host, AccessDenied,
+        TransportError and DeadlineExceeded.
+        """
+        place = self.stage()
+        if not place.handover or place.boot_id != boot_id():
+            raise CatalogError(
+                "there is no node on this host that memory could be handed over to: start one, dissociated node"
+            )
+        return {"node": place.node, "segment": hand_over(place.handover, descriptor, self._timeout)}
 
     def commit(
         self,

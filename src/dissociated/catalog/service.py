@@ -11,7 +11,7 @@ and for DoPut
 ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.
 
 Actions; their bodies and results are JSON, but for those that Flight defines:
-    stage     {host, boot_id}                        -> {directory, host, boot_id, node, flight, limited}
+    stage     {host, boot_id}                        -> {directory, host, boot_id, node, flight, limited, handover}
     reserve   {segment, size, wish}                  -> {size}
     commit    {name, segments, append, schema, key, tags, ttl}  -> {}
     discard   {segments}                             -> {}
@@ -685,6 +685,7 @@ class CatalogService:
             "node": self.node.id,
             "flight": self.uri,
             "limited": self._stock.limited,
+            "handover": self._stock.handover,
         }
 
     def reserve(self, segment: str, size: int, wish: int) -> int:

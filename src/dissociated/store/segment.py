@@ -28,6 +28,7 @@ from dissociated.memory.shared import (
     Backing,
     create_memfd,
     explained,
+    is_sealed,
     map_read_only,
     reopen_read_only,
     seal,
@@ -69,11 +70,12 @@ class Segment:
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Segment:
-        """The IPC stream or file at `path`, as it is."""
-        with explained(f"opening {os.fspath(path)}"):
+    def open(cls, path: str | os.PathLike[str], name: str = "") -> Segment:
+        """The IPC stream or file at `path`, as it is; /dev/fd/N is that of a descriptor, as of a sealed memfd."""
+        name = name or os.fspath(path)
+        with explained(f"opening {name}"):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return cls(descriptor, os.fspath(path), Backing.FILE)
+        return cls(descriptor, name, Backing.SEALED if is_sealed(descriptor) else Backing.FILE)
 
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
