@@ -20,10 +20,10 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, Stor
 from dissociated.memory.shared import Backing
 from dissociated.store.handover import hand_over
 from dissociated.store.store import Policy, Store
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, Serve, leaving_nothing
 from memory.maps import origins
 
-from .processes import MIB, SCHEMA, Start, kill, put, read, segments, spawn, staged, table, wait_until
+from .processes import MIB, SCHEMA, Process, Start, kill, put, read, segments, spawn, staged, table, wait_until
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -109,10 +109,7 @@ def test_what_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
 def test_a_memfd_that_holds_no_stream_is_refused_and_nothing_has_to_go_for_it(memory: Path) -> None:
     with leaving_nothing(), Store(memory / "store", 4 * MIB, Policy.EVICT) as store:
         kept = store.commit("d", [handed(store, large(3))], key="k")
-        with (
-            memfd(bytes(2 * MIB)) as descriptor,
-            pytest.raises(StoreError, match=r"handed over: .*no Arrow IPC|not an"),
-        ):
+        with memfd(bytes(2 * MIB)) as descriptor, pytest.raises(StoreError, match="handed over: not an"):
             store.hand_over(descriptor)
         assert store.versions() == [kept]
 
@@ -215,6 +212,12 @@ with dis.connect(sys.argv[1]) as client:
 """
 
 
+def held(node: Process) -> int:
+    """How many descriptors of what was handed over a node has."""
+    links = [os.path.join(f"/proc/{node.pid}/fd", entry) for entry in os.listdir(f"/proc/{node.pid}/fd")]
+    return sum(os.path.lexists(link) and "memfd:mine" in os.readlink(link) for link in links)
+
+
 def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory: Path, start: Start) -> None:
     store = memory / "store"
     node = start("node", "--store", store)
@@ -239,19 +242,14 @@ def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory
 
 def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, start: Start) -> None:
     node = start("node", "--store", memory / "store", "--limit", "16MiB")
-
-    def held() -> int:
-        links = [os.path.join(f"/proc/{node.pid}/fd", entry) for entry in os.listdir(f"/proc/{node.pid}/fd")]
-        return sum(os.path.lexists(link) and "memfd:mine" in os.readlink(link) for link in links)
-
     kill(spawn(PRODUCER, node.uri, "stage"))  # before the commit: it may come from elsewhere
-    assert held() == 1
+    assert held(node) == 1
     kill(spawn(PRODUCER, node.uri, "commit"))
     with dis.connect(node.uri) as client:
         (there,) = client.status().datasets
         assert (there.name, there.rows) == ("d", 1000)
         client.drop("d")
-    wait_until(lambda: held() == 1, "only what is staged is left")
+    wait_until(lambda: held(node) == 1, "only what is staged is left")
     assert staged(memory / "store") == []
 
 
@@ -298,7 +296,6 @@ def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Pat
             socket.send_fds(connection, [data], descriptors)
             return connection.recv(4096)
 
-    before = len(os.listdir(f"/proc/{node.pid}/fd"))
     with memfd(table(1)) as descriptor:
         assert b"there was no descriptor" in say(b"\0")
         assert b"there was no descriptor" in say(bytes(1 << 16))
@@ -306,19 +303,26 @@ def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Pat
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
             silent.connect(path)
             hand_over(path, descriptor, PATIENCE)  # after a moment
-    assert len(os.listdir(f"/proc/{node.pid}/fd")) == before + 2  # the two that are staged
+    assert held(node) == 2  # what is staged
 
 
-def test_a_server_without_a_store_takes_memory_in_its_own_process_alone() -> None:
-    with leaving_nothing(), dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
-        with memfd(table(1, 2)) as descriptor:
-            with pytest.raises(CatalogError, match="no node on this host"):
-                client.hand_over(descriptor)
-            server.publish("d", f"/dev/fd/{descriptor}")
-        arrived = client.read("d", "shm").read_all()
-        assert {path for _, path in origins(arrived.to_batches())} == {"/memfd:mine (deleted)"}
-        assert arrived == table(1, 2)
-        del arrived
+def test_a_server_publishes_memory_of_its_own_process(serve: Serve) -> None:
+    server = serve("shm:")
+    with memfd(table(1, 2)) as descriptor:
+        server.publish("d", f"/dev/fd/{descriptor}")
+    arrived = dis.open_stream(server.locations("d")[0], server.ticket("d")).read_all()
+    assert {path for _, path in origins(arrived.to_batches())} == {"/memfd:mine (deleted)"}
+    assert arrived == table(1, 2)
+
+
+def test_a_server_without_a_store_takes_no_memory_of_others() -> None:
+    with (
+        dis.Server(["inproc:"]) as server,
+        dis.connect(server.catalog_uri) as client,
+        memfd(table(1)) as descriptor,
+        pytest.raises(CatalogError, match="no node on this host"),
+    ):
+        client.hand_over(descriptor)
 
 
 def test_a_node_that_is_gone_is_told(tmp_path: Path) -> None:
@@ -370,4 +374,4 @@ def test_memory_is_not_handed_over_to_another_user(tmp_path: Path) -> None:
     with memfd(table(1)) as descriptor, pytest.raises(AccessDenied, match="runs as user 65534"):
         hand_over(str(tmp_path / "s"), descriptor, PATIENCE)
     printed, _ = process.communicate(timeout=PATIENCE)
-    assert printed == "(b'', [], 0, b'')\n" or "[]" in printed
+    assert printed.startswith("(b'', [], ")
