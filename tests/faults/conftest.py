@@ -16,19 +16,12 @@ import pytest
 
 import dissociated as dis
 from certificates import Certificates
+from helpers import wait_until
 
 from . import peer
 from .peer import PATIENCE, RawServer, Script
 
 ROWS = 1000
-
-
-def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `condition` holds; fail with `what` where it does not in time."""
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
-        time.sleep(0.005)
 
 
 # What is left behind

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -68,13 +67,6 @@ class Process:
 
 
 Start = Callable[..., Process]
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
 
 
 def table(*numbers: int) -> pa.Table:

@@ -20,10 +20,10 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, Stor
 from dissociated.memory.shared import Backing
 from dissociated.store.handover import hand_over
 from dissociated.store.store import Policy, Store
-from helpers import PATIENCE, Serve, leaving_nothing
+from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
 
-from .processes import MIB, SCHEMA, Process, Start, kill, put, read, segments, spawn, staged, table, wait_until
+from .processes import MIB, SCHEMA, Process, Start, kill, put, read, segments, spawn, staged, table
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

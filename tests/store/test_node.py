@@ -19,9 +19,9 @@ import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
 from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
-from helpers import PATIENCE
+from helpers import PATIENCE, wait_until
 
-from .processes import MIB, READER, SCHEMA, WRITER, Start, kill, put, read, segments, spawn, staged, table, wait_until
+from .processes import MIB, READER, SCHEMA, WRITER, Start, kill, put, read, segments, spawn, staged, table
 
 # One node
 

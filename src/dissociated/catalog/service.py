@@ -376,7 +376,7 @@ class CatalogService:
         return flight.FlightInfo(
             _decoded(record.schema),
             flight.FlightDescriptor.for_path(record.name),
-            [self.endpoint(part, asking, expires) for part in record.parts],
+            [self.endpoint(part, asking, _sooner(expires, record.expires)) for part in record.parts],
             -1 if record.rows is None else record.rows,
             -1 if record.nbytes is None else record.nbytes,
             ordered=True,
@@ -480,8 +480,8 @@ class CatalogService:
         if not self.retain and not self._tickets.mark():
             raise CatalogError("this catalog promises nothing of its tickets, so none can be renewed")
         identifier, columns = self._tickets.check(parse_identifier(ticket)[0], time.time())
-        _, part = self._database.by_ticket(identifier, self.retain)
-        return self.endpoint(part, {}, self.expiry(), columns)
+        record, part = self._database.by_ticket(identifier, self.retain)
+        return self.endpoint(part, {}, _sooner(self.expiry(), record.expires), columns)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
@@ -781,6 +781,11 @@ class _Outer(CatalogClient):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _sooner(promised: float | None, expires: float | None) -> float | None:
+    """When what is promised, if anything is, ends for a dataset that expires."""
+    return promised if promised is None or expires is None else min(promised, expires)
 
 
 def _encoded(schema: pa.Schema) -> bytes:
