@@ -124,9 +124,15 @@ class Good:
                 assert read.equals(self._table)
         # What it held is given back by now, or soon.
 
+    @property
+    def leases(self) -> int:
+        """How many addresses clients hold."""
+        return self.server.status().leases
+
     def alone(self) -> bool:
-        """Whether the server has no connection any more."""
-        return self.server.connections == 0
+        """Whether the server has no connection any more, and nobody holds anything of what it publishes."""
+        idle = not self.server.connections and not self.leases
+        return idle and all(self.server.dataset(name).readers == 0 for name in self.server.names())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 import dissociated as dis
-from helpers import PATIENCE
+from helpers import PATIENCE, wait_until
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
@@ -55,6 +55,11 @@ class Process:
         self._process.communicate(timeout=PATIENCE)
         return self._process.returncode
 
+    def leases(self) -> int:
+        """How many addresses its clients hold."""
+        with dis.connect(self.uri) as client:
+            return client.status().leases
+
     def open_files(self, below: Path) -> list[str]:
         """What it has open or mapped below a directory, but for directories."""
         found = []
@@ -92,6 +97,16 @@ def segments(store: Path) -> list[str]:
 
 def staged(store: Path) -> list[str]:
     return sorted(os.listdir(store / "staging"))
+
+
+def nothing_is_left_of(node: Process, store: Path) -> None:
+    """Drop all that a node has, and wait until it has no files, descriptors, mappings and leases of that."""
+    with dis.connect(node.uri) as client:
+        for info in client.list():
+            client.drop(info.name)
+    wait_until(lambda: node.leases() == 0, "nobody holds anything")
+    wait_until(lambda: segments(store / "segments") == [], "no files are left")
+    wait_until(lambda: node.open_files(store / "segments") == [], "nothing is open or mapped")
 
 
 READER = """

@@ -21,7 +21,21 @@ from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
 
-from .processes import MIB, READER, SCHEMA, WRITER, Start, kill, put, read, segments, spawn, staged, table
+from .processes import (
+    MIB,
+    READER,
+    SCHEMA,
+    WRITER,
+    Start,
+    kill,
+    nothing_is_left_of,
+    put,
+    read,
+    segments,
+    spawn,
+    staged,
+    table,
+)
 
 # One node
 
@@ -53,6 +67,8 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
     assert dis.open_stream(before.endpoints[0].locations[0], before.endpoints[0].ticket).read_all().num_rows == 50_002
     assert read(again.uri, "d", "tcp")[-2:] == read(again.uri, "d", "grpc")[-2:] == [1, 2]
     assert segments(store) == files
+    wait_until(lambda: again.leases() == 0, "the readers have given everything back")
+    nothing_is_left_of(again, store)
     assert again.terminate() == 0
     assert not list((store / "run").iterdir())
     assert not (store / "node.json").exists()
@@ -76,6 +92,7 @@ def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start
             client.commit("d", ["w"], "append", SCHEMA)
         assert read(again.uri, "d") == [1, 5]
         assert staged(store) == []
+    nothing_is_left_of(again, store)
 
 
 def test_a_node_killed_at_any_moment_of_commits_keeps_each_that_it_answered(memory: Path, start: Start) -> None:
@@ -111,6 +128,8 @@ def test_a_node_killed_at_any_moment_of_commits_keeps_each_that_it_answered(memo
         found = read(again.uri, "log")
         assert found in (list(range(done)), list(range(done + 1)))
         assert [name for name in staged(store) if not name.endswith(".arrows")] == []
+        if delay == 0.09:
+            nothing_is_left_of(again, store)
         again.kill()
 
 
@@ -124,14 +143,13 @@ def test_what_a_reader_holds_is_not_evicted_until_it_is_killed(memory: Path, sta
     put(node.uri, "c", large)
     with dis.connect(node.uri) as client:
         assert [info.name for info in client.list()] == ["a", "c"]
+    assert node.leases() == 1  # the one buffer of its one batch
     kill(reader)
-    wait_until(lambda: _tried(node.uri, "d", large), "the leases of the dead reader have ended")
+    wait_until(lambda: node.leases() == 0, "the leases of the dead reader have ended")
+    wait_until(lambda: _tried(node.uri, "d", large), "what it read can go")
     with dis.connect(node.uri) as client:
         assert [info.name for info in client.list()] == ["c", "d"]
-        client.drop("c")
-        client.drop("d")
-    wait_until(lambda: node.open_files(store / "segments") == [], "nothing is open or mapped any more")
-    assert segments(store / "segments") == []
+    nothing_is_left_of(node, store)
 
 
 def _tried(uri: str, name: str, data: pa.Table) -> bool:
