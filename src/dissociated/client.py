@@ -56,8 +56,8 @@ def open_stream(
     `columns` asks for these top-level columns alone, in the order of the schema; so does `included_fields` of
     `options`, which say how batches are decoded. `batches` asks for those from the first number up to the second.
     A server whose URI does not say that it can choose sends everything, and the rest is dropped here. `timeout` is how
-    many seconds the server may be silent, `max_body` the largest body that is taken, in bytes. `allow_rma` lets this process fetch from the server's memory where a URI has a
-    remote_handle; the server could then write to ours.
+    many seconds the server may be silent, `max_body` the largest body that is taken, in bytes. `allow_rma` lets this
+    process fetch from the server's memory where a URI has a remote_handle; the server could then write to ours.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
