@@ -75,9 +75,7 @@ class Columns:
 
     def __init__(self, source: pa.Schema, wanted: StructType, nanoseconds: str = "refuse") -> None:
         if nanoseconds not in _NANOSECONDS:
-            raise OptionError(
-                f"nanoseconds are to be refused or truncated, not {nanoseconds!r}: say refuse or truncate"
-            )
+            raise OptionError(f"the option nanoseconds is refuse or truncate, not {nanoseconds!r}")
         self.names = wanted.fieldNames()
         self.schema = arrow_schema(wanted)
         self._truncate = nanoseconds == "truncate"

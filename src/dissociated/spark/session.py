@@ -70,6 +70,7 @@ def _settings(master: str) -> dict[str, str]:
         # By default Spark measures the batch again after every row; with this value it does not.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
         PUSHDOWN: "true",
+        "spark.sql.timeType.enabled": "true",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.memory": f"{_heap()}g",
