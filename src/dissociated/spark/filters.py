@@ -78,7 +78,9 @@ class _Unsupported(Exception):
 def _evaluate(filter: Filter, batch: pa.RecordBatch) -> pa.BooleanArray:
     if isinstance(filter, Not):
         return pc.invert(_evaluate(filter.child, batch))
-    column = _column(batch, filter.attribute)  # type: ignore[attr-defined]  # every other filter has one
+    if not hasattr(filter, "attribute"):
+        raise _Unsupported
+    column = _column(batch, filter.attribute)
     match filter:
         case IsNull():
             return pc.is_null(column)

@@ -25,7 +25,7 @@ from pyspark.sql.types import StructType
 from dissociated.access import read_token
 from dissociated.catalog.client import Client, DatasetInfo, Endpoint, connect, locations
 from dissociated.client import takes_selections
-from dissociated.errors import OptionError, WrongKind
+from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import passing, supported
 from dissociated.spark.types import arrow_schema
@@ -138,7 +138,7 @@ class DatasetReader(DataSourceReader):
         """In a task: the rows of one partition. Closed early, it gives back what it holds."""
         assert isinstance(partition, Part), "Spark gives what partitions has made"
         with self.request.connect() as client:
-            info = self.request.describe(client, partition.version or None)
+            info = self._planned(client, partition.version)
             columns = Columns(info.schema, self.schema, self.request.nanoseconds)
             reader = client.read_endpoint(
                 info,
@@ -153,6 +153,16 @@ class DatasetReader(DataSourceReader):
                     some = passing(columns.convert(batch.slice(at, _ROWS)), self.filters)
                     if some.num_rows:
                         yield some
+
+    def _planned(self, client: Client, version: int) -> DatasetInfo:
+        """The version that was planned. Raises DatasetNotFound where it is there no more."""
+        try:
+            return self.request.describe(client, version or None)
+        except DatasetNotFound as error:
+            raise DatasetNotFound(
+                f"{error}: {self.request.name!r} was replaced or dropped after this query was planned. Run it again; "
+                "nodes keep what was replaced for a while (--retain), and a server in your own process does not"
+            ) from None
 
     def _slices(self, client: Client, info: DatasetInfo, endpoint: Endpoint) -> Sequence[Slice | None]:
         """How to cut an endpoint; where it must not be asked, or cannot choose, it stays whole."""
