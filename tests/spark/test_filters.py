@@ -1,36 +1,23 @@
-"""Each filter passes the rows that pass in Spark, which evaluates the same in SQL."""
+"""Each condition is true, false or null where it is in Spark, which evaluates the same in SQL."""
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.datasource import (
-    EqualNullSafe,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    IsNotNull,
-    IsNull,
-    LessThan,
-    LessThanOrEqual,
-    Not,
-    StringContains,
-    StringEndsWith,
-    StringStartsWith,
-)
+from pyspark.errors import PySparkException
 
 import dissociated as dis
+from dissociated.errors import OptionError
 from dissociated.spark import read
-from dissociated.spark.filters import passing, supported
+from dissociated.spark.filters import Filters
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 
@@ -65,134 +52,156 @@ TABLE = pa.table(
 )
 
 
-def path(name: str) -> tuple[str, ...]:
-    return tuple(name.split("."))
-
-
-def compared(name: str, value: Any, sql: str) -> dict[str, Filter]:
-    """Every comparison of a column with a literal, and its opposite, by how it is written in SQL."""
-    to = path(name)
-    filters: dict[str, Filter] = {
-        f"{name} = {sql}": EqualTo(to, value),
-        f"{name} <=> {sql}": EqualNullSafe(to, value),
-        f"{name} > {sql}": GreaterThan(to, value),
-        f"{name} >= {sql}": GreaterThanOrEqual(to, value),
-        f"{name} < {sql}": LessThan(to, value),
-        f"{name} <= {sql}": LessThanOrEqual(to, value),
+def every() -> dict[str, list[Any]]:
+    """Conditions by how they are written in SQL."""
+    literals = [
+        ("n", 0, "0"),
+        ("n", 7, "7"),
+        ("n", None, "CAST(NULL AS INT)"),
+        ("f", 1.5, "1.5D"),
+        ("f", 0, "0D"),
+        ("f", NAN, "double('NaN')"),
+        ("f", INF, "double('Infinity')"),
+        ("f", None, "CAST(NULL AS DOUBLE)"),
+        ("g", 1.5, "1.5F"),
+        ("g", NAN, "float('NaN')"),
+        ("d", Decimal("1.5"), "1.50BD"),
+        ("d", 1.5, "1.50BD"),
+        ("s", "ab", "'ab'"),
+        ("s", "ä", "'ä'"),
+        ("day", date(1970, 1, 1), "DATE'1970-01-01'"),
+        ("at", INSTANT, "TIMESTAMP'2024-02-29 12:00:00Z'"),
+        ("local", LOCAL, "TIMESTAMP_NTZ'2024-02-29 12:00:00'"),
+        ("inner.x", 1, "1L"),
+        ("inner.f", NAN, "double('NaN')"),
+        ("flag", True, "true"),
+    ]
+    conditions: dict[str, list[Any]] = {
+        f"{name} {operator} {sql}": [name.split("."), operator, value]
+        for name, value, sql in literals
+        for operator in ("=", "!=", ">", ">=", "<", "<=")
+        if name != "flag" or operator == "="
     }
-    return filters
-
-
-def every() -> dict[str, Filter]:
-    filters = {
-        **compared("n", 0, "0"),
-        **compared("n", 7, "7"),
-        **compared("n", None, "CAST(NULL AS INT)"),
-        **compared("f", 1.5, "1.5D"),
-        **compared("f", 0.0, "0D"),
-        **compared("f", NAN, "double('NaN')"),
-        **compared("f", INF, "double('Infinity')"),
-        **compared("f", None, "CAST(NULL AS DOUBLE)"),
-        **compared("g", 1.5, "1.5F"),
-        **compared("g", NAN, "float('NaN')"),
-        **compared("d", Decimal("1.5"), "1.50BD"),
-        **compared("s", "ab", "'ab'"),
-        **compared("s", "ä", "'ä'"),
-        **compared("b", b"\x80", "X'80'"),
-        **compared("day", date(1970, 1, 1), "DATE'1970-01-01'"),
-        **compared("at", INSTANT, "TIMESTAMP'2024-02-29 12:00:00Z'"),
-        **compared("local", LOCAL, "TIMESTAMP_NTZ'2024-02-29 12:00:00'"),
-        **compared("inner.x", 1, "1L"),
-        **compared("inner.f", NAN, "double('NaN')"),
-        "flag": EqualTo(("flag",), True),
-        "flag = false": EqualTo(("flag",), False),
-        "n IN (0, 7)": In(("n",), (0, 7)),
-        "n IN (0, NULL)": In(("n",), (0, None)),
-        "f IN (1.5D, double('NaN'))": In(("f",), (1.5, NAN)),
-        "f IN (0D, NULL)": In(("f",), (0.0, None)),
-        "s IN ('a', 'zab')": In(("s",), ("a", "zab")),
-        "day IN (DATE'1969-12-31')": In(("day",), (date(1969, 12, 31),)),
-        "d IN (1.5BD, -3BD)": In(("d",), (Decimal("1.5"), Decimal("-3"))),
-        "s LIKE 'a%'": StringStartsWith(("s",), "a"),
-        "s LIKE '%b'": StringEndsWith(("s",), "b"),
-        "s LIKE '%ab%'": StringContains(("s",), "ab"),
-        r"s LIKE '%\\%%'": StringContains(("s",), "%"),
-    }
+    listed = [
+        ("n", [0, 7], "0, 7"),
+        ("n", [0, None], "0, NULL"),
+        ("f", [1.5, NAN], "1.5D, double('NaN')"),
+        ("f", [0.0, None], "0D, NULL"),
+        ("s", ["a", "zab"], "'a', 'zab'"),
+        ("day", [date(1969, 12, 31)], "DATE'1969-12-31'"),
+        ("d", [Decimal("1.5"), -3], "1.5BD, -3BD"),
+    ]
+    for name, values, sql in listed:
+        conditions[f"{name} IN ({sql})"] = [name, "in", values]
+        conditions[f"{name} NOT IN ({sql})"] = [name, "not in", values]
     for name in (*VALUES, "inner.x"):
-        filters[f"{name} IS NULL"] = IsNull(path(name))
-        filters[f"{name} IS NOT NULL"] = IsNotNull(path(name))
-    return {**filters, **{f"NOT ({sql})": Not(filter) for sql, filter in filters.items()}}
+        conditions[f"{name} IS NULL"] = [name.split("."), "is null"]
+        conditions[f"{name} IS NOT NULL"] = [name.split("."), "is not null"]
+    return {
+        **conditions,
+        "s LIKE 'a%'": ["s", "starts with", "a"],
+        "s LIKE '%b'": ["s", "ends with", "b"],
+        "s LIKE '%ab%'": ["s", "contains", "ab"],
+        r"s LIKE '%\\%%'": ["s", "contains", "%"],
+    }
+
+
+def parsed(plain: Any) -> Filters:
+    return Filters.parse(json.dumps(plain, default=str))
 
 
 def test_the_same_rows_pass_as_in_spark(spark: SparkSession) -> None:
-    filters = every()
+    conditions = every()
     df = spark.createDataFrame(TABLE)
-    decided = df.selectExpr(*(f"({sql}) IS TRUE AS `{number}`" for number, sql in enumerate(filters))).toArrow()
+    decided = df.selectExpr(*(f"({sql}) AS `{number}`" for number, sql in enumerate(conditions))).toArrow()
     (batch,) = TABLE.combine_chunks().to_batches()
-    for (sql, filter), column in zip(filters.items(), decided.columns, strict=True):
-        assert supported(filter, TABLE.schema), sql
-        expected = [row for row, passes in enumerate(column.to_pylist()) if passes]
-        assert passing(batch, [filter])["id"].to_pylist() == expected, sql
-    assert 0 < len(passing(batch, [filters["n > 0"], filters["f > 0D"]])) < ROWS
+    for (sql, condition), column in zip(conditions.items(), decided.columns, strict=True):
+        assert parsed([condition]).mask(batch).to_pylist() == column.to_pylist(), sql
+
+
+def test_all_of_one_list_must_be_true() -> None:
+    (batch,) = TABLE.combine_chunks().to_batches()
+    assert batch.filter(parsed([["n", "=", 0], ["s", "=", "a"]]).mask(batch))["id"].to_pylist() == [1, 46]
+    either = parsed([[["n", "=", 0], ["s", "=", "a"]], [["id", "<", 2]], [["n", "=", None]]])
+    assert batch.filter(either.mask(batch))["id"].to_pylist() == [0, 1, 46]
+    assert either.columns == ["n", "s", "id"]
 
 
 @pytest.mark.parametrize(
-    "filter",
+    "condition",
     [
-        EqualTo(("n",), 2**40),
-        EqualTo(("n",), 1.5),
-        EqualTo(("n",), True),
-        EqualTo(("f",), 1),
-        EqualTo(("g",), 0.1),  # what a float would make of it is another number
-        EqualTo(("d",), Decimal("0.001")),
-        EqualTo(("day",), LOCAL),
-        EqualTo(("at",), LOCAL),
-        EqualTo(("local",), INSTANT),
-        EqualTo(("inner",), {"x": 1}),
-        EqualTo(("inner", "y"), 1),
-        EqualTo(("no such",), 1),
-        In(("n",), (1, "a")),
-        StringStartsWith(("b",), "a"),
-        Not(EqualTo(("s",), 1)),
-        Filter(),
+        ["n", "=", 2**40],
+        ["n", "=", 1.5],
+        ["n", "=", True],
+        ["n", "=", "1"],
+        ["g", "=", 0.1],  # what a float would make of it is another number
+        ["d", "=", "0.001"],
+        ["d", "=", "much"],
+        ["day", "=", "yesterday"],
+        ["at", "=", LOCAL],
+        ["local", "=", INSTANT],
+        ["b", "=", "a"],
+        ["inner", "=", 1],
+        [["inner", "y"], "=", 1],
+        ["n", "in", [1, "a"]],
+        ["b", "starts with", "a"],
+        ["s", "contains", 7],
     ],
     ids=repr,
 )
-def test_what_is_not_certain_is_left_to_spark(filter: Filter) -> None:
-    assert not supported(filter, TABLE.schema)
+def test_what_is_not_certain_is_refused_with_the_column(condition: list[Any]) -> None:
+    filters = parsed([condition])
+    with pytest.raises(OptionError, match=f"column '{filters.columns[0]}.* is not certain: filter the DataFrame by it"):
+        filters.mask(pa.RecordBatch.from_pylist([], TABLE.schema))
 
 
-def filtered_by_spark(df: DataFrame) -> bool:
-    return "Filter (" in df._jdf.queryExecution().executedPlan().toString()  # type: ignore[operator]
+@pytest.mark.parametrize(
+    "plain",
+    [
+        "n > 0",
+        [],
+        {},
+        [[]],
+        ["n", "=", 0],
+        [["n", "~", 0]],
+        [["n", "="]],
+        [["n", "is null", 0]],
+        [["n", "in", 0]],
+        [[7, "=", 0]],
+        [[[], "=", 0]],
+        [[["n", "=", 0]], ["n", "=", 0]],
+    ],
+    ids=repr,
+)
+def test_what_is_no_filter_is_refused(plain: Any) -> None:
+    with pytest.raises(OptionError, match="filter"):
+        parsed(plain)
 
 
-def test_spark_hands_its_filters_over(spark: SparkSession) -> None:
+def test_filters_apply_where_rows_are_read(spark: SparkSession) -> None:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("data", TABLE)
+        conditions = [("n", ">=", 0), (["inner", "f"], "=", NAN), ("at", ">", INSTANT.replace(year=2000))]
+        df = read(spark, "data", server.catalog_uri, ["s", "id"], conditions, transport="tcp")
+        assert df.schema.fieldNames() == ["s", "id"]
+        sql = "n >= 0 AND inner.f = double('NaN') AND at > TIMESTAMP'2000-01-01 00:00:00Z'"
+        expected = spark.createDataFrame(TABLE).where(sql).select("s", "id").collect()
+        assert df.collect() == expected
+        assert 0 < len(expected) < ROWS
+        assert df.where("id > 20").count() == sum(row.id > 20 for row in expected)
+        wanted = TABLE.select(["s", "id", "n", "inner", "at"])
+        assert server.status().totals.bytes < 3 * (wanted.nbytes + 64 * 20)  # nothing else was asked for
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [(("x", "=", 1), "there is no column 'x'"), (("n", "=", "one"), "column 'n' is int32")],
+)
+def test_a_filter_that_does_not_fit_is_told_before_any_task(
+    spark: SparkSession, condition: tuple[Any, ...], message: str
+) -> None:
     with dis.Server(["shm:"]) as server:
         server.publish("data", TABLE)
-        pushed = read(spark, "data", server.catalog_uri)
-        itself = read(spark, "data", server.catalog_uri, pushdown=False)
-        for sql, whole in (
-            ("f >= 1.5D AND n IN (0, 7) AND s > 'a'", True),
-            ("NOT (inner.x = 1) AND g = float(0.1)", True),
-            ("at > TIMESTAMP'2000-01-01 00:00:00Z' AND local IS NOT NULL AND day = DATE'2024-02-29'", True),
-            ("d <= 1.5BD AND id % 2 = 0", False),
-            ("flag OR n > 0", False),
-        ):
-            assert filtered_by_spark(pushed.where(sql)) is not whole, sql
-            assert filtered_by_spark(itself.where(sql))
-            rows = [row.id for row in pushed.where(sql).collect()]
-            assert rows == [row.id for row in itself.where(sql).collect()]
-            assert 0 < len(rows) < ROWS
-
-
-def test_without_the_setting_spark_says_its_name(spark: SparkSession) -> None:
-    setting = "spark.sql.python.filterPushdown.enabled"
-    with dis.Server(["shm:"]) as server:
-        server.publish("data", TABLE)
-        spark.conf.set(setting, "false")
-        try:
-            assert read(spark, "data", server.catalog_uri).where("n = 0").count() == 15
-            with pytest.raises(Exception, match=setting):
-                read(spark, "data", server.catalog_uri, pushdown=True).where("n = 0").count()
-        finally:
-            spark.conf.set(setting, "true")
+        with pytest.raises(PySparkException, match=message):
+            read(spark, "data", server.catalog_uri, filters=[condition]).collect()
+        assert server.status().totals.streams == 0

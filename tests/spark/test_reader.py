@@ -195,22 +195,22 @@ def test_a_task_that_fails_releases(spark: SparkSession, server: dis.Server) -> 
 
 
 def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark plans a DataFrame once, when its first query is."""
     with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
         publish(spark.range(0, 100, numPartitions=2), "data", node.uri)
         df = read(spark, "data", node.uri, partitions=4)
-        planned = df.rdd
-        assert planned.getNumPartitions() == 4
+        assert df.rdd.getNumPartitions() == 4
         version = client.describe("data").version
         publish(spark.range(1000, 1010, numPartitions=1), "data", node.uri)
-        assert [row.id for row in planned.collect()] == [*range(100)]
-        assert [row.id for row in df.select("id").collect()] == [*range(1000, 1010)]  # another query
+        assert [row.id for row in df.collect()] == [*range(100)]
+        assert [row.id for row in read(spark, "data", node.uri).collect()] == [*range(1000, 1010)]
         pinned = read(spark, "data", node.uri, version=version)
         assert [row.id for row in pinned.collect()] == [*range(100)]
         client.drop("data")
         with pytest.raises(
-            PySparkException, match=r"was replaced or dropped after this query was planned. Run it again"
+            PySparkException, match=r"was replaced or dropped after this DataFrame was planned. Load it again"
         ):
-            planned.collect()
+            df.collect()
 
 
 def test_what_is_being_read_may_be_replaced(spark: SparkSession, server: dis.Server, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
         ({"columns": "[1]"}, "option columns is names"),
         ({"partitions": "0"}, "option partitions is a number from 1 on, not '0'"),
         ({"version": "latest"}, "option version is a number from 0 on, not 'latest'"),
-        ({"pushdown": "yes"}, "option pushdown is true or false, not 'yes'"),
+        ({"filters": "n > 7"}, "option filters is not JSON"),
     ],
 )
 def test_options_that_make_no_sense_are_told(options: dict[str, str], message: str) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dissociated.spark.java import java_home
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 GIB = 1 << 30
-PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool) -> SparkSession:
@@ -51,17 +50,20 @@ def read(
     name: str,
     catalog: str,
     columns: Sequence[str] | None = None,
-    **options: str | int | bool,
+    filters: Sequence[Any] | None = None,
+    **options: str | int,
 ) -> DataFrame:
-    """The dataset `name` of the catalog at the URI `catalog`, or these `columns` of it, as a DataFrame.
+    """The dataset `name` of the catalog at the URI `catalog` as a DataFrame; `columns` of it, in this order.
 
-    `options` are those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
-    `tls_roots`. Filters go to the tasks that read, if the session has `spark.sql.python.filterPushdown.enabled`.
+    `filters` are `(column, operator, value)`, which must all be true for a row to be read, or lists of these, of one of
+    which all must be true; they are decided as Spark does, before rows come to Spark. `options` are those of the data
+    source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`, `tls_roots`.
     """
-    reader = spark.read.format("dissociated").option("catalog", catalog)
-    reader.options(**{"pushdown": spark.conf.get(PUSHDOWN, "false") or "false", **options})
+    reader = spark.read.format("dissociated").option("catalog", catalog).options(**options)
     if columns is not None:
-        reader.option("columns", json.dumps([*columns]))
+        reader = reader.option("columns", json.dumps([*columns]))
+    if filters is not None:
+        reader = reader.option("filters", json.dumps([*filters], default=str))  # dates, instants and decimals as text
     return reader.load(name)
 
 
@@ -69,7 +71,6 @@ def _settings(master: str) -> dict[str, str]:
     settings = {
         # By default Spark measures the batch again after every row; with this value it does not.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
-        PUSHDOWN: "true",
         "spark.sql.timeType.enabled": "true",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
