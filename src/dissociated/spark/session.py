@@ -17,22 +17,27 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool) -> SparkSession:
+def session(
+    app_name: str = "dissociated", master: str = "local[*]", *, remote: str | None = None, **conf: str | int | bool
+) -> SparkSession:
     """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
 
-    Any other setting goes by its own name, and wins over those of this function:
-    `session(**{"spark.driver.memory": "16g"})`.
+    `remote` asks for a session of Spark Connect, in place of `master`: of a server that runs already, at
+    "sc://HOST:PORT", which is to have `dissociated` installed; or of one that is started here, by "local[*]". Any other
+    setting goes by its own name, and wins over those of this function: `session(**{"spark.driver.memory": "16g"})`.
 
-    Finds a Java by itself; raises JavaNotFound where there is none.
+    Finds a Java by itself; raises JavaNotFound where there is none, and one is to be started.
     """
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(app_name).master(master)
-    for key, value in {**_settings(master), **conf}.items():
+    builder = SparkSession.builder.appName(app_name)
+    builder = builder.master(master) if remote is None else builder.remote(remote)
+    started = master if remote is None else remote
+    for key, value in {**_settings(started), **conf}.items():
         builder = builder.config(key, value)
-    if SparkSession.getActiveSession():
+    if started.startswith("sc://") or SparkSession.getActiveSession():
         return builder.getOrCreate()
-    with _environment(_launch_variables(master)):
+    with _environment(_launch_variables(started)):
         return builder.getOrCreate()
 
 
