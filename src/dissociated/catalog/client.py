@@ -28,7 +28,7 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
-from dissociated.ipc.columns import selected
+from dissociated.ipc.columns import selected, sliced
 from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.tensor import Tensor
 from dissociated.message import MAX_BODY
@@ -333,8 +333,43 @@ class Client(CatalogClient):
         how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
         `open_stream` raises.
         """
-        wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
-        return _chained(*self._endpoints(name, version, wanted))
+
+        def opened(info: DatasetInfo, endpoint: Endpoint) -> pa.RecordBatchReader:
+            return self.read_endpoint(
+                info, endpoint, transport, columns, options=options, max_body=max_body, allow_rma=allow_rma
+            )
+
+        return _chained(*self._endpoints(name, version, opened))
+
+    def read_endpoint(
+        self,
+        info: DatasetInfo,
+        endpoint: Endpoint,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        batches: tuple[int, int] | None = None,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
+    ) -> pa.RecordBatchReader:
+        """A reader over one endpoint of what `describe` gave, or over its `batches`, as `open_stream` takes them.
+
+        It takes and raises what `read` does; and RemoteError where the endpoint's ticket is good no more.
+        """
+        if transport == "grpc":
+            selection = selection_of(columns, given(options, ReadOptions), batches)
+            return self._do_get(info, endpoint, selection, options)
+        opened = partial(
+            open_stream,
+            columns=columns,
+            batches=batches,
+            options=options,
+            timeout=self._timeout,
+            max_body=max_body,
+            allow_rma=allow_rma,
+        )
+        return self._nearest(info.name, transport, endpoint, opened, allow_rma)
 
     def read_tensors(
         self,
@@ -355,24 +390,24 @@ class Client(CatalogClient):
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         opened = partial(open_tensors, timeout=self._timeout, max_body=max_body, allow_rma=allow_rma)
         _, readers = self._endpoints(
-            name, version, lambda endpoint: self._nearest(name, transport, endpoint, opened, allow_rma)
+            name, version, lambda _, endpoint: self._nearest(name, transport, endpoint, opened, allow_rma)
         )
         return chain.from_iterable(readers)
 
     def _endpoints(
-        self, name: str, version: int | None, opened: Callable[[Endpoint], T]
+        self, name: str, version: int | None, opened: Callable[[DatasetInfo, Endpoint], T]
     ) -> tuple[DatasetInfo, list[T]]:
         """The dataset `name`, and each of its endpoints, opened."""
         info = self.describe(name, version)
         for _ in range(_MAX_REPLACED):
             try:
-                return info, [opened(endpoint) for endpoint in info.endpoints]
+                return info, [opened(info, endpoint) for endpoint in info.endpoints]
             except RemoteError:
                 found = self.describe(name, version)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return info, [opened(endpoint) for endpoint in info.endpoints]
+        return info, [opened(info, endpoint) for endpoint in info.endpoints]
 
     async def read_async(
         self,
@@ -398,28 +433,6 @@ class Client(CatalogClient):
             max_body=max_body,
             allow_rma=allow_rma,
         )
-
-    def _open(
-        self,
-        name: str,
-        scheme: str | None,
-        columns: Sequence[str] | None,
-        options: ReadOptions | None,
-        max_body: int,
-        allow_rma: bool,
-        endpoint: Endpoint,
-    ) -> pa.RecordBatchReader:
-        if scheme == "grpc":
-            return self._do_get(name, endpoint, selection_of(columns, given(options, ReadOptions)), options)
-        opened = partial(
-            open_stream,
-            columns=columns,
-            options=options,
-            timeout=self._timeout,
-            max_body=max_body,
-            allow_rma=allow_rma,
-        )
-        return self._nearest(name, scheme, endpoint, opened, allow_rma)
 
     def _nearest(
         self,
@@ -463,18 +476,19 @@ class Client(CatalogClient):
         return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
     def _do_get(
-        self, name: str, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
+        self, info: DatasetInfo, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
     ) -> pa.RecordBatchReader:
-        """The stream over Flight; of some columns alone from a server that takes selections elsewhere too."""
+        """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
         if selection is None:
             return self.do_get(endpoint.ticket, options)
-        indices = selection.indices(self.describe(name).schema.names)
+        indices = selection.indices(info.schema.names)
         options = replace(given(options, ReadOptions), included_fields=())
         if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
             identifier = selection.identifier(endpoint.ticket)
             if identifier != endpoint.ticket:
                 return self.do_get(identifier, options)
-        return selected(self.do_get(endpoint.ticket, options), indices)
+        reader = selected(self.do_get(endpoint.ticket, options), indices)
+        return reader if selection.batches is None else sliced(reader, *selection.batches)
 
     def __enter__(self) -> Client:
         return self

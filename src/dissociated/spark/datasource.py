@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -27,7 +26,8 @@ from pyspark.sql.types import StructType
 
 from dissociated.access import read_token
 from dissociated.catalog.client import Client, connect
-from dissociated.errors import CatalogError, DissociatedError, StoreError
+from dissociated.errors import CatalogError, StoreError
+from dissociated.spark.reader import Request
 from dissociated.spark.types import arrow_schema, conform
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.stage import boot_id, host_name
@@ -53,14 +53,18 @@ class DissociatedDataSource(DataSource):
             tls_roots=self.options.get("tls_roots"),
         )
 
-    def schema(self) -> NoReturn:
-        raise DissociatedError(
-            "Spark cannot read from dissociated in this release, only write to it; "
-            "read with dissociated.connect(catalog).read(name)"
-        )
+    def schema(self) -> StructType:
+        return self._request().schema()
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        self.schema()
+        return self._request().reader(schema)
+
+    def _request(self) -> Request:
+        return Request.parse(
+            self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            self._option("path", 'the dataset is: .load("NAME")'),
+            self.options,
+        )
 
     def _option(self, key: str, advice: str) -> str:
         if value := self.options.get(key):

@@ -1,12 +1,13 @@
-"""A Spark session set up for moving Arrow, and one line to publish a DataFrame."""
+"""A Spark session set up for moving Arrow, and one line each to publish a DataFrame and to read one."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dissociated.spark.java import java_home
 
@@ -16,22 +17,27 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool) -> SparkSession:
+def session(
+    app_name: str = "dissociated", master: str = "local[*]", *, remote: str | None = None, **conf: str | int | bool
+) -> SparkSession:
     """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
 
-    Any other setting goes by its own name, and wins over those of this function:
-    `session(**{"spark.driver.memory": "16g"})`.
+    `remote` asks for a session of Spark Connect, in place of `master`: of a server that runs already, at
+    "sc://HOST:PORT", which is to have `dissociated` installed; or of one that is started here, by "local[*]". Any other
+    setting goes by its own name, and wins over those of this function: `session(**{"spark.driver.memory": "16g"})`.
 
-    Finds a Java by itself; raises JavaNotFound where there is none.
+    Finds a Java by itself; raises JavaNotFound where there is none, and one is to be started.
     """
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(app_name).master(master)
-    for key, value in {**_settings(master), **conf}.items():
+    builder = SparkSession.builder.appName(app_name)
+    builder = builder.master(master) if remote is None else builder.remote(remote)
+    started = master if remote is None else remote
+    for key, value in {**_settings(started), **conf}.items():
         builder = builder.config(key, value)
-    if SparkSession.getActiveSession():
+    if started.startswith("sc://") or SparkSession.getActiveSession():
         return builder.getOrCreate()
-    with _environment(_launch_variables(master)):
+    with _environment(_launch_variables(started)):
         return builder.getOrCreate()
 
 
@@ -44,10 +50,33 @@ def publish(df: DataFrame, name: str, catalog: str, mode: str = "overwrite") -> 
     df.write.format("dissociated").option("catalog", catalog).mode(mode).save(name)
 
 
+def read(
+    spark: SparkSession,
+    name: str,
+    catalog: str,
+    columns: Sequence[str] | None = None,
+    filters: Sequence[Any] | None = None,
+    **options: str | int,
+) -> DataFrame:
+    """The dataset `name` of the catalog at the URI `catalog` as a DataFrame; `columns` of it, in this order.
+
+    `filters` are `(column, operator, value)`, which must all be true for a row to be read, or lists of these, of one of
+    which all must be true; they are decided as Spark does, before rows come to Spark. `options` are those of the data
+    source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`, `tls_roots`.
+    """
+    reader = spark.read.format("dissociated").option("catalog", catalog).options(**options)
+    if columns is not None:
+        reader = reader.option("columns", json.dumps([*columns]))
+    if filters is not None:
+        reader = reader.option("filters", json.dumps([*filters], default=str))  # dates, instants and decimals as text
+    return reader.load(name)
+
+
 def _settings(master: str) -> dict[str, str]:
     settings = {
         # By default Spark measures the batch again after every row; with this value it does not.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
+        "spark.sql.timeType.enabled": "true",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.memory": f"{_heap()}g",
