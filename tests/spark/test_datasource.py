@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from pyspark import TaskContext
 from pyspark.errors import PySparkException
 
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import DatasetNotFound, StoreError
-from dissociated.spark import datasource, publish
+from dissociated.spark import publish
 from dissociated.spark.types import arrow_schema
+from dissociated.spark.writer import DatasetWriter
 from dissociated.store.node import Node
 from dissociated.store.store import Store
 
@@ -98,12 +100,12 @@ def test_every_partition_writes_a_segment_of_its_own(
 ) -> None:
     from pyspark.sql.types import StructType
 
-    writer = datasource.DatasetWriter(catalog, "x", arrow_schema(StructType.fromDDL("id long")), "overwrite")
+    writer = DatasetWriter(catalog, "x", arrow_schema(StructType.fromDDL("id long")), "overwrite")
     batch = pa.record_batch({"id": pa.array([1, 2, 3], pa.int64())})
     messages = []
     for partition in (1, 0):
         context = SimpleNamespace(partitionId=lambda p=partition: p, taskAttemptId=lambda p=partition: 70 + p)
-        monkeypatch.setattr(datasource.TaskContext, "get", lambda context=context: context)
+        monkeypatch.setattr(TaskContext, "get", lambda context=context: context)
         messages.append(writer.write(iter([batch.slice(0, 1 + partition), batch.slice(0, 0)])))
     assert staged(Path(writer.stage.directory)) == sorted(message.segment or "" for message in messages)
     assert [message.rows for message in messages] == [2, 1]
@@ -187,11 +189,11 @@ def test_a_task_that_succeeds_at_the_second_attempt_counts_once(
 def test_attempts_that_lost_are_swept_away_at_commit(
     spark: SparkSession, catalog: str, client: dis.Client, stage: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = datasource.DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
+    writer = DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
     batch = pa.record_batch({"id": [7]})
     for attempt in (1, 2):
         context = SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda attempt=attempt: attempt)
-        monkeypatch.setattr(datasource.TaskContext, "get", lambda context=context: context)
+        monkeypatch.setattr(TaskContext, "get", lambda context=context: context)
         message = writer.write(iter([batch]))
     assert len(staged(stage)) == 2
     writer.commit([message])
@@ -201,7 +203,7 @@ def test_attempts_that_lost_are_swept_away_at_commit(
 
 def test_files_of_killed_tasks_are_swept_away_at_abort(catalog: str, stage: Path) -> None:
     schema = pa.schema({"id": pa.int64()})
-    writer, other = (datasource.DatasetWriter(catalog, "x", schema, "append") for _ in range(2))
+    writer, other = (DatasetWriter(catalog, "x", schema, "append") for _ in range(2))
     for job in (writer.job, other.job):
         (stage / f"{job}-000000-0.arrows").write_bytes(b"half of a segm")
     writer.abort([None])
@@ -226,11 +228,11 @@ def test_a_dataset_that_never_was_is_not_there(spark: SparkSession, catalog: str
 
 
 def test_a_stage_on_another_host_is_refused(catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = datasource.DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
+    writer = DatasetWriter(catalog, "x", pa.schema({"id": pa.int64()}), "overwrite")
     here = writer.stage
     monkeypatch.setattr(writer, "stage", SimpleNamespace(directory=here.directory, host="elsewhere", boot_id="another"))
     context = SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda: 0)
-    monkeypatch.setattr(datasource.TaskContext, "get", lambda: context)
+    monkeypatch.setattr(TaskContext, "get", lambda: context)
     with pytest.raises(StoreError, match=r"is on elsewhere.*must share one host"):
         writer.write(iter([pa.record_batch({"id": [1]})]))
 
