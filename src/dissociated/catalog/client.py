@@ -20,6 +20,7 @@ from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, tak
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
+    CatalogUnreachable,
     DatasetNotFound,
     DeadlineExceeded,
     FormatError,
@@ -301,7 +302,7 @@ class CatalogClient:
                     f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
                     "(tls_roots says which certificates are)"
                 ) from None
-            raise CatalogError(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
+            raise CatalogUnreachable(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
         except self._flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
         except (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError) as error:

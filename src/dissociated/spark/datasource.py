@@ -9,7 +9,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.errors import CatalogError, DissociatedError
 from dissociated.spark.types import arrow_schema
-from dissociated.spark.writer import DatasetWriter
+from dissociated.spark.writer import Catalog, DatasetWriter
 
 
 class DissociatedDataSource(DataSource):
@@ -24,12 +24,10 @@ class DissociatedDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         return DatasetWriter(
-            catalog=self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            self._catalog(),
             name=self._option("path", 'the dataset goes: .save("NAME")'),
             schema=arrow_schema(schema),
             mode="overwrite" if overwrite else "append",
-            token_file=self.options.get("token_file"),
-            tls_roots=self.options.get("tls_roots"),
         )
 
     def schema(self) -> NoReturn:
@@ -40,6 +38,13 @@ class DissociatedDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         self.schema()
+
+    def _catalog(self) -> Catalog:
+        return Catalog(
+            self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            token_file=self.options.get("token_file"),
+            tls_roots=self.options.get("tls_roots"),
+        )
 
     def _option(self, key: str, advice: str) -> str:
         if value := self.options.get(key):
