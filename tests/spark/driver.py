@@ -21,7 +21,7 @@ from dissociated.spark import publish, session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE = 60.0
+PATIENCE = 20.0
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -33,14 +33,15 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def writer_of(part: str) -> int | None:
-    """The process that has a file open whose name ends so."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(link).endswith(part):
-                return int(link.parts[2])
-        except OSError:
-            pass
+def writer_of(segment: str, stores: str) -> int | None:
+    """The process that writes the segment whose name ends so."""
+    for part in Path(stores).glob(f"*/staging/*{segment}.part"):
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.path.samefile(link, part):
+                    return int(link.parts[2])
+            except OSError:
+                pass
     return None
 
 
@@ -70,17 +71,23 @@ def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
 
 
 def killed_within(
-    spark: SparkSession, uri: str, name: str, rows: int, partitions: int, whom: str, mode: str = "overwrite"
+    spark: SparkSession, uri: str, name: str, rows: int, partitions: int, whom: str, stores: str, killed: str, mode: str
 ) -> None:
-    """The first attempt of partition 1 loses its writer, or its executor, half-way through its segment."""
+    """The first attempt of partition 1 loses its writer, or its executor, half-way through its segment.
+
+    Whom that was is written into the file `killed`.
+    """
 
     def kill(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
     ) -> Iterator[pa.RecordBatch]:
         for number, batch in enumerate(batches):
             if number == 6 and partition == 1 and attempt == 0:
-                pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows.part"))
-                os.kill(pid if whom == "worker" else executor(), signal.SIGKILL)
+                pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
+                if whom == "executor":
+                    pid = executor()
+                Path(killed).write_text(str(pid))
+                os.kill(pid, signal.SIGKILL)
             yield batch
 
     publish(mapped(spark, rows, partitions, kill), name, uri, mode)

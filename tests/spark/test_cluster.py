@@ -254,13 +254,18 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 
 
 @pytest.mark.parametrize("whom", ["worker", "executor"])
-def test_what_is_killed_within_a_task_is_done_again_once(cluster: Cluster, whom: str) -> None:
+def test_what_is_killed_within_a_task_is_done_again_once(
+    cluster: Cluster, home: Path, tmp_path: Path, whom: str
+) -> None:
     name = f"killed {whom}"
-    cluster.run("killed_within", name, rows=400_000, partitions=2, whom=whom)
+    first, second = tmp_path / "first", tmp_path / "second"
+    told = {"whom": whom, "stores": str(home)}
+    cluster.run("killed_within", name, rows=400_000, partitions=2, mode="overwrite", killed=str(first), **told)
     assert cluster.read(name) == [*range(400_000)]
     assert len(cluster.segments(name)) == 2
-    cluster.run("killed_within", name, rows=300_000, partitions=3, whom=whom, mode="append")
+    cluster.run("killed_within", name, rows=300_000, partitions=3, mode="append", killed=str(second), **told)
     assert cluster.read(name) == sorted([*range(400_000), *range(300_000)])
+    assert not any(Path("/proc", one.read_text()).exists() for one in (first, second))
     cluster.leaves_nothing()
 
 
