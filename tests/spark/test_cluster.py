@@ -38,7 +38,6 @@ CONF = {
     "spark.speculation.interval": "50ms",
     "spark.speculation.quantile": "0.5",
     "spark.speculation.minTaskRuntime": "500ms",
-    "spark.python.worker.reuse": "false",
 }
 
 CONSUMER = """
