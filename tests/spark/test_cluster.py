@@ -23,7 +23,7 @@ from dissociated.errors import JavaNotFound
 from dissociated.spark import java_home
 from dissociated.store.node import running
 from helpers import PATIENCE, wait_until
-from processes import Process, free_port
+from processes import Process, Start, free_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -134,13 +134,6 @@ class Driver:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate(timeout=PATIENCE)
 
-    def close(self) -> None:
-        if self.process.poll() is None:
-            try:
-                self.process.communicate(timeout=PATIENCE)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
 
 class Cluster:
     """Spark, the catalog and the stores of its hosts."""
@@ -212,7 +205,7 @@ def running_cluster(driver: Driver, home: Path, hosts: Sequence[str]) -> Iterato
     try:
         yield Cluster(driver, catalog, home, hosts)
     finally:
-        driver.close()
+        driver.kill()
         catalog.kill()
         for host in hosts:
             address = running(store(home, host))
@@ -331,3 +324,22 @@ def test_a_catalog_that_is_killed_knows_every_dataset_again(two_hosts: Cluster) 
     assert two_hosts.read("known") == [*range(100_000)]
     two_hosts.run("plain", "known", rows=10, partitions=2, mode="append")
     assert two_hosts.read("known") == sorted([*range(100_000), *range(10)])
+
+
+def test_a_driver_that_is_killed_leaves_nothing(java: str, home: Path, start: Start) -> None:
+    place = store(home, "forgetful")
+    node = start("node", "--store", place, "--forget", "2", "--beat", "0.1")
+    driver = Driver("local[2]", environment(java, home), home / "killed.log")
+    try:
+        driver.begin("never_ending", uri=node.uri, name="never", rows=100_000, partitions=2)
+        wait_until(
+            lambda: {name.partition("-")[2][:6] for name in os.listdir(place / "staging")} == {"000000", "000001"},
+            "one segment is whole, the other is half",
+            60,
+        )
+    finally:
+        driver.kill()
+    wait_until(lambda: not os.listdir(place / "staging"), "both are gone")
+    with dis.connect(node.uri) as client:
+        assert client.list() == []
+    assert not list(place.glob("segments/*"))
