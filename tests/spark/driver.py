@@ -21,7 +21,7 @@ from dissociated.spark import publish, session
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:

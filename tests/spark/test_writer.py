@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shlex
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 from pyspark import TaskContext
 
 import dissociated as dis
+from certificates import Certificates
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.spark.writer import Catalog, DatasetWriter, Written
 from dissociated.store.node import Node, running
@@ -283,3 +286,35 @@ def test_segments_of_a_driver_that_died_are_forgotten(
         writer.commit([message])
     with dis.connect(outer) as client:
         assert client.list() == []
+
+
+def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
+    tmp_path: Path,
+    memory: Path,
+    run: Run,
+    on_host: OnHost,
+    start: Start,
+    certified: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret, token, tokens = tmp_path / "secret", tmp_path / "token", tmp_path / "tokens"
+    secret.write_text(secrets.token_hex(32))
+    token.write_text("sesame\n")
+    tokens.write_text("ali sesame\n")
+    for file in (secret, token, tokens):
+        file.chmod(0o600)
+    protection = [
+        *("--tls-cert", certified.options["tls_cert"], "--tls-key", certified.options["tls_key"]),
+        *("--tls-roots", certified.roots, "--token-file", str(tokens), "--secret-file", str(secret)),
+        *("--ticket-lifetime", "3600"),
+    ]
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc+tls://127.0.0.1:0", *protection)
+    place = on_host("one")
+    writer = DatasetWriter(Catalog(catalog.uri, str(token), certified.roots), "x", SCHEMA, "overwrite")
+    with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
+        run(writer, 1)
+    where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]
+    monkeypatch.setenv("DISSOCIATED_NODE", shlex.join(["--store", str(place), *where, *protection]))
+    writer.commit([run(writer, 1, 2)])
+    with dis.connect(catalog.uri, token="sesame", tls_roots=certified.roots) as client:
+        assert client.read("x", "tls").read_all()["id"].to_pylist() == [1, 2]
