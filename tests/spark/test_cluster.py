@@ -320,7 +320,7 @@ def test_a_catalog_that_is_killed_knows_every_dataset_again(two_hosts: Cluster) 
     two_hosts.catalog.kill()
     two_hosts.catalog.start()
     with dis.connect(two_hosts.uri) as client:
-        assert client.list() == before
+        wait_until(lambda: client.list() == before, "the nodes are heard again, and nothing was forgotten")
     assert two_hosts.read("known") == [*range(100_000)]
     two_hosts.run("plain", "known", rows=10, partitions=2, mode="append")
     assert two_hosts.read("known") == sorted([*range(100_000), *range(10)])

@@ -271,6 +271,8 @@ def test_a_catalog_that_is_killed_before_the_commit_is_waited_for(
         committing = pool.submit(writer.commit, [message])
         start(*arguments)
         committing.result(PATIENCE)
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: client.describe("x").endpoints[0].locations, "the node is heard again")
     assert numbers(catalog.uri) == [1, 2]
 
 
