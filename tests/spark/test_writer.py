@@ -202,6 +202,18 @@ def test_a_task_writes_into_the_node_of_its_own_host_and_starts_it(outer: str, r
     assert numbers(outer) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_no_rows_at_all_are_on_the_node_of_the_driver(outer: str, run: Run, on_host: OnHost, mode: str) -> None:
+    on_host("one")
+    for _ in range(2):
+        writer = writing(outer, mode)
+        writer.commit([run(writer)])
+    assert numbers(outer) == []
+    more = writing(outer, "append")
+    more.commit([run(more, 1)])
+    assert numbers(outer) == [1]
+
+
 def test_losers_on_every_host_go_when_their_job_is_over(outer: str, run: Run, on_host: OnHost) -> None:
     done, failed = writing(outer), writing(outer)
     stores = [on_host("one")]
