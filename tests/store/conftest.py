@@ -6,21 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from .processes import Process, Start
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[Process] = []
-
-    def make(*arguments: str | Path) -> Process:
-        started.append(Process(*arguments))
-        return started[-1]
-
-    yield make
-    for process in started:
-        process.kill()
-
 
 @pytest.fixture
 def memory() -> Iterator[Path]:

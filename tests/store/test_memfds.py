@@ -22,8 +22,9 @@ from dissociated.store.handover import hand_over
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
+from processes import Process, Start
 
-from .processes import MIB, SCHEMA, Process, Start, kill, put, read, segments, spawn, staged, table
+from .processes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,13 +19,13 @@ from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, 
 from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
+from processes import Start, free_port
 
 from .processes import (
     MIB,
     READER,
     SCHEMA,
     WRITER,
-    Start,
     kill,
     nothing_is_left_of,
     put,
@@ -233,12 +232,6 @@ def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
 
 
 # A catalog and its nodes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
