@@ -22,7 +22,13 @@ from typing import NoReturn
 
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, WriterCommitMessage
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
 from pyspark.sql.types import StructType
 
 from dissociated.access import read_token
@@ -43,7 +49,7 @@ class DissociatedDataSource(DataSource):
     def name(cls) -> str:
         return "dissociated"
 
-    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+    def writer(self, schema: StructType, overwrite: bool) -> DatasetWriter:
         return DatasetWriter(
             catalog=self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
             name=self._option("path", 'the dataset goes: .save("NAME")'),
@@ -52,6 +58,11 @@ class DissociatedDataSource(DataSource):
             token_file=self.options.get("token_file"),
             tls_roots=self.options.get("tls_roots"),
         )
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        from dissociated.spark.streaming import StreamWriter
+
+        return StreamWriter(self.writer(schema, overwrite), self.options.get("checkpointLocation"))
 
     def schema(self) -> NoReturn:
         raise DissociatedError(
