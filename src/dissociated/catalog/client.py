@@ -23,6 +23,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     FormatError,
+    OptionError,
     RemoteError,
     TransportError,
     UriError,
@@ -55,19 +56,22 @@ _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up
 class Endpoint:
     """A part of a dataset: the identifier to ask with, and the locations that can be asked, the nearest first.
 
-    There are none where its node, which is on `hosts`, says nothing any more.
+    There are none where its node, which is on `hosts`, says nothing any more. `rows` is None where the catalog does
+    not know how many it has.
     """
 
     ticket: bytes = field(repr=False)  # whoever has it can read
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
     """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know.
 
-    `created` and `expires` are seconds since the epoch; one without a time to live never expires.
+    `created` and `expires` are seconds since the epoch; one without a time to live never expires. What is appended
+    changes the version, and neither `began` nor the rows before; a dataset that is replaced has another one.
     """
 
     name: str
@@ -79,6 +83,7 @@ class DatasetInfo:
     created: float = 0.0
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
+    began: str = ""
 
     @property
     def tensors(self) -> TensorsInfo | None:
@@ -303,19 +308,27 @@ class Client(CatalogClient):
         columns: Sequence[str] | None = None,
         *,
         version: int | None = None,
+        rows: range | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
-        `version` is one that was replaced and is still there. `transport` is a scheme: "shm", "tcp", or "grpc" for
+        `version` is one that was replaced and is still there; `rows` are those that are wanted, as in `range(10, 20)`:
+        parts of the dataset that have none of them are not opened. `transport` is a scheme: "shm", "tcp", or "grpc" for
         Flight's own DoGet. `columns` keeps only these top-level columns, in the order of the schema; `options` say
         how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
         `open_stream` raises.
         """
         wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
-        return _chained(*self._endpoints(name, version, wanted))
+
+        def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+            if rows is None:
+                return [wanted(endpoint) for endpoint in info.endpoints]
+            return [_some(wanted(endpoint), some) for endpoint, some in _having(info, rows)]
+
+        return _chained(*self._endpoints(name, version, opened))
 
     def read_tensors(
         self,
@@ -336,24 +349,26 @@ class Client(CatalogClient):
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         opened = partial(open_tensors, timeout=self._timeout, max_body=max_body, allow_rma=allow_rma)
         _, readers = self._endpoints(
-            name, version, lambda endpoint: self._nearest(name, transport, endpoint, opened, allow_rma)
+            name,
+            version,
+            lambda info: [self._nearest(name, transport, part, opened, allow_rma) for part in info.endpoints],
         )
         return chain.from_iterable(readers)
 
     def _endpoints(
-        self, name: str, version: int | None, opened: Callable[[Endpoint], T]
+        self, name: str, version: int | None, opened: Callable[[DatasetInfo], list[T]]
     ) -> tuple[DatasetInfo, list[T]]:
-        """The dataset `name`, and each of its endpoints, opened."""
+        """The dataset `name`, and its endpoints, opened."""
         info = self.describe(name, version)
         for _ in range(_MAX_REPLACED):
             try:
-                return info, [opened(endpoint) for endpoint in info.endpoints]
+                return info, opened(info)
             except RemoteError:
                 found = self.describe(name, version)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return info, [opened(endpoint) for endpoint in info.endpoints]
+        return info, opened(info)
 
     async def read_async(
         self,
@@ -362,6 +377,7 @@ class Client(CatalogClient):
         columns: Sequence[str] | None = None,
         *,
         version: int | None = None,
+        rows: range | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
@@ -375,6 +391,7 @@ class Client(CatalogClient):
             transport,
             columns,
             version=version,
+            rows=rows,
             options=options,
             max_body=max_body,
             allow_rma=allow_rma,
@@ -473,6 +490,34 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
+def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
+    """The endpoints that have some of these rows, and which of their own these are."""
+    if rows.step != 1 or rows.start < 0:
+        raise OptionError(f"rows is a range of positions that follow each other, not {rows}")
+    at = 0
+    for endpoint in info.endpoints:
+        if endpoint.rows is None:
+            raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
+        first, end = max(0, rows.start - at), min(rows.stop - at, endpoint.rows)
+        if first < end:
+            yield endpoint, range(first, end)
+        at += endpoint.rows
+
+
+def _some(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
+    """These rows of a stream, which is not read any further."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        at = 0
+        while at < rows.stop and (batch := next(reader, None)) is not None:
+            first, end = max(0, rows.start - at), min(rows.stop - at, batch.num_rows)
+            if first < end:
+                yield batch.slice(first, end - first)
+            at += batch.num_rows
+
+    return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
+
 def connect(
     catalog_uri: str,
     *,
@@ -535,14 +580,17 @@ def _info(found: Any) -> DatasetInfo:
             Endpoint(
                 endpoint.ticket.ticket,
                 tuple(location.uri.decode() for location in endpoint.locations),
-                tuple(node["host"] for node in json.loads(endpoint.app_metadata or b"{}").get("nodes", ())),
+                tuple(node["host"] for node in part.get("nodes", ())),
+                part.get("rows"),
             )
             for endpoint in found.endpoints
+            for part in [json.loads(endpoint.app_metadata or b"{}")]
         ),
         version=about.get("version", 0),
         created=about.get("created", 0.0),
         expires=about.get("expires"),
         tags=about.get("tags", {}),
+        began=about.get("began", ""),
     )
 
 

@@ -217,6 +217,7 @@ class CatalogService:
                     tags=version.tags,
                     ttl=version.ttl,
                     created=version.created,
+                    before=version.before,
                 )
                 if replaced[version.name] > version.created and replaced[version.name] + self.retain > time.time():
                     self._database.find(version.name, promise=self.retain)
@@ -295,6 +296,7 @@ class CatalogService:
                     version.whole,
                     version.tags,
                     version.ttl,
+                    version.before,
                 )
             )
         return serial, found
@@ -371,6 +373,7 @@ class CatalogService:
             "version": record.version,
             "created": record.created,
             "expires": record.expires,
+            "began": record.began,
             "tags": dict(record.tags),
         }
         return flight.FlightInfo(
@@ -432,7 +435,7 @@ class CatalogService:
             ticket.data,
             locations,
             None if not ends else pa.scalar(int(min(ends) * 1e6), pa.timestamp("us", "UTC")),
-            json.dumps({"nodes": about}),
+            json.dumps({"nodes": about, "rows": part.rows}),
         )
 
     def _mine(self, identifier: bytes) -> Dataset | None:

@@ -19,6 +19,7 @@ mapped: so it is the memory in use, not the memory that is listed.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -283,10 +284,15 @@ class Store:
         """Make these segments in the staging directory a version of `name`, at once and for good.
 
         With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
-        the dataset is. A repeated call, by its `key`, returns what the first one made. Raises StoreError.
+        the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
+        and of other segments, it is forgotten: whoever wrote it tries again from the beginning. Raises StoreError.
         """
         with self._lock:
+            told = _digest(staged)
             done = self.by_key(key)
+            if done is not None and done.prepared and done.staged != told:
+                self._give_up(done)
+                done = None
             if done is not None:
                 self._unstage(staged)
                 return done
@@ -302,7 +308,11 @@ class Store:
                 self.writer(staged[0], schema).close()
                 paths = [self._shelf.staged(staged[0])]
             segments = [Segment.open(path) for path in paths]
-            version = self._made(name, segments, key, prepared, tags or {}, ttl)
+            version = replace(
+                self._made(name, segments, key, prepared, tags or {}, ttl),
+                before=() if before is None else (*before.before, before.key),
+                staged=told,
+            )
             self._commit(version, paths)
             self._unstage(staged)
             return version
@@ -490,6 +500,10 @@ def _allocate(descriptor: int, size: int) -> bool:
             return False
         raise
     return True
+
+
+def _digest(staged: Sequence[str]) -> str:
+    return hashlib.sha256("/".join(staged).encode()).hexdigest()
 
 
 def _copy(source: Path, target: Path) -> None:
