@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 
@@ -51,6 +51,14 @@ def _join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread._started.wait(PATIENCE)  # type: ignore[attr-defined]  # one that is just starting cannot be joined
         thread.join(max(0.0, end - monotonic()))
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Look again and again, for what no event tells. `what` is waited for."""
+    deadline = monotonic() + PATIENCE
+    while not condition():
+        assert monotonic() < deadline, f"waited in vain: {what}"
+        sleep(0.02)
 
 
 def descriptors() -> dict[int, str]:

@@ -17,6 +17,7 @@
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment or a file cannot be written or read: no space, wrong content, not there
     ├── CatalogError             the catalog cannot be reached or refuses
+    │   ├── CatalogUnreachable   nobody answers where it should be
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
     └── JavaNotFound             there is no Java that Spark could run on
 
@@ -95,6 +96,10 @@ class StoreError(DissociatedError):
 
 class CatalogError(DissociatedError):
     """The catalog cannot be reached, or refuses what it was asked."""
+
+
+class CatalogUnreachable(CatalogError):
+    """No catalog answers there, or it ended within the call."""
 
 
 class DatasetNotFound(CatalogError, KeyError):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,86 +23,17 @@ import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
 from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
-from helpers import PATIENCE
+from helpers import PATIENCE, wait_until
+from processes import Start, free_port
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
-
-
-class Process:
-    """A `dissociated` command that says where its catalog answers."""
-
-    def __init__(self, *arguments: str | Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dissociated", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        said = []
-        for line in self._process.stdout:
-            said.append(line)
-            if line.startswith("catalog"):
-                break
-        else:
-            raise AssertionError(f"it ended: {''.join(said)}")
-        self.uri = said[-1].split()[-1]
-        self.pid = self._process.pid
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=PATIENCE)
-
-    def terminate(self) -> int:
-        self._process.terminate()
-        return self.wait()
-
-    def wait(self) -> int:
-        self._process.communicate(timeout=PATIENCE)
-        return self._process.returncode
-
-    def open_files(self, below: Path) -> list[str]:
-        """What it has open or mapped below a directory, but for directories."""
-        found = []
-        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                found.append(os.readlink(entry))
-        lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
-        found += [line.split(None, 5)[5] for line in lines if str(below) in line]
-        return [target for target in found if target.startswith(f"{below}/") and not os.path.isdir(target)]
-
-
-Start = Callable[..., Process]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[Process] = []
-
-    def make(*arguments: str | Path) -> Process:
-        started.append(Process(*arguments))
-        return started[-1]
-
-    yield make
-    for process in started:
-        process.kill()
 
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         yield Path(directory)
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
 
 
 def table(*numbers: int) -> pa.Table:
@@ -365,12 +295,6 @@ def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
 
 
 # A catalog and its nodes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def write(uri: str, name: str, *numbers: int) -> dict[str, str]:

@@ -20,6 +20,7 @@ from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, tak
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
+    CatalogUnreachable,
     DatasetNotFound,
     DeadlineExceeded,
     FormatError,
@@ -34,7 +35,7 @@ from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.tensor import Tensor
 from dissociated.protocol.selection import Selection
 from dissociated.status import ServerStatus
-from dissociated.store.stage import boot_id, host_name
+from dissociated.store.stage import boot_id, directory_id, host_name
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
@@ -96,6 +97,7 @@ class StagePlace:
     """Where writers put segments, and on which host that is.
 
     `node` is the node that has it, `flight` where that answers. Where it is `limited`, writers must reserve room.
+    `inode` tells the directory from one that has the same path in another container.
     """
 
     directory: str
@@ -104,6 +106,15 @@ class StagePlace:
     node: str = ""
     flight: str = ""
     limited: bool = False
+    inode: str = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether this process can write there."""
+        try:
+            return self.boot_id == boot_id() and self.inode == directory_id(self.directory)
+        except OSError:
+            return False
 
 
 class CatalogClient:
@@ -236,7 +247,8 @@ class CatalogClient:
 
         `mode` is "overwrite" or "append". `schema` is that of all segments, and counts where there is none. A segment
         that is on another node than the catalog's own is `{"node": ..., "segment": ...}`. `key` tells this commit
-        from every other; left out, the segments do.
+        from every other; left out, the segments do. Segments whose names begin with the key and "-", and that are not
+        among these, are removed: what attempts have left that failed or were not needed.
         """
         body = {
             "name": name,
@@ -249,9 +261,21 @@ class CatalogClient:
         }
         self.act("commit", body)
 
+    def committed(self, key: str) -> bool:
+        """Whether there was a commit with this `key`. After thirty days nobody knows any more."""
+        return bool(self.act("committed", {"key": key})["committed"])
+
     def discard(self, segments: Sequence[str]) -> None:
         """Remove segments from the stage, as far as they exist."""
         self.act("discard", {"segments": [*segments]})
+
+    def abort(self, key: str) -> None:
+        """There shall be no commit with this `key`, unless there was one; what was written for it is removed.
+
+        That is every segment, on any node, whose name begins with the key and "-", also while it is written. The
+        catalog's own node removes them at once, others with their next sign of life.
+        """
+        self.act("abort", {"key": key})
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
@@ -287,7 +311,7 @@ class CatalogClient:
                     f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
                     "(tls_roots says which certificates are)"
                 ) from None
-            raise CatalogError(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
+            raise CatalogUnreachable(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
         except self._flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
         except (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError) as error:

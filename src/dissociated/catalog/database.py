@@ -8,6 +8,7 @@ whatever is killed.
     parts          what one node holds under one ticket; one that no version has is to be released by its node
     version_parts  a version is its parts, in the order of their numbers; those with one number are copies
     commits        the key of every commit, so that one that is sent twice is done once
+    aborts         the key of every commit that shall never come
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ CREATE TABLE IF NOT EXISTS version_parts (
 );
 CREATE INDEX IF NOT EXISTS by_part ON version_parts (part);
 CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
 """
 _FORMAT = 2
 _REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
@@ -287,8 +289,7 @@ class Database:
             for one in announced:
                 if self._all("SELECT 1 FROM parts WHERE id = ?", one.part.id):
                     continue
-                replaced = self._all("SELECT 1 FROM commits WHERE key = ?", one.key)
-                if replaced or (one.prepared and one.created + ABANDONED < now):
+                if self._over(one.key) or (one.prepared and one.created + ABANDONED < now):
                     unwanted.add(one.part.id)
             return sorted(unwanted)
 
@@ -335,6 +336,8 @@ class Database:
             done = self._all("SELECT version FROM commits WHERE key = ?", key)
             if done:
                 return int(done[0]["version"])
+            if self._over(key):
+                raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
             return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now, before)
 
     def _publish(
@@ -388,7 +391,8 @@ class Database:
             run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
         for one in (*keys, key):
             run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, version, now))
-        run("DELETE FROM commits WHERE at < ?", (now - _REMEMBERED,))
+        for table in ("commits", "aborts"):
+            run(f"DELETE FROM {table} WHERE at < ?", (now - _REMEMBERED,))
         self._expire(now)
         return version
 
@@ -397,6 +401,20 @@ class Database:
         with self._transaction():
             rows = self._all("SELECT version FROM commits WHERE key = ?", key)
             return int(rows[0]["version"]) if rows else None
+
+    def abort(self, key: str) -> None:
+        """There shall be no commit with this key, unless there was one."""
+        with self._transaction() as now:
+            if not self._over(key):
+                self._connection.execute("INSERT INTO aborts VALUES (?, ?)", (key, now))
+
+    def over(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that were committed or aborted."""
+        with self._transaction():
+            return [key for key in keys if self._over(key)]
+
+    def _over(self, key: str) -> bool:
+        return bool(self._all("SELECT 1 FROM commits WHERE key = ? UNION SELECT 1 FROM aborts WHERE key = ?", key, key))
 
     def drop(self, name: str) -> None:
         """Forget the dataset `name`, all versions. Raises DatasetNotFound."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
-_BETWEEN = frozenset(("prepare", "register", "heartbeat", "leave"))  # catalogs and nodes
+_BETWEEN = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
 _FIRST_FIELD = 0x0A  # of a protobuf message, as bytes
 
 _Body = dict[str, Any]
@@ -54,6 +54,11 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 lambda body: service.discard([str(one) for one in body["segments"]]),
                 "remove segments that will not be committed",
             ),
+            "committed": (
+                lambda body: {"committed": service.committed(str(body["key"]))},
+                "whether there was a commit with this key",
+            ),
+            "abort": (lambda body: service.abort(str(body["key"])), "a commit that shall not come, and its segments"),
             "drop": (lambda body: service.drop(str(body["name"])), "make a dataset unavailable"),
             "versions": (
                 lambda body: {"versions": service.versions(str(body["name"]))},
@@ -62,6 +67,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             "nodes": (lambda body: {"nodes": service.nodes()}, "who holds parts of datasets"),
             "status": (lambda body: service.status().plain(), "what there is, who reads it, what was sent"),
             "prepare": (service.prepare, "between catalogs and nodes: make segments ready to be published"),
+            "over": (
+                lambda body: {"over": service.over([str(one) for one in body["keys"]])},
+                "between catalogs and nodes: which of these were committed or aborted",
+            ),
             "register": (service.register, "between catalogs and nodes: all that a node holds"),
             "heartbeat": (service.heartbeat, "between catalogs and nodes: a node lives"),
             "leave": (lambda body: service.leave(str(body["node"])), "between catalogs and nodes: a node ends"),

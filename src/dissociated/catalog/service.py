@@ -11,17 +11,19 @@ and for DoPut
 ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.
 
 Actions; their bodies and results are JSON, but for those that Flight defines:
-    stage     {host, boot_id}                        -> {directory, host, boot_id, node, flight, limited}
+    stage     {host, boot_id}                        -> {directory, host, boot_id, node, flight, limited, inode}
     reserve   {segment, size, wish}                  -> {size}
     commit    {name, segments, append, schema, key, tags, ttl}  -> {}
     discard   {segments}                             -> {}
+    committed {key}                                  -> {committed}
+    abort     {key}                                  -> {}
     drop      {name}                                 -> {}
     versions  {name}                                 -> {versions}
     nodes     {}                                     -> {nodes}
     status    {}                                     -> what `ServerStatus.plain` says
     RenewFlightEndpoint, CancelFlightInfo            as in Flight.proto
-and between catalogs and nodes: prepare, register, heartbeat, leave. Where there are tokens or a secret, these take a
-peer: whoever has the same secret.
+and between catalogs and nodes: prepare, over, register, heartbeat, leave. Where there are tokens or a secret, these
+take a peer: whoever has the same secret.
 
 A segment in `commit` is a name in the stage of this catalog's own node, or {node, segment}. One catalog knows many
 nodes; one that is given an `outer` catalog is a node of that, and answers with what that says.
@@ -73,7 +75,7 @@ from dissociated.errors import (
 )
 from dissociated.protocol.selection import parse_identifier
 from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus
-from dissociated.store.stage import boot_id, host_name
+from dissociated.store.stage import boot_id, directory_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
 from dissociated.uri import Uri
 
@@ -311,9 +313,11 @@ class CatalogService:
             try:
                 if self._outer is None:
                     self._release()
+                    self._clear()
                 elif time.monotonic() >= beaten + self._beat:
                     beaten = time.monotonic()
                     self._heartbeat()
+                    self._clear()
                 if ticks % _TIDY == 0 and self._stock is not None:
                     self._stock.tidy()
             except DissociatedError as error:
@@ -324,7 +328,7 @@ class CatalogService:
     def _heartbeat(self) -> None:
         assert self._outer is not None
         _, announced = self._announced()
-        if _digest(announced) == self._digest:
+        if _digest(announced) == self._digest and not any(one.prepared for one in announced):
             body = {"node": self.node.id, "digest": self._digest, "lives": 3 * self._beat}
             heard = self._outer.act("heartbeat", body)
             if heard["known"]:
@@ -514,11 +518,14 @@ class CatalogService:
             there = there or [{"node": self.node.id, "segment": ""}]
             encoded = base64.b64encode(_encoded(schema)).decode()
             self._outer.act("commit", {**body, "key": key, "segments": there, "schema": encoded})
+            self._clear([key])
             return
         with self._publishing:
             if self._database.committed(key) is not None:
                 self.discard([segment for node, segment in segments if node == self.node.id])
                 return
+            if self._database.over([key]):
+                raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
             on: dict[str, list[str]] = {}
             for node, segment in segments or [(self._own(), "")]:
                 on.setdefault(node, []).extend([segment] if segment else [])
@@ -527,6 +534,7 @@ class CatalogService:
             else:
                 self._commit_there(wanted, on)
         self._release()
+        self._clear([key])
 
     def _own(self) -> str:
         if self._stock is None:
@@ -681,13 +689,15 @@ class CatalogService:
             node = self._some_node(asking)
             with _Outer(node.flight, self.security) as client:
                 return client.act("stage", dict(asking))
+        directory = self._stock.directory
         return {
-            "directory": str(self._stock.directory),
+            "directory": str(directory),
             "host": host_name(),
             "boot_id": boot_id(),
             "node": self.node.id,
             "flight": self.uri,
             "limited": self._stock.limited,
+            "inode": directory_id(directory),
         }
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
@@ -700,6 +710,36 @@ class CatalogService:
         """Remove segments from the stage."""
         if self._stock is not None:
             self._stock.discard(segments)
+
+    def abort(self, key: str) -> None:
+        """There shall be no commit with this key. One that is under way comes first."""
+        if self._outer is not None:
+            self._outer.abort(key)
+        else:
+            with self._publishing:
+                self._database.abort(key)
+            self._release()
+        self._clear([key])
+
+    def committed(self, key: str) -> bool:
+        """Whether there was a commit with this key."""
+        if self._outer is not None:
+            return self._outer.committed(key)
+        return self._database.committed(key) is not None
+
+    def over(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that were committed or aborted."""
+        return self._database.over(keys)
+
+    def _clear(self, over: Sequence[str] | None = None) -> None:
+        """Remove from the stage what was written for commits that are `over`: have been, or will never be."""
+        if self._stock is None:
+            return
+        staged = [name for name in self._stock.staged() if "-" in name]
+        keys = sorted({_key_of(name) for name in staged})
+        if keys and over is None:
+            over = self.over(keys) if self._outer is None else self._outer.act("over", {"keys": keys})["over"]
+        self._stock.discard(name for name in staged if _key_of(name) in (over or ()))
 
     # What nodes tell
 
@@ -729,7 +769,9 @@ class CatalogService:
         self._database.left(node)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Every node, for people."""
+        """Every node."""
+        if self._outer is not None:
+            return [*self._outer.nodes()]
         return [{**plain_node(node), "alive": node.alive, "seen": node.seen} for node in self._database.nodes()]
 
     def status(self) -> ServerStatus:
@@ -791,6 +833,11 @@ def _encoded(schema: pa.Schema) -> bytes:
 
 def _decoded(schema: bytes) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(schema))
+
+
+def _key_of(segment: str) -> str:
+    """The key of the commit that a segment was written for, by its name."""
+    return segment.partition("-")[0]
 
 
 def _key(name: str, segments: Sequence[tuple[str, str]]) -> str:

@@ -27,7 +27,7 @@ _TICK = 0.5  # seconds between looks at whether anybody is there
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `node`."""
     from dissociated.store.node import RETAIN, default_store
-    from dissociated.store.store import Policy
+    from dissociated.store.store import FORGOTTEN, Policy
 
     parser.add_argument(
         "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
@@ -64,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long tickets of what was replaced stay good (default: %(default)g)",
     )
     parser.add_argument(
+        "--forget",
+        type=float,
+        default=FORGOTTEN,
+        metavar="SECONDS",
+        help="how long a segment that was written waits to be committed (default: %(default)g)",
+    )
+    parser.add_argument(
         "--drain",
         type=float,
         default=30.0,
@@ -89,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: stop.set())
     listen, flight = access.places(arguments)
     options = access.serving(arguments, peers=True)
-    store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill)
+    store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
     with Node(
         store,
         arguments.listen or listen,

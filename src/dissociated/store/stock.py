@@ -80,8 +80,12 @@ class Stock(ABC):
         """
 
     @abstractmethod
+    def staged(self) -> list[str]:
+        """The segments in the directory, those too that are still written."""
+
+    @abstractmethod
     def discard(self, names: Iterable[str]) -> None:
-        """Remove these segments, as far as they exist."""
+        """Remove these segments, as far as they exist. Who still writes one is told by an error, or finds it gone."""
 
     @abstractmethod
     def remove(self, ids: Iterable[str]) -> None:
@@ -122,6 +126,9 @@ class StageStock(Stock):
         if not segments:
             segments = [Segment.in_memory(wanted.name, wanted.schema.empty_table().to_reader())]
         return Prepared(secrets.token_hex(8), SegmentsDataset(wanted.name, segments))
+
+    def staged(self) -> list[str]:
+        return self._stage.names()
 
     def discard(self, names: Iterable[str]) -> None:
         self._stage.discard([*names])
@@ -200,6 +207,9 @@ class StoreStock(Stock):
     def serial(self) -> int:
         """See Store.serial."""
         return self._store.serial()
+
+    def staged(self) -> list[str]:
+        return self._store.staged()
 
     def discard(self, names: Iterable[str]) -> None:
         self._store.discard(names)

@@ -1,0 +1,150 @@
+"""Writes a DataFrame as a dataset. Only Spark imports this module, on the driver and in every task.
+
+A write goes through these steps, and nothing is visible to anyone before the last has succeeded:
+
+    planning    asks the catalog whether it is there
+    each task   writes its partition's batches into a segment of its own, in the stage of the node on its host
+    driver      commit: one call makes all the segments a dataset; abort: one call, and nothing of them stays
+
+Spark may run a task twice, or kill it half-way. A segment's name therefore begins with the key of the commit and
+carries the attempt: only those whose message reaches the commit are published, and every node removes whatever else
+bears that key, once the catalog says that the commit was done or will never be.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+
+from dissociated.access import read_token
+from dissociated.catalog.client import Client, connect
+from dissociated.errors import CatalogUnreachable, DeadlineExceeded
+from dissociated.spark.types import conform
+from dissociated.store.here import stage_here
+from dissociated.store.segment import SegmentWriter
+
+_PATIENCE = 60.0  # seconds for a catalog that was killed to be there again
+_PAUSE = 0.5
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """How to reach the catalog, from the driver and from every task: so it names files, and holds no token."""
+
+    uri: str
+    token_file: str | None = None
+    tls_roots: str | None = None
+
+    def connect(self, uri: str | None = None) -> Client:
+        """A client of the catalog, or of one of its nodes."""
+        token = None if self.token_file is None else read_token(self.token_file)
+        return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
+
+
+@dataclass(frozen=True)
+class Written(WriterCommitMessage):
+    """What a task tells the driver about its partition."""
+
+    partition: int
+    node: str | None  # where the segment lies
+    segment: str | None  # its name in the stage of the node; None where the partition has no rows
+    rows: int
+    nbytes: int
+
+
+def write_segment(catalog: Catalog, key: str, schema: pa.Schema, iterator: Iterator[pa.RecordBatch]) -> Written:
+    """In a task: write its partition into a segment on this host, for the commit with that `key`, which has no "-".
+
+    An exception leaves no file behind; a killed process leaves one that its node removes.
+    """
+    context = TaskContext.get()
+    assert context is not None, "Spark calls this in a task"
+    partition = context.partitionId()
+    batches = (batch for batch in iterator if batch.num_rows)
+    first = next(batches, None)
+    if first is None:
+        return Written(partition, None, None, 0, 0)
+    stage = stage_here(catalog.uri, catalog.connect)
+    segment = f"{key}-{partition:06}-{context.taskAttemptId()}.arrows"
+    with ExitStack() as stack:
+        reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
+        writer = stack.enter_context(SegmentWriter(Path(stage.directory, segment), schema, reserve=reserve))
+        writer.write(conform(first, schema))
+        for batch in batches:
+            writer.write(conform(batch, schema))
+    return Written(partition, stage.node, segment, writer.rows, writer.nbytes)
+
+
+def commit(
+    catalog: Catalog,
+    key: str,
+    name: str,
+    schema: pa.Schema,
+    mode: str,
+    messages: Sequence[WriterCommitMessage | None],
+) -> None:
+    """On the driver: make what the tasks have written the dataset `name`, in order of the partitions.
+
+    A repeated call does nothing, so a catalog that does not answer is asked again for a while.
+    """
+    written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
+    segments = [{"node": one.node, "segment": one.segment} for one in written if one.node and one.segment]
+
+    def once() -> None:
+        with catalog.connect() as client:
+            client.commit(name, segments, mode, schema, key=key)
+
+    _persistently(once)
+
+
+def abort(catalog: Catalog, key: str) -> None:
+    """On the driver: what was written for the commit with that `key` goes, and so does what is still written."""
+    with catalog.connect() as client:
+        client.abort(key)
+
+
+def _persistently(call: Callable[[], None]) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return call()
+        except (CatalogUnreachable, DeadlineExceeded):
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE)
+
+
+class DatasetWriter(DataSourceArrowWriter):
+    """Writes one DataFrame as one dataset.
+
+    Made once, while Spark plans the write, then copied to every task and to the commit; all share `key`.
+    """
+
+    def __init__(self, catalog: Catalog, name: str, schema: pa.Schema, mode: str) -> None:
+        self.catalog = catalog
+        self.name = name
+        self.schema = schema
+        self.mode = mode
+        self.key = uuid.uuid4().hex
+        with catalog.connect() as client:
+            client.nodes()  # before any task runs in vain
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+        """In a task."""
+        return write_segment(self.catalog, self.key, self.schema, iterator)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver, once every task has succeeded: make the dataset visible, whole."""
+        commit(self.catalog, self.key, self.name, self.schema, self.mode, messages)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver, after a task or the commit has failed: remove what the tasks have written."""
+        abort(self.catalog, self.key)
