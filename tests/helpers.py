@@ -53,9 +53,9 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         thread.join(max(0.0, end - monotonic()))
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
     """Look again and again, for what no event tells. `what` is waited for."""
-    deadline = monotonic() + PATIENCE
+    deadline = monotonic() + patience
     while not condition():
         assert monotonic() < deadline, f"waited in vain: {what}"
         sleep(0.02)

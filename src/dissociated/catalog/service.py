@@ -554,6 +554,7 @@ class CatalogService:
     def _commit_here(self, wanted: Wanted, staged: Sequence[str]) -> None:
         assert self._stock is not None
         wanted = replace(wanted, staged=staged)
+        began: list[str] = []
         if wanted.append:
             try:
                 record = self._database.find(wanted.name)
@@ -561,13 +562,14 @@ class CatalogService:
                 pass
             else:
                 before = appendable(wanted.name, self._mine(record.parts[0].ticket))
+                began = [record.began]
                 tags, ttl = record.more(wanted.tags, wanted.ttl)
                 wanted = replace(wanted, before=before, tags=tags, ttl=ttl)
         prepared = self._stock.prepare(wanted)
         self._hold(prepared, named=True)
         schema = _encoded(prepared.dataset.schema)
         self._database.publish(
-            wanted.name, wanted.key, schema, [self._part(prepared)], tags=wanted.tags, ttl=wanted.ttl
+            wanted.name, wanted.key, schema, [self._part(prepared)], tags=wanted.tags, ttl=wanted.ttl, before=began
         )
 
     def _commit_there(self, wanted: Wanted, on: Mapping[str, Sequence[str]]) -> None:
