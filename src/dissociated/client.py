@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dissociated.errors import ConnectionClosed, OptionError, RemoteProtocolError, UriError, WrongKind
-from dissociated.ipc.columns import selected
+from dissociated.ipc.columns import selected, sliced
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
 from dissociated.ipc.options import ReadOptions
@@ -41,6 +41,7 @@ def open_stream(
     ticket: bytes,
     *,
     columns: Sequence[str] | None = None,
+    batches: tuple[int, int] | None = None,
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
@@ -53,17 +54,17 @@ def open_stream(
     ends the stream.
 
     `columns` asks for these top-level columns alone, in the order of the schema; so does `included_fields` of
-    `options`, which say how batches are decoded. A server whose URI does not say that it can choose sends all columns,
-    and the others are dropped here. `timeout` is how many seconds the server may be silent, `max_body` the largest
-    body that is taken, in bytes. `allow_rma` lets this process fetch from the server's memory where a URI has a
-    remote_handle; the server could then write to ours.
+    `options`, which say how batches are decoded. `batches` asks for those from the first number up to the second.
+    A server whose URI does not say that it can choose sends everything, and the rest is dropped here. `timeout` is how
+    many seconds the server may be silent, `max_body` the largest body that is taken, in bytes. `allow_rma` lets this
+    process fetch from the server's memory where a URI has a remote_handle; the server could then write to ours.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
     RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
     options = options or ReadOptions()
-    selection = selection_of(columns, options)
+    selection = selection_of(columns, options, batches)
     uris = located(uri)
     asked = selection is not None and all(takes_selections(one) for one in uris)
     identifier = selection.identifier(ticket) if selection is not None and asked else ticket
@@ -85,17 +86,26 @@ def open_stream(
         deliveries.close()
         stream.settle()
         raise
-    # libarrow takes no included fields to mean all of them.
-    return selected(reader, []) if selection is not None and fields == [] else reader
+    if selection is not None and fields == []:  # libarrow takes no included fields to mean all of them
+        reader = selected(reader, [])
+    return reader if batches is None or identifier != ticket else sliced(reader, *batches)
 
 
-def selection_of(columns: Sequence[str] | None, options: ReadOptions) -> Selection | None:
-    """What a reader asks for: columns by name, by position, or all. Raises OptionError where that is said twice."""
-    if columns is None:
-        return Selection(fields=tuple(options.included_fields)) if options.included_fields else None
-    if options.included_fields:
+def selection_of(
+    columns: Sequence[str] | None, options: ReadOptions, batches: tuple[int, int] | None = None
+) -> Selection | None:
+    """What a reader asks for: columns by name, by position, or all, and batches; None for everything.
+
+    Raises OptionError where columns are said twice, and for batches that are no range.
+    """
+    if columns is not None and options.included_fields:
         raise OptionError("give columns or included_fields, not both")
-    return Selection(columns=tuple(columns))
+    if batches is not None and not 0 <= batches[0] <= batches[1]:
+        raise OptionError(f"batches are a first number and the one after the last, not {batches}")
+    if columns is None and not options.included_fields and batches is None:
+        return None
+    fields = tuple(options.included_fields) or None
+    return Selection(None if columns is None else tuple(columns), fields, batches)
 
 
 def takes_selections(uri: Uri) -> bool:

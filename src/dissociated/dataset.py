@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, FormatError, SourceError
-from dissociated.ipc.columns import only, selected
+from dissociated.errors import DissociatedError, FormatError, OptionError, SourceError
+from dissociated.ipc.columns import only, selected, sliced
 from dissociated.ipc.files import open_either
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, split
@@ -28,7 +28,7 @@ from dissociated.memory.shared import Backing
 from dissociated.message import Buffer, FileSpan, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
-from dissociated.protocol.header import Header
+from dissociated.protocol.header import Header, HeaderType
 from dissociated.protocol.projection import Chosen, Projection
 from dissociated.protocol.selection import Selection
 from dissociated.protocol.sender import Body, encode_message
@@ -92,21 +92,31 @@ class Dataset(ABC):
         self.drop()
 
     def select(self, selection: Selection) -> Dataset:
-        """The same with these columns alone. Raises ColumnNotFound and OptionError."""
+        """The same with these columns and batches alone. Raises ColumnNotFound and OptionError."""
         indices = selection.indices(self.schema.names)
-        return self if len(indices) == len(self.schema) else self._select(tuple(indices))
+        chosen = self if len(indices) == len(self.schema) else self._select(tuple(indices))
+        return chosen if selection.batches is None else chosen._slice(*selection.batches)
 
     @abstractmethod
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         """The same with the columns at these positions, which are there and ascend."""
 
+    def _slice(self, first: int, stop: int) -> Dataset:
+        """The same with the record batches from number `first` up to `stop`, as far as they are there."""
+        raise OptionError(f"the batches of {self.name!r} have no numbers: it is read once for all")
+
 
 class StreamedDataset(Dataset):
-    """A dataset whose messages are made for each client."""
+    """A dataset whose messages are made for each client, and written with `options`."""
+
+    options: WriteOptions | None = None
 
     @abstractmethod
     def messages(self) -> Iterator[SplitMessage]:
         """The messages of one reading, bodies packed."""
+
+    def _slice(self, first: int, stop: int) -> Dataset:
+        return _LiveBatches(self, first, stop)
 
 
 class LiveDataset(StreamedDataset):
@@ -159,6 +169,7 @@ class _LiveColumns(StreamedDataset):
 
     def __init__(self, whole: LiveDataset, indices: tuple[int, ...]) -> None:
         super().__init__(whole.name, only(whole.schema, indices))
+        self.options = whole.options
         self._whole = whole
         self._indices = indices
 
@@ -174,6 +185,25 @@ class _LiveColumns(StreamedDataset):
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _LiveColumns(self._whole, tuple(self._indices[index] for index in indices))
+
+
+class _LiveBatches(StreamedDataset):
+    """Some batches of a live dataset. Those before them are read, though not encoded."""
+
+    def __init__(self, whole: StreamedDataset, first: int, stop: int) -> None:
+        super().__init__(whole.name, whole.schema)
+        self.options = whole.options
+        self._whole = whole
+        self._place = first, stop
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return sliced(self._whole.open_reader(), *self._place)
+
+    def messages(self) -> Iterator[SplitMessage]:
+        return split(self.open_reader(), self.options)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return self._whole._select(indices)._slice(*self._place)
 
 
 class StaticMessage(NamedTuple):
@@ -249,6 +279,9 @@ class StaticDataset(Dataset):
                 self._selected.popitem(last=False)
             return found
 
+    def _slice(self, first: int, stop: int) -> Dataset:
+        return _StaticBatches(self, first, stop)
+
     def drop(self) -> None:
         with self._lock:  # they refer back, and memory shall not wait for the collector
             self._dropped = True
@@ -290,6 +323,38 @@ class StaticColumns(StaticDataset):
                     raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
                 self._chosen[mapped] = some
             return self._chosen[mapped]
+
+
+class _StaticBatches(StaticDataset):
+    """Some batches of a static dataset, and all dictionaries that come before the last of them."""
+
+    def __init__(self, whole: StaticDataset, first: int, stop: int) -> None:
+        super().__init__(whole.name, whole.schema)
+        self._whole = whole
+        self._place = first, stop
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return sliced(self._whole.open_reader(), *self._place)
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._between(self._whole.packed())
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        messages, segments = self._whole.mapped()
+        return self._between(messages), segments
+
+    def _between(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
+        first, stop = self._place
+        some = [messages[0]]  # the schema
+        number = 0
+        for message in messages[1:]:
+            if number == stop:
+                break
+            is_batch = message.parsed.type is HeaderType.RECORD_BATCH
+            if number >= first or not is_batch:
+                some.append(message)
+            number += is_batch
+        return some
 
 
 def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:

@@ -226,7 +226,7 @@ def test_more_selections_than_are_kept(direct: Route) -> None:
 
 def test_a_selection_that_cannot_be_read_is_refused(direct: Route) -> None:
     direct.publish(TABLE)
-    with pytest.raises(dis.errors.RemoteError, match="some columns that cannot be read"):
+    with pytest.raises(dis.errors.RemoteError, match="some columns or batches that cannot be read"):
         dis.open_stream(direct.uris(), identifier(direct.ticket(), ["n"])[:-1])
 
 

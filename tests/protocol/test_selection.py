@@ -17,6 +17,7 @@ NAMES = ["a", "b", "a", "ü"]
         (Selection(columns=("a",)), [0, 2]),
         (Selection(columns=()), []),
         (Selection(fields=(3, 0, 3)), [0, 3]),
+        (Selection(batches=(0, 1)), [0, 1, 2, 3]),
     ],
 )
 def test_columns_are_found_in_the_order_of_the_schema(selection: Selection, indices: list[int]) -> None:
@@ -36,6 +37,8 @@ GOLDEN = [
     (b"abc", Selection(columns=("n",)), b'DISSCOL\x01\x03\x00\x00\x00abc{"columns": ["n"]}'),
     (b"", Selection(columns=()), b'DISSCOL\x01\x00\x00\x00\x00{"columns": []}'),
     (b"\0", Selection(fields=(0, 2)), b'DISSCOL\x01\x01\x00\x00\x00\x00{"fields": [0, 2]}'),
+    (b"a", Selection(batches=(0, 9)), b'DISSCOL\x01\x01\x00\x00\x00a{"batches": [0, 9]}'),
+    (b"a", Selection(("n",), batches=(3, 3)), b'DISSCOL\x01\x01\x00\x00\x00a{"columns": ["n"], "batches": [3, 3]}'),
 ]
 
 
@@ -74,12 +77,17 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
         b'{"fields": [0.5]}',
         b'{"rows": [0]}',
         b'{"columns": [], "fields": []}',
+        b'{"columns": [], "rows": [0, 1]}',
+        b'{"batches": [1]}',
+        b'{"batches": [2, 1]}',
+        b'{"batches": [-1, 1]}',
+        b'{"batches": [0, 1.5]}',
         b'{"columns": ["\xff"]}',
         b"[" * 50_000,
     ],
 )
 def test_what_is_no_selection_is_refused(rest: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="some columns that cannot be read"):
+    with pytest.raises(RemoteProtocolError, match="some columns or batches that cannot be read"):
         parse_identifier(HEAD + rest)
 
 

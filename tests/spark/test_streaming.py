@@ -16,11 +16,12 @@ import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
+from dissociated.spark.reader import Request
 from dissociated.spark.streaming import Rows, StreamOptions, StreamReader
-from dissociated.spark.writer import Catalog
 from dissociated.store.node import Node
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, connections_left, wait_until
@@ -35,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
 ]
 
-SCHEMA = pa.schema({"id": pa.int64()})
+SCHEMA = StructType([StructField("id", LongType())])
 ALL = ReadAllAvailable()
 
 
@@ -72,7 +73,7 @@ def staged(store: Path) -> list[str]:
 
 
 def stream(spark: SparkSession, uri: str, name: str, **options: Any) -> DataFrame:
-    return spark.readStream.format("dissociated").schema("id long").options(catalog=uri, **options).load(name)
+    return spark.readStream.format("dissociated").options(catalog=uri, **options).load(name)
 
 
 def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> StreamingQuery:
@@ -300,7 +301,7 @@ def reader(node: Node) -> Iterator[StreamReader]:
 
 
 def reading(node: Node, **options: str) -> StreamReader:
-    return StreamReader(Catalog(node.uri), "in", SCHEMA, StreamOptions.parse(options))
+    return StreamReader(Request(node.uri, "in"), SCHEMA, StreamOptions.parse(options))
 
 
 def leases(node: Node) -> int:
@@ -415,7 +416,7 @@ def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: Str
 
 def test_a_live_source_is_refused(server: dis.Server) -> None:
     server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
-    reader = StreamReader(Catalog(server.catalog_uri), "in", SCHEMA, StreamOptions(ALL))
+    reader = StreamReader(Request(server.catalog_uri, "in"), SCHEMA, StreamOptions(ALL))
     with pytest.raises(CatalogError, match="not a source that is read live"):
         reader.latestOffset(reader.initialOffset(), ALL)
     reader.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from dissociated.errors import CatalogError, CatalogUnreachable
 from dissociated.spark.writer import Catalog, DatasetWriter, Written
 from dissociated.store.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, wait_until
+from helpers import wait_until
 from processes import Start, free_port
 
 SCHEMA = pa.schema({"id": pa.int64()})

@@ -6,10 +6,11 @@ import base64
 import json
 import os
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,7 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
-from dissociated.ipc.columns import selected
+from dissociated.ipc.columns import selected, sliced
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.tensor import Tensor
 from dissociated.protocol.selection import Selection
@@ -345,14 +346,71 @@ class Client(CatalogClient):
         how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
         `open_stream` raises.
         """
-        wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
 
         def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+            wanted = partial(
+                self.read_endpoint,
+                info,
+                transport=transport,
+                columns=columns,
+                options=options,
+                max_body=max_body,
+                allow_rma=allow_rma,
+            )
             if rows is None:
                 return [wanted(endpoint) for endpoint in info.endpoints]
-            return [_some(wanted(endpoint), some) for endpoint, some in _having(info, rows)]
+            return [self._rows(wanted, endpoint, some, transport) for endpoint, some in _having(info, rows)]
 
         return _chained(*self._endpoints(name, version, opened))
+
+    def _rows(
+        self,
+        read: Callable[..., pa.RecordBatchReader],
+        endpoint: Endpoint,
+        rows: range,
+        transport: str | None,
+    ) -> pa.RecordBatchReader:
+        """These rows of an endpoint. Where bodies travel, those of the batches before do not."""
+        ways = locations(endpoint)
+        mapped = transport in (None, "shm") and any(
+            uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uris in ways for uri in uris
+        )
+        if not rows.start or mapped or not all(takes_selections(uri) for uris in ways for uri in uris):
+            return _some(read(endpoint), rows)
+        ends = [*accumulate(batch.num_rows for batch in read(endpoint, columns=[]))]
+        first, stop = bisect_right(ends, rows.start), bisect_right(ends, rows.stop - 1) + 1
+        before = ends[first - 1] if first else 0
+        return _some(read(endpoint, batches=(first, stop)), range(rows.start - before, rows.stop - before))
+
+    def read_endpoint(
+        self,
+        info: DatasetInfo,
+        endpoint: Endpoint,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        batches: tuple[int, int] | None = None,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
+    ) -> pa.RecordBatchReader:
+        """A reader over one endpoint of what `describe` gave, or over its `batches`, as `open_stream` takes them.
+
+        It takes and raises what `read` does; and RemoteError where the endpoint's ticket is good no more.
+        """
+        if transport == "grpc":
+            selection = selection_of(columns, options or ReadOptions(), batches)
+            return self._do_get(info, endpoint, selection, options)
+        opened = partial(
+            open_stream,
+            columns=columns,
+            batches=batches,
+            options=options,
+            timeout=self._timeout,
+            max_body=max_body,
+            allow_rma=allow_rma,
+        )
+        return self._nearest(info.name, transport, endpoint, opened, allow_rma)
 
     def read_tensors(
         self,
@@ -421,28 +479,6 @@ class Client(CatalogClient):
             allow_rma=allow_rma,
         )
 
-    def _open(
-        self,
-        name: str,
-        scheme: str | None,
-        columns: Sequence[str] | None,
-        options: ReadOptions | None,
-        max_body: int,
-        allow_rma: bool,
-        endpoint: Endpoint,
-    ) -> pa.RecordBatchReader:
-        if scheme == "grpc":
-            return self._do_get(name, endpoint, selection_of(columns, options or ReadOptions()), options)
-        opened = partial(
-            open_stream,
-            columns=columns,
-            options=options,
-            timeout=self._timeout,
-            max_body=max_body,
-            allow_rma=allow_rma,
-        )
-        return self._nearest(name, scheme, endpoint, opened, allow_rma)
-
     def _nearest(
         self,
         name: str,
@@ -485,18 +521,19 @@ class Client(CatalogClient):
         return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
     def _do_get(
-        self, name: str, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
+        self, info: DatasetInfo, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
     ) -> pa.RecordBatchReader:
-        """The stream over Flight; of some columns alone from a server that takes selections elsewhere too."""
+        """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
         if selection is None:
             return self.do_get(endpoint.ticket, options)
-        indices = selection.indices(self.describe(name).schema.names)
+        indices = selection.indices(info.schema.names)
         options = replace(options or ReadOptions(), included_fields=())
         if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
             identifier = selection.identifier(endpoint.ticket)
             if identifier != endpoint.ticket:
                 return self.do_get(identifier, options)
-        return selected(self.do_get(endpoint.ticket, options), indices)
+        reader = selected(self.do_get(endpoint.ticket, options), indices)
+        return reader if selection.batches is None else sliced(reader, *selection.batches)
 
     def __enter__(self) -> Client:
         return self

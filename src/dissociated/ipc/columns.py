@@ -1,8 +1,9 @@
-"""Some of the columns of a stream of record batches, by their position."""
+"""Some of the columns of a stream of record batches, or some of the batches, by their position."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import pyarrow as pa
 
@@ -16,3 +17,8 @@ def selected(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordB
     """The same batches with these of their columns alone, or with none: their row counts stay."""
     schema = only(reader.schema, indices)
     return pa.RecordBatchReader.from_batches(schema, (batch.select([*indices]) for batch in reader))
+
+
+def sliced(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.RecordBatchReader:
+    """The batches from number `first` up to `stop`, as far as they are there. The others before `stop` are read too."""
+    return pa.RecordBatchReader.from_batches(reader.schema, islice(reader, first, stop))

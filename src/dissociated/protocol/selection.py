@@ -1,12 +1,12 @@
-"""Which columns of a stream are wanted: an identifier that says so besides the ticket.
+"""Which columns and batches of a stream are wanted: an identifier that says so besides the ticket.
 
 The specification leaves what want_data carries to whoever serves. A plain ticket requests a whole stream; this
-requests some of its top-level columns, from a server whose URIs say `select=1`:
+requests some of its top-level columns, or of its record batches, from a server whose URIs say `select=1`:
 
     8 bytes  "DISSCOL" and 1, the version
     4 bytes  length of the ticket, little-endian
     the ticket
-    JSON     {"columns": [names]} or {"fields": [indices]}
+    JSON     {"columns": [names]} or {"fields": [indices]}; and, or only, {"batches": [first, stop]}
 
 A server that has not got one of them answers with the whole schema, and then gives the reason.
 """
@@ -17,6 +17,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
@@ -32,10 +33,14 @@ _length = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Selection:
-    """Some top-level columns, by name or by position: one of the two is None. Their order is that of the schema."""
+    """Some top-level columns, by name or by position, or all where both are None. Their order is that of the schema.
+
+    Of the record batches those from the first number of `batches` up to the second, or all.
+    """
 
     columns: tuple[str, ...] | None = None
     fields: tuple[int, ...] | None = None
+    batches: tuple[int, int] | None = None
 
     def indices(self, names: Sequence[str]) -> list[int]:
         """Where they stand in a schema with these names, ascending. Columns that share a name come together.
@@ -43,7 +48,7 @@ class Selection:
         Raises ColumnNotFound, or OptionError for a position that is not there.
         """
         if self.columns is None:
-            fields = set(self.fields or ())
+            fields = set(range(len(names)) if self.fields is None else self.fields)
             for field in fields:
                 if field >= len(names):
                     raise OptionError(f"there is no field {field} to include: the schema has {len(names)}")
@@ -56,13 +61,13 @@ class Selection:
 
     def identifier(self, ticket: bytes) -> bytes:
         """The identifier that requests them of the stream `ticket`; the ticket alone where that would be too long."""
-        wanted = {"columns": self.columns} if self.fields is None else {"fields": self.fields}
+        wanted = {kind: value for kind, value in vars(self).items() if value is not None}
         encoded = MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()
         return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
 
 
 def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
-    """The ticket, and which columns of its stream are wanted; None for all.
+    """The ticket, and what of its stream is wanted; None for all.
 
     Raises RemoteProtocolError where it begins like a selection and is none.
     """
@@ -72,16 +77,23 @@ def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
         ticket_at = len(MAGIC) + _length.size
         ticket_end = ticket_at + _length.unpack_from(identifier, len(MAGIC))[0]
         wanted = json.loads(identifier[ticket_end:])
-        ((kind, items),) = wanted.items()
-    except (struct.error, ValueError, AttributeError, RecursionError):
+    except (struct.error, ValueError, RecursionError):
         raise _unreadable() from None
-    type_ = {"columns": str, "fields": int}.get(kind)
+    if not isinstance(wanted, dict) or not all(_readable(kind, items) for kind, items in wanted.items()):
+        raise _unreadable()
+    if not wanted or wanted.keys() >= {"columns", "fields"}:
+        raise _unreadable()
+    return identifier[ticket_at:ticket_end], Selection(**{kind: tuple(items) for kind, items in wanted.items()})
+
+
+def _readable(kind: str, items: Any) -> bool:
+    type_ = {"columns": str, "fields": int, "batches": int}.get(kind)
     if type_ is None or not isinstance(items, list) or any(type(item) is not type_ for item in items):
-        raise _unreadable()
-    if kind == "fields" and any(item < 0 for item in items):
-        raise _unreadable()
-    return identifier[ticket_at:ticket_end], Selection(**{kind: tuple(items)})
+        return False
+    if kind == "batches" and not (len(items) == 2 and items[0] <= items[1]):
+        return False
+    return kind == "columns" or all(item >= 0 for item in items)
 
 
 def _unreadable() -> RemoteProtocolError:
-    return RemoteProtocolError("the client sent a request for some columns that cannot be read")
+    return RemoteProtocolError("the client sent a request for some columns or batches that cannot be read")

@@ -1,18 +1,20 @@
-"""Spark: publish a DataFrame straight from its partitions.
+"""Spark: publish a DataFrame straight from its partitions, and read a dataset straight into them.
 
-    from dissociated.spark import publish, session
+    from dissociated.spark import publish, read, session
 
     spark = session("my pipeline")
     publish(spark.range(1_000_000), "numbers", "grpc://127.0.0.1:8815")
+    read(spark, "numbers", "grpc://127.0.0.1:8815").count()
 
-`publish` is one line over the data source, which any Spark session finds by itself:
+Both are one line over the data source, which any Spark session finds by itself:
 
     df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("numbers")
+    spark.read.format("dissociated").option("catalog", uri).load("numbers")
 
 Needs `pip install 'dissociated[spark]'`. Importing this package does not import pyspark.
 """
 
 from dissociated.spark.java import java_home
-from dissociated.spark.session import publish, session
+from dissociated.spark.session import publish, read, session
 
-__all__ = ["java_home", "publish", "session"]
+__all__ = ["java_home", "publish", "read", "session"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
@@ -13,7 +11,8 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from dissociated.errors import CatalogError, DissociatedError
+from dissociated.errors import CatalogError
+from dissociated.spark.reader import Request
 from dissociated.spark.streaming import StreamOptions, StreamReader, StreamWriter
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import Catalog, DatasetWriter
@@ -46,21 +45,20 @@ class DissociatedDataSource(DataSource):
         )
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return StreamReader(
-            self._catalog(),
-            name=self._option("path", 'the dataset is: .load("NAME")'),
-            schema=arrow_schema(schema),
-            options=StreamOptions.parse(self.options),
-        )
+        return StreamReader(self._request(), schema, StreamOptions.parse(self.options))
 
-    def schema(self) -> NoReturn:
-        raise DissociatedError(
-            "Spark cannot read from dissociated in this release, only write to it; "
-            "read with dissociated.connect(catalog).read(name)"
-        )
+    def schema(self) -> StructType:
+        return self._request().schema()
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        self.schema()
+        return self._request().reader(schema)
+
+    def _request(self) -> Request:
+        return Request.parse(
+            self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            self._option("path", 'the dataset is: .load("NAME")'),
+            self.options,
+        )
 
     def _catalog(self) -> Catalog:
         return Catalog(

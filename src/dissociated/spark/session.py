@@ -1,10 +1,11 @@
-"""A Spark session set up for moving Arrow, and one line to publish a DataFrame."""
+"""A Spark session set up for moving Arrow, and one line each to publish a DataFrame and to read one."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 GIB = 1 << 30
+PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool) -> SparkSession:
@@ -44,10 +46,31 @@ def publish(df: DataFrame, name: str, catalog: str, mode: str = "overwrite") -> 
     df.write.format("dissociated").option("catalog", catalog).mode(mode).save(name)
 
 
+def read(
+    spark: SparkSession,
+    name: str,
+    catalog: str,
+    columns: Sequence[str] | None = None,
+    **options: str | int | bool,
+) -> DataFrame:
+    """The dataset `name` of the catalog at the URI `catalog`, or these `columns` of it, as a DataFrame.
+
+    `options` are those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
+    `tls_roots`. Filters go to the tasks that read, if the session has `spark.sql.python.filterPushdown.enabled`.
+    """
+    reader = spark.read.format("dissociated").option("catalog", catalog)
+    reader.options(**{"pushdown": spark.conf.get(PUSHDOWN, "false") or "false", **options})
+    if columns is not None:
+        reader.option("columns", json.dumps([*columns]))
+    return reader.load(name)
+
+
 def _settings(master: str) -> dict[str, str]:
     settings = {
         # By default Spark measures the batch again after every row; with this value it does not.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
+        PUSHDOWN: "true",
+        "spark.sql.timeType.enabled": "true",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.memory": f"{_heap()}g",

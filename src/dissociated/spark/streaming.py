@@ -30,10 +30,12 @@ from pyspark.sql.streaming.datasource import (
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
+from pyspark.sql.types import StructType
 
 from dissociated.catalog.client import Client, DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
-from dissociated.spark.types import conform
+from dissociated.spark.columns import Columns
+from dissociated.spark.reader import Request
 from dissociated.spark.writer import Catalog, Written, commit, write_segment
 
 # Spark tells tasks which query and batch they work for, and nobody else.
@@ -159,9 +161,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     and what is replaced meanwhile keeps its memory. Where it shares no memory with the node, it holds nothing.
     """
 
-    def __init__(self, catalog: Catalog, name: str, schema: pa.Schema, options: StreamOptions) -> None:
-        self.catalog = catalog
-        self.name = name
+    def __init__(self, request: Request, schema: StructType, options: StreamOptions) -> None:
+        self.request = request
+        self.name = request.name
         self.schema = schema
         self.options = options
         self._client: Client | None = None  # on first use: tasks get a copy without
@@ -223,12 +225,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _connected(self) -> Client:
         if self._client is None:
-            self._client = self.catalog.connect()
+            self._client = self.request.connect()
         return self._client
 
     def _describe(self) -> DatasetInfo | None:
         try:
-            return self._connected().describe(self.name)
+            return self.request.describe(self._connected())
         except DatasetNotFound:
             return None
 
@@ -252,14 +254,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, Rows)
-        names = self.schema.names
-        with self.catalog.connect() as client:
-            reader = client.read(self.name, columns=names, rows=range(partition.first, partition.end))
+        rows = range(partition.first, partition.end)
+        with self.request.connect() as client:
+            reader = client.read(self.name, self.request.transport, self.schema.fieldNames(), rows=rows)
+            columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
             self._same(client.describe(self.name), partition.began, partition.end)
             for batch in reader:
                 for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    yield conform(batch.slice(at, _ROWS_AT_ONCE).select(names), self.schema)
+                    yield columns.convert(batch.slice(at, _ROWS_AT_ONCE))
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:

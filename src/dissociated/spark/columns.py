@@ -1,0 +1,247 @@
+"""Arrow columns as Spark takes them: which type each becomes, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as types
+
+from dissociated.errors import ColumnNotFound, OptionError, SourceError
+from dissociated.spark.types import TIMEZONE, arrow_schema
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructField, StructType
+
+_MAX_PRECISION = 38  # digits of Spark's decimals
+_NANOSECONDS = "refuse", "truncate"
+_ADVICE = "read it as it is and cast it in Spark; or load it again, if it has been replaced"
+
+_WIDER = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20, 0),
+    pa.float16(): pa.float32(),
+    pa.date64(): pa.date32(),
+}
+_AS_THEY_ARE = (
+    types.is_null,
+    types.is_boolean,
+    types.is_integer,
+    types.is_floating,
+    types.is_date,
+)
+_ONE_VALUE: Sequence[tuple[Callable[[pa.DataType], bool], pa.DataType]] = (
+    (lambda type_: types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_), pa.string()),
+    (lambda type_: types.is_binary(type_) or types.is_large_binary(type_) or types.is_binary_view(type_), pa.binary()),
+    (types.is_fixed_size_binary, pa.binary()),
+    (types.is_time, pa.time64("ns")),
+    (types.is_duration, pa.duration("us")),
+)
+
+
+def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> StructType:
+    """The schema that a DataFrame over data with this Arrow schema has, or over these `columns` of it, in this order.
+
+    Raises ColumnNotFound, and SourceError, naming the column, where Spark has no type for it.
+    """
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    names = schema.names if columns is None else [*columns]
+    fields = []
+    for index in _places(schema, names):
+        field = schema.field(index)
+        try:
+            fields.append(field.with_type(_taken(field.type)))
+        except _Untaken as untaken:
+            raise SourceError(
+                f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
+                "leave the column out with the option columns, or publish it with another type"
+            ) from None
+    return from_arrow_schema(pa.schema(fields))
+
+
+class Columns:
+    """Makes batches with the Arrow schema `source` into those that Spark takes for `wanted`.
+
+    `nanoseconds` says what becomes of those that Spark's microseconds cannot hold: "refuse" or "truncate".
+
+    Raises ColumnNotFound; SourceError where a column has another type than is wanted; OptionError.
+    """
+
+    def __init__(self, source: pa.Schema, wanted: StructType, nanoseconds: str = "refuse") -> None:
+        if nanoseconds not in _NANOSECONDS:
+            raise OptionError(f"the option nanoseconds is refuse or truncate, not {nanoseconds!r}")
+        self.names = wanted.fieldNames()
+        self.schema = arrow_schema(wanted)
+        self._truncate = nanoseconds == "truncate"
+        there = spark_schema(source, self.names)
+        for here, to, field, asked in zip(arrow_schema(there), self.schema, there, wanted, strict=True):
+            if not _fits(here, to):
+                raise SourceError(f"column {here.name!r} is {_said(field)}, not {_said(asked)}: {_ADVICE}")
+
+    def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The batch with the wanted columns, in the wanted order; without a copy where the types are Spark's own.
+
+        Raises SourceError, naming the column, for a value that Spark cannot hold.
+        """
+        arrays = []
+        for field in self.schema:
+            column = batch.column(field.name)
+            try:
+                arrays.append(self._converted(column, field.type))
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                advice = ""
+                if "lose data" in str(error) and not self._truncate:
+                    advice = (
+                        "; microseconds are the finest that Spark has: .option('nanoseconds', 'truncate') cuts them"
+                    )
+                raise SourceError(
+                    f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
+                    f"{field.type}: {error}{advice}"
+                ) from None
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _converted(self, array: pa.Array, to: pa.DataType) -> pa.Array:
+        here = array.type
+        if isinstance(here, pa.BaseExtensionType):
+            return self._converted(array.storage, to)
+        if types.is_dictionary(here):
+            if not len(array.dictionary):
+                return pa.nulls(len(array), to)
+            return self._converted(array.dictionary, to).take(array.indices)
+        if types.is_run_end_encoded(here):
+            return self._converted(pc.run_end_decode(array), to)
+        if types.is_map(to):
+            return self._map(array, to)
+        if types.is_list(to):
+            return self._list(array, to)
+        if types.is_struct(to):
+            return self._struct(array, to)
+        if types.is_time(here):
+            return self._cast(array, pa.time64("us")).cast(to)
+        return array if here.equals(to) else self._cast(array, to)
+
+    def _cast(self, array: pa.Array, to: pa.DataType) -> pa.Array:
+        if not self._truncate or getattr(array.type, "unit", None) != "ns":
+            return array.cast(to)
+        if types.is_timestamp(array.type):
+            return pc.floor_temporal(array, unit="microsecond").cast(to)
+        return array.cast(to, safe=False)
+
+    def _list(self, array: pa.Array, to: pa.DataType) -> pa.Array:
+        if array.type.equals(to):
+            return array
+        # Never a cast: pyarrow makes invalid lists of list views.
+        offsets = pa.concat_arrays(
+            [_ZERO, pc.cumulative_sum(pc.list_value_length(array).fill_null(0).cast(pa.int32()))]
+        )
+        values = self._converted(array.flatten(), to.value_type)
+        return pa.ListArray.from_arrays(offsets, values, type=to, mask=_nulls(array))
+
+    def _map(self, array: pa.Array, to: pa.DataType) -> pa.Array:
+        if array.type.equals(to):
+            return array
+        start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        keys = self._converted(array.keys.slice(start, stop - start), to.key_type)
+        items = self._converted(array.items.slice(start, stop - start), to.item_type)
+        offsets = pc.subtract(array.offsets, pa.scalar(start, pa.int32()))
+        return pa.MapArray.from_arrays(offsets, keys, items, type=to, mask=_nulls(array))
+
+    def _struct(self, array: pa.Array, to: pa.DataType) -> pa.Array:
+        if not to.num_fields or array.type.equals(to):
+            return array
+        children = [self._converted(child, field.type) for child, field in zip(array.flatten(), to, strict=True)]
+        return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
+
+
+_ZERO = pa.array([0], pa.int32())
+
+
+@dataclass
+class _Untaken(Exception):
+    """Spark has no type for `what`."""
+
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def _places(schema: pa.Schema, names: Sequence[str]) -> list[int]:
+    places = []
+    for name in names:
+        found = schema.get_all_field_indices(name)
+        if not found:
+            raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(schema.names)}")
+        if len(found) > 1 or names.count(name) > 1:
+            raise SourceError(f"there is more than one column {name!r}, which Spark cannot tell apart: leave them out")
+        places += found
+    return places
+
+
+def _taken(here: pa.DataType) -> pa.DataType:
+    """What Spark takes of a type. Raises _Untaken."""
+    if isinstance(here, pa.BaseExtensionType):
+        return _taken(here.storage_type)
+    if types.is_dictionary(here) or types.is_run_end_encoded(here):
+        return _taken(here.value_type)
+    if here in _WIDER:
+        return _WIDER[here]
+    if any(is_one(here) for is_one in _AS_THEY_ARE):
+        return here
+    for is_one, to in _ONE_VALUE:
+        if is_one(here):
+            return to
+    if types.is_timestamp(here):
+        return pa.timestamp("us", TIMEZONE if here.tz is not None else None)
+    if types.is_decimal(here):
+        digits = max(here.precision - min(here.scale, 0), here.scale)
+        if digits > _MAX_PRECISION:
+            raise _Untaken(f"decimals of {digits} digits, only of {_MAX_PRECISION}")
+        return pa.decimal128(digits, max(here.scale, 0))
+    if types.is_map(here):
+        return pa.map_(_taken_field(here.key_field, "key"), _taken_field(here.item_field, "value"))
+    if types.is_struct(here):
+        return pa.struct([_taken_field(field, field.name) for field in here])
+    if _is_list(here):
+        return pa.list_(_taken_field(here.value_field, "element"))
+    raise _Untaken(str(here))
+
+
+def _taken_field(field: pa.Field, name: str) -> pa.Field:
+    return field.with_name(name).with_type(_taken(field.type))
+
+
+def _is_list(here: pa.DataType) -> bool:
+    return bool(
+        types.is_list(here)
+        or types.is_large_list(here)
+        or types.is_fixed_size_list(here)
+        or types.is_list_view(here)
+        or types.is_large_list_view(here)
+    )
+
+
+def _fits(here: pa.Field, to: pa.Field) -> bool:
+    """Whether two fields differ in nothing but that one may have nulls, which the other then does not have."""
+    if here.nullable > to.nullable:
+        return False
+    if not types.is_nested(to.type):
+        return bool(here.type.equals(to.type))
+    if here.type.id != to.type.id or here.type.num_fields != to.type.num_fields:
+        return False
+    pairs = [(here.type.field(index), to.type.field(index)) for index in range(to.type.num_fields)]
+    return all(one.name == other.name and _fits(one, other) for one, other in pairs)
+
+
+def _said(field: StructField) -> str:
+    return field.dataType.simpleString() + ("" if field.nullable else " without nulls")
+
+
+def _nulls(array: pa.Array) -> pa.Array | None:
+    return array.is_null() if array.null_count else None

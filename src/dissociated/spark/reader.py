@@ -1,0 +1,257 @@
+"""Reads one dataset into Spark. Only Spark imports this module, through the data source.
+
+    planning    asks the catalog which version there is, and cuts each endpoint into slices of its batches
+    each task   asks the catalog where its endpoint can be had best from there, and requests its slice
+
+The catalog keeps a version that was replaced for a while after anyone has asked for it; so all tasks read the version
+that was planned. Columns and slices are requested: what no task wants does not move.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.types import StructType
+
+from dissociated.access import read_token
+from dissociated.catalog.client import Client, DatasetInfo, Endpoint, connect, locations
+from dissociated.client import takes_selections
+from dissociated.errors import OptionError, WrongKind
+from dissociated.spark.columns import Columns, spark_schema
+from dissociated.spark.filters import passing, supported
+from dissociated.spark.types import arrow_schema
+
+#: Bytes of one partition, unless the option `partitions` says how many there are.
+SLICE_BYTES = 64 << 20
+_ROWS = 10_000  # that Spark is given at once: it takes larger batches more slowly
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be read, and how: the options of `spark.read.format("dissociated")`, checked."""
+
+    catalog: str
+    name: str
+    columns: tuple[str, ...] | None = None
+    version: int | None = None
+    transport: str | None = None
+    partitions: int | None = None
+    nanoseconds: str = "refuse"
+    pushdown: bool = False
+    token_file: str | None = None
+    tls_roots: str | None = None
+
+    @classmethod
+    def parse(cls, catalog: str, name: str, options: Any) -> Request:
+        """Raises OptionError for a value that makes no sense."""
+        return cls(
+            catalog,
+            name,
+            columns=_columns(options.get("columns")),
+            version=_number(options, "version", 0),
+            transport=options.get("transport"),
+            partitions=_number(options, "partitions", 1),
+            nanoseconds=options.get("nanoseconds", "refuse"),
+            pushdown=_flag(options, "pushdown"),
+            token_file=options.get("token_file"),
+            tls_roots=options.get("tls_roots"),
+        )
+
+    def connect(self) -> Client:
+        """A client of the catalog. The token is read where it is needed: this object is copied to every task."""
+        token = None if self.token_file is None else read_token(self.token_file)
+        return connect(self.catalog, token=token, tls_roots=self.tls_roots)
+
+    def schema(self) -> StructType:
+        """What there is to read. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
+        with self.connect() as client:
+            return spark_schema(self.describe(client).schema, self.columns)
+
+    def describe(self, client: Client, version: int | None = None) -> DatasetInfo:
+        """The dataset as it is now, or a version of it. Raises DatasetNotFound, and WrongKind for tensors."""
+        info = client.describe(self.name, self.version if version is None else version)
+        if info.tensors is not None:
+            raise WrongKind(
+                f"{self.name!r} holds tensors, and Spark has no columns for them: read it with "
+                "dissociated.connect(catalog).read_tensors(name)"
+            )
+        return info
+
+    def reader(self, schema: StructType) -> DatasetReader:
+        """A reader of the columns in `schema`. Raises OptionError where that contradicts the option `columns`."""
+        if self.columns is not None and [*self.columns] != schema.fieldNames():
+            raise OptionError("say which columns by .schema(...) or by the option columns, not both")
+        return FilteringReader(self, schema) if self.pushdown else DatasetReader(self, schema)
+
+
+class Slice(NamedTuple):
+    """Rows of one endpoint: of the batches from `first` up to `stop`, without the first `skip`, so many `rows`."""
+
+    first: int
+    stop: int
+    skip: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Part(InputPartition):
+    """What one task reads: an endpoint, or a slice of it.
+
+    `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned.
+    """
+
+    version: int
+    number: int
+    endpoint: Endpoint | None
+    slice: Slice | None
+
+
+class DatasetReader(DataSourceReader):
+    """Reads the columns of `schema`, by name. Made while Spark plans a query, then copied to every task."""
+
+    def __init__(self, request: Request, schema: StructType) -> None:
+        self.request = request
+        self.schema = schema
+        self.filters: list[Filter] = []
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """One for each endpoint, or for each slice of one where those can be requested."""
+        with self.request.connect() as client:
+            info = self.request.describe(client)
+            Columns(info.schema, self.schema, self.request.nanoseconds)  # what does not fit is told before any task
+            return [
+                Part(info.version, number, None if info.version else endpoint, one)
+                for number, endpoint in enumerate(info.endpoints)
+                for one in self._slices(client, info, endpoint)
+            ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """In a task: the rows of one partition. Closed early, it gives back what it holds."""
+        assert isinstance(partition, Part), "Spark gives what partitions has made"
+        with self.request.connect() as client:
+            info = self.request.describe(client, partition.version or None)
+            columns = Columns(info.schema, self.schema, self.request.nanoseconds)
+            reader = client.read_endpoint(
+                info,
+                partition.endpoint or info.endpoints[partition.number],
+                self.request.transport,
+                None if {*columns.names} == {*info.schema.names} else columns.names,
+                batches=None if partition.slice is None else partition.slice[:2],
+            )
+        with closing(reader):
+            for batch in _trimmed(reader, partition.slice):
+                for at in range(0, batch.num_rows, _ROWS):
+                    some = passing(columns.convert(batch.slice(at, _ROWS)), self.filters)
+                    if some.num_rows:
+                        yield some
+
+    def _slices(self, client: Client, info: DatasetInfo, endpoint: Endpoint) -> Sequence[Slice | None]:
+        """How to cut an endpoint; where it must not be asked, or cannot choose, it stays whole."""
+        whole: list[Slice | None] = [None]
+        asked = self.request.partitions
+        wanted = asked or math.ceil((info.nbytes or 0) / SLICE_BYTES)
+        if not info.rows or wanted <= 1:  # a reader that is published can be read once, and has no rows to be known
+            return whole
+        if not all(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
+            return whole
+        # Batches without columns: nothing but their metadata moves.
+        transport = "grpc" if self.request.transport == "grpc" else None
+        with closing(client.read_endpoint(info, endpoint, transport, columns=[])) as reader:
+            sizes = [batch.num_rows for batch in reader]
+        return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
+
+
+class FilteringReader(DatasetReader):
+    """Takes filters from Spark. Spark makes such a reader fail where the setting for it is off."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
+        """Keep those that are decided as in Spark; give back the others."""
+        schema = arrow_schema(self.schema)
+        for one in filters:
+            if supported(one, schema):
+                self.filters.append(one)
+            else:
+                yield one
+
+
+def slices(sizes: Sequence[int], count: int) -> list[Slice]:
+    """Batches of these sizes, cut into at most `count` slices of about as many rows, in order and without gaps.
+
+    A cut lies between two batches where that is near.
+    """
+    ends = [0, *accumulate(sizes)]
+    rows = ends[-1]
+    cuts = {0, rows, *(_near(ends, rows * number // count, rows // (4 * count)) for number in range(1, count))}
+    made = []
+    for begin, end in pairwise(sorted(cuts)):
+        first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
+        made.append(Slice(first, stop, begin - ends[first], end - begin))
+    return made
+
+
+def _near(ends: Sequence[int], row: int, distance: int) -> int:
+    """The end of a batch that is nearest to `row`; `row` itself if none is within this distance."""
+    place = bisect_left(ends, row)
+    nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
+    return nearest if abs(nearest - row) <= distance else row
+
+
+def _batch_of(ends: Sequence[int], row: int) -> int:
+    return bisect_left(ends, row + 1) - 1
+
+
+def _trimmed(batches: Iterable[pa.RecordBatch], part: Slice | None) -> Iterator[pa.RecordBatch]:
+    """The rows of a slice, of the batches that it is in."""
+    if part is None:
+        yield from batches
+        return
+    skip, left = part.skip, part.rows
+    for batch in batches:
+        some = batch.slice(skip, left)
+        skip = max(0, skip - batch.num_rows)
+        left -= some.num_rows
+        yield some
+
+
+def _columns(text: str | None) -> tuple[str, ...] | None:
+    """Names separated by commas; or a JSON list, for names that have commas in them."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if text.lstrip().startswith("["):
+        try:
+            names = json.loads(text)
+        except ValueError as error:
+            raise OptionError(f"the option columns begins like a JSON list, and is none: {error}") from None
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise OptionError(f"the option columns is names, separated by commas, or a JSON list of them, not {text!r}")
+    return tuple(names)
+
+
+def _number(options: Any, key: str, least: int) -> int | None:
+    text = options.get(key)
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
+    return number
+
+
+def _flag(options: Any, key: str) -> bool:
+    text = str(options.get(key, "false")).lower()
+    if text not in ("true", "false"):
+        raise OptionError(f"the option {key} is true or false, not {text!r}")
+    return text == "true"
