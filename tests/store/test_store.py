@@ -138,6 +138,18 @@ def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory
         assert os.listdir(store.staging) == []
 
 
+def test_versions_that_were_appended_to_share_what_is_open(memory: Path) -> None:
+    with leaving_nothing(), Store(memory) as store:
+        put(store, "some", 0)
+        opened = store.segments(store.versions()[0])
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1, 20):
+            opened = store.segments(put(store, "some", number, append=True))
+        assert len(os.listdir("/proc/self/fd")) == before + 19  # as many as there are segments, not versions of them
+        assert [segment.rows for segment in opened] == [1] * 20
+        del opened
+
+
 def test_append_keeps_what_was_there_in_one_more_version(memory: Path) -> None:
     with Store(memory) as store:
         first = put(store, "some", 1)

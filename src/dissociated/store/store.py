@@ -120,6 +120,7 @@ class Store:
             #: what is committed here and on disk; None where that has changed since it was looked at
             self._sizes: tuple[dict[int, int], dict[int, int]] | None = None
             self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
+            self._files: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
             for shelf in (self._shelf, *([self._disk] if self._disk else ())):  # what is on disk was moved there
                 self._versions.update({version.id: (version, shelf) for version in shelf.committed()})
             self._remove_copies()
@@ -173,9 +174,19 @@ class Store:
             opened = self._segments.get(version.id)
             if opened is None:
                 _, shelf = self._find(version)
-                opened = _Opened(Segment.open(path) for path in shelf.files(version))
+                opened = _Opened(self._open(path) for path in shelf.files(version))
                 self._segments[version.id] = opened
             return opened
+
+    def _open(self, path: Path) -> Segment:
+        """The segment there. One that is open, for another version, is not opened again: so appending stays cheap."""
+        with explained(f"opening {path}"):
+            status = path.stat()
+        file = status.st_dev, status.st_ino
+        found = self._files.get(file)
+        if found is None:
+            self._files[file] = found = Segment.open(path)
+        return found
 
     def usage(self) -> Usage:
         """What it takes now."""
@@ -310,7 +321,7 @@ class Store:
                 staged = [f"{secrets.token_hex(8)}.arrows"]
                 self.writer(staged[0], schema).close()
                 paths = [self._shelf.staged(staged[0])]
-            segments = [Segment.open(path) for path in paths]
+            segments = [self._open(path) for path in paths]
             version = replace(
                 self._made(name, segments, key, prepared, tags or {}, ttl),
                 before=() if before is None else (*before.before, before.key),
