@@ -266,14 +266,14 @@ def test_a_catalog_killed_before_the_commit_and_started_again(
 def test_a_batch_that_was_committed_unknown_to_spark_is_not_written_again(
     spark: SparkSession, node: Node, tmp_path: Path
 ) -> None:
-    put(node.uri, "in", range(10))
+    put(node.uri, "in", range(300_000))
     run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
     before = version(node.uri, "out")
     for name in ("0", ".0.crc"):  # as if the driver had been killed before it wrote them
         (tmp_path / "check" / "commits" / name).unlink()
-    assert run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check") == [10]
+    assert run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check") == [300_000]
     assert version(node.uri, "out") == before
-    assert numbers(node.uri, "out") == [*range(10)]
+    assert numbers(node.uri, "out") == [*range(300_000)]
 
 
 def test_a_commit_that_is_refused_leaves_nothing_and_can_be_made_good(
