@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
 ]
 
@@ -90,7 +90,7 @@ def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "a
 def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> list[int]:
     """The same, to its end. How many rows each batch had."""
     query = started(df, uri, name, checkpoint, mode)
-    assert query.awaitTermination(120)
+    assert query.awaitTermination(200)
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 
@@ -195,7 +195,7 @@ class Driver:
         self._gate.open("w").close()
 
     def wait(self) -> int:
-        return self._process.wait(120)
+        return self._process.wait(200)
 
     def kill(self) -> None:
         """Its JVM and its Python workers too."""
@@ -214,7 +214,7 @@ def driver(tmp_path: Path) -> Iterator[list[Driver]]:
 
 def wait_for(store: Path, suffix: str) -> list[str]:
     """The segments being written, or that are whole."""
-    wait_until(lambda: any(name.endswith(suffix) for name in staged(store)), f"{suffix} in {store}", patience=90.0)
+    wait_until(lambda: any(name.endswith(suffix) for name in staged(store)), f"{suffix} in {store}", patience=180.0)
     return staged(store)
 
 
