@@ -8,12 +8,15 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import TransportError
+from dissociated.errors import CatalogError, OptionError, TransportError
+from dissociated.store.node import Node
+from dissociated.store.store import Store
 from dissociated.uri import Uri
 from helpers import PATIENCE
 
@@ -50,6 +53,53 @@ def test_a_dataset_that_is_replaced_all_the_time_can_be_read() -> None:
         finally:
             stop.set()
             replacing.join()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_rows_by_their_positions(transport: str, tmp_path: Path) -> None:
+    """Of a dataset with batches of 10 rows."""
+    with Node(Store(tmp_path / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+        for first in range(0, 100, 10):
+            client.put("data", pa.table({"n": range(first, first + 10)}).to_reader(), mode="append")
+        for rows in (range(100), range(3), range(95, 200), range(17, 43), range(20, 30), range(100, 101), range(5, 5)):
+            read = client.read("data", transport, ["n"], rows=rows).read_all()
+            assert read["n"].to_pylist() == [n for n in rows if n < 100]
+
+
+def test_parts_without_any_of_the_rows_are_not_opened(tmp_path: Path) -> None:
+    with (
+        dis.Server(["tcp://127.0.0.1:0"]) as server,
+        Node(Store(tmp_path / "a"), ["tcp://127.0.0.1:0"], catalog=server.catalog_uri) as a,
+        Node(Store(tmp_path / "b"), ["tcp://127.0.0.1:0"], catalog=server.catalog_uri) as b,
+        dis.connect(server.catalog_uri) as client,
+    ):
+        for node, numbers in ((a, [1, 2]), (b, [3, 4])):
+            with node.store.writer("x", (table := pa.table({"n": numbers})).schema) as writer:
+                writer.write(table)
+            client.commit("data", [{"node": node.store.id, "segment": "x"}], "append", table.schema)
+        assert client.read("data", rows=range(1, 3)).read_all()["n"].to_pylist() == [2, 3]
+        b.server.close()
+        assert client.read("data", rows=range(2)).read_all()["n"].to_pylist() == [1, 2]
+        with pytest.raises(CatalogError, match="says nothing any more"):
+            client.read("data", rows=range(1, 3))
+
+
+def test_over_tcp_the_batches_before_the_wanted_rows_do_not_move(tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store"), ["tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+        batches = [pa.record_batch({"n": pa.array(range(10_000), pa.int64())})] * 100
+        client.put("data", pa.Table.from_batches(batches).to_reader())
+        read = client.read("data", rows=range(985_000, 1_000_000)).read_all()
+        assert read["n"].to_pylist() == [*range(5_000, 10_000), *range(10_000)]
+        (status,) = client.status().datasets
+        assert status.bytes == 2 * 80_000
+
+
+@pytest.mark.parametrize("rows", [range(-1, 3), range(0, 6, 2)])
+def test_rows_are_a_range_of_positions(rows: range) -> None:
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE)
+        with pytest.raises(OptionError, match="rows is a range of positions"):
+            client.read("data", rows=rows)
 
 
 def test_a_server_on_all_interfaces_names_a_host() -> None:

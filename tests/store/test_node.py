@@ -73,6 +73,30 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
     assert not (store / "node.json").exists()
 
 
+def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memory: Path, start: Start) -> None:
+    def commit(uri: str, key: str, number: int, mode: str) -> None:
+        with dis.connect(uri) as client:
+            client.commit("d", [write(uri, f"{key}-1", number)], mode, SCHEMA, key=key)
+
+    node = start("node", "--store", memory / "store", "--retain", "0.001")
+    commit(node.uri, "first", 1, "overwrite")
+    for number in (2, 3):
+        commit(node.uri, f"append{number}", number, "append")
+    with dis.connect(node.uri) as client:
+        before = client.describe("d")
+    wait_until(lambda: len(segments(memory / "store" / "segments")) == 3, "what was replaced is gone")
+    node.kill()
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        assert client.describe("d").began == before.began
+        assert [client.committed(key) for key in ("first", "append2", "append3", "append4")] == [True] * 3 + [False]
+        commit(node.uri, "append2", 2, "append")
+        assert read(node.uri, "d") == [1, 2, 3]
+        commit(node.uri, "again", 9, "overwrite")
+        assert client.describe("d").began != before.began
+    assert staged(memory / "store") == []
+
+
 @pytest.mark.parametrize("how", ["half", "whole"])
 def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start: Start, how: str) -> None:
     store = memory / "store"
@@ -280,6 +304,36 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     for node, name in ((a, "a"), (b, "b")):
         wait_until(lambda n=name: segments(memory / n / "segments") == [], "the dropped parts are gone")
         wait_until(lambda n=name, p=node: p.open_files(memory / n / "segments") == [], "nothing is mapped")
+
+
+def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen)
+    catalog = start(*catalog_arguments)
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
+
+    def commit(parts: list[dict[str, str]]) -> None:
+        with dis.connect(listen) as client:
+            client.commit("d", parts, "append", SCHEMA, key="k")
+
+    parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
+    b.signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit, parts)
+        wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "a has prepared")
+        catalog.kill()
+        with pytest.raises(CatalogError):
+            committing.result(PATIENCE)
+    b.signal(signal.SIGCONT)
+    start(*catalog_arguments)
+    with dis.connect(listen) as client:
+        wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 2, "both nodes were heard again")
+    commit([write(a.uri, "3", 2), write(b.uri, "4", 1)])  # the same rows, that other tasks wrote elsewhere
+    assert read(listen, "d") == [2, 1]
+    for name in "ab":
+        wait_until(lambda n=name: len(segments(memory / n / "segments")) == 1, "nothing is left of the first attempt")
 
 
 def test_nodes_that_are_killed_are_marked_and_come_back(memory: Path, tmp_path: Path, start: Start) -> None:

@@ -123,12 +123,40 @@ def test_a_repeated_commit_does_nothing(memory: Path) -> None:
         assert store.commit("some", [name], key="k") == first
 
 
+def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory: Path) -> None:
+    with Store(memory) as store:
+        gone: list[Version] = []
+        store.removed = gone.append
+        first = store.commit("some", [write(store, "a", 1)], key="k", prepared=True)
+        assert store.commit("some", ["a"], key="k", prepared=True) == first  # the same attempt, repeated
+        second = store.commit("some", [write(store, "b", 2)], key="k", prepared=True)
+        assert (store.versions(), gone) == ([second], [first])
+        assert numbers(store, second) == [2]
+        store.confirm(second, whole=True)
+        published = store.commit("some", [write(store, "c", 3)], key="k", prepared=True)
+        assert numbers(store, published) == [2]
+        assert os.listdir(store.staging) == []
+
+
+def test_versions_that_were_appended_to_share_what_is_open(memory: Path) -> None:
+    with leaving_nothing(), Store(memory) as store:
+        put(store, "some", 0)
+        opened = store.segments(store.versions()[0])
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1, 20):
+            opened = store.segments(put(store, "some", number, append=True))
+        assert len(os.listdir("/proc/self/fd")) == before + 2 * 19  # two for each segment, of whatever version
+        assert [segment.rows for segment in opened] == [1] * 20
+        del opened
+
+
 def test_append_keeps_what_was_there_in_one_more_version(memory: Path) -> None:
     with Store(memory) as store:
         first = put(store, "some", 1)
         second = put(store, "some", 2, append=True)
         assert (numbers(store, first), numbers(store, second)) == ([1], [1, 2])
         assert store.current("some") == second
+        assert second.before == (first.key,)
         once = store.usage().committed
         store.remove(first)  # its segment lies in both
         assert store.usage().committed == pytest.approx(once, abs=8192)

@@ -6,10 +6,11 @@ import base64
 import json
 import os
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     FormatError,
+    OptionError,
     RemoteError,
     TransportError,
     UriError,
@@ -58,19 +60,22 @@ _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up
 class Endpoint:
     """A part of a dataset: the identifier to ask with, and the locations that can be asked, the nearest first.
 
-    There are none where its node, which is on `hosts`, says nothing any more.
+    There are none where its node, which is on `hosts`, says nothing any more. `rows` is None where the catalog does
+    not know how many it has.
     """
 
     ticket: bytes = field(repr=False)  # whoever has it can read
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
     """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know.
 
-    `created` and `expires` are seconds since the epoch; one without a time to live never expires.
+    `created` and `expires` are seconds since the epoch; one without a time to live never expires. What is appended
+    changes the version, and neither `began` nor the rows before; a dataset that is replaced has another one.
     """
 
     name: str
@@ -82,6 +87,7 @@ class DatasetInfo:
     created: float = 0.0
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
+    began: str = ""
 
     @property
     def tensors(self) -> TensorsInfo | None:
@@ -275,6 +281,10 @@ class CatalogClient:
         }
         self.act("commit", body)
 
+    def committed(self, key: str) -> bool:
+        """Whether there was a commit with this `key`. After thirty days nobody knows any more."""
+        return bool(self.act("committed", {"key": key})["committed"])
+
     def discard(self, segments: Sequence[str]) -> None:
         """Remove segments from the stage, as far as they exist."""
         self.act("discard", {"segments": [*segments]})
@@ -342,24 +352,54 @@ class Client(CatalogClient):
         columns: Sequence[str] | None = None,
         *,
         version: int | None = None,
+        rows: range | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
-        `version` is one that was replaced and is still there. `transport` is a scheme: "shm", "tcp", or "grpc" for
+        `version` is one that was replaced and is still there; `rows` are those that are wanted, as in `range(10, 20)`:
+        parts of the dataset that have none of them are not opened. `transport` is a scheme: "shm", "tcp", or "grpc" for
         Flight's own DoGet. `columns` keeps only these top-level columns, in the order of the schema; `options` say
         how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
         `open_stream` raises.
         """
 
-        def opened(info: DatasetInfo, endpoint: Endpoint) -> pa.RecordBatchReader:
-            return self.read_endpoint(
-                info, endpoint, transport, columns, options=options, max_body=max_body, allow_rma=allow_rma
+        def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+            wanted = partial(
+                self.read_endpoint,
+                info,
+                transport=transport,
+                columns=columns,
+                options=options,
+                max_body=max_body,
+                allow_rma=allow_rma,
             )
+            if rows is None:
+                return [wanted(endpoint) for endpoint in info.endpoints]
+            return [self._rows(wanted, endpoint, some, transport) for endpoint, some in _having(info, rows)]
 
         return _chained(*self._endpoints(name, version, opened))
+
+    def _rows(
+        self,
+        read: Callable[..., pa.RecordBatchReader],
+        endpoint: Endpoint,
+        rows: range,
+        transport: str | None,
+    ) -> pa.RecordBatchReader:
+        """These rows of an endpoint. Where bodies travel, those of the batches before do not."""
+        ways = locations(endpoint)
+        mapped = transport in (None, "shm") and any(
+            uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uris in ways for uri in uris
+        )
+        if not rows.start or mapped or not all(takes_selections(uri) for uris in ways for uri in uris):
+            return _some(read(endpoint), rows)
+        ends = [*accumulate(batch.num_rows for batch in read(endpoint, columns=[]))]
+        first, stop = bisect_right(ends, rows.start), bisect_right(ends, rows.stop - 1) + 1
+        before = ends[first - 1] if first else 0
+        return _some(read(endpoint, batches=(first, stop)), range(rows.start - before, rows.stop - before))
 
     def read_endpoint(
         self,
@@ -410,24 +450,26 @@ class Client(CatalogClient):
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         opened = partial(open_tensors, timeout=self._timeout, max_body=max_body, allow_rma=allow_rma)
         _, readers = self._endpoints(
-            name, version, lambda _, endpoint: self._nearest(name, transport, endpoint, opened, allow_rma)
+            name,
+            version,
+            lambda info: [self._nearest(name, transport, part, opened, allow_rma) for part in info.endpoints],
         )
         return chain.from_iterable(readers)
 
     def _endpoints(
-        self, name: str, version: int | None, opened: Callable[[DatasetInfo, Endpoint], T]
+        self, name: str, version: int | None, opened: Callable[[DatasetInfo], list[T]]
     ) -> tuple[DatasetInfo, list[T]]:
-        """The dataset `name`, and each of its endpoints, opened."""
+        """The dataset `name`, and its endpoints, opened."""
         info = self.describe(name, version)
         for _ in range(_MAX_REPLACED):
             try:
-                return info, [opened(info, endpoint) for endpoint in info.endpoints]
+                return info, opened(info)
             except RemoteError:
                 found = self.describe(name, version)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
-        return info, [opened(info, endpoint) for endpoint in info.endpoints]
+        return info, opened(info)
 
     async def read_async(
         self,
@@ -436,6 +478,7 @@ class Client(CatalogClient):
         columns: Sequence[str] | None = None,
         *,
         version: int | None = None,
+        rows: range | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
@@ -449,6 +492,7 @@ class Client(CatalogClient):
             transport,
             columns,
             version=version,
+            rows=rows,
             options=options,
             max_body=max_body,
             allow_rma=allow_rma,
@@ -526,6 +570,34 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
+def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
+    """The endpoints that have some of these rows, and which of their own these are."""
+    if rows.step != 1 or rows.start < 0:
+        raise OptionError(f"rows is a range of positions that follow each other, not {rows}")
+    at = 0
+    for endpoint in info.endpoints:
+        if endpoint.rows is None:
+            raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
+        first, end = max(0, rows.start - at), min(rows.stop - at, endpoint.rows)
+        if first < end:
+            yield endpoint, range(first, end)
+        at += endpoint.rows
+
+
+def _some(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
+    """These rows of a stream, which is not read any further."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        at = 0
+        while at < rows.stop and (batch := next(reader, None)) is not None:
+            first, end = max(0, rows.start - at), min(rows.stop - at, batch.num_rows)
+            if first < end:
+                yield batch.slice(first, end - first)
+            at += batch.num_rows
+
+    return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
+
 def connect(
     catalog_uri: str,
     *,
@@ -588,14 +660,17 @@ def _info(found: Any) -> DatasetInfo:
             Endpoint(
                 endpoint.ticket.ticket,
                 tuple(location.uri.decode() for location in endpoint.locations),
-                tuple(node["host"] for node in json.loads(endpoint.app_metadata or b"{}").get("nodes", ())),
+                tuple(node["host"] for node in part.get("nodes", ())),
+                part.get("rows"),
             )
             for endpoint in found.endpoints
+            for part in [json.loads(endpoint.app_metadata or b"{}")]
         ),
         version=about.get("version", 0),
         created=about.get("created", 0.0),
         expires=about.get("expires"),
         tags=about.get("tags", {}),
+        began=about.get("began", ""),
     )
 
 

@@ -31,7 +31,8 @@ CREATE TABLE IF NOT EXISTS nodes (
 );
 CREATE TABLE IF NOT EXISTS versions (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, schema BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
-    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0
+    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0,
+    began TEXT NOT NULL
 );
 CREATE UNIQUE INDEX IF NOT EXISTS the_dataset ON versions (name) WHERE replaced IS NULL;
 CREATE TABLE IF NOT EXISTS parts (
@@ -47,7 +48,7 @@ CREATE INDEX IF NOT EXISTS by_part ON version_parts (part);
 CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
 """
-_FORMAT = 1
+_FORMAT = 2
 _REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
 #: Seconds after which a part that was prepared for a commit which never came is released.
 ABANDONED = 600.0
@@ -96,6 +97,8 @@ class Announced:
     whole: bool = True
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
+    #: the keys of the commits that this one was appended to
+    before: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,15 @@ class Held:
 
     ticket: bytes
     nodes: tuple[Node, ...]
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
 class Record:
-    """One version of a dataset. Times are seconds since the epoch."""
+    """One version of a dataset. Times are seconds since the epoch.
+
+    `began` is the key of the commit that what came since was appended to: versions that have it in common begin alike.
+    """
 
     version: int
     name: str
@@ -118,6 +125,7 @@ class Record:
     tags: Mapping[str, str]
     created: float
     expires: float | None
+    began: str
     current: bool
     parts: tuple[Held, ...]
 
@@ -231,7 +239,9 @@ class Database:
                         one.created,
                     )
                     if not newer:
-                        self._publish(one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created)
+                        self._publish(
+                            one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created, one.before
+                        )
 
     def _known(self, one: Announced) -> bool:
         return bool(
@@ -313,10 +323,12 @@ class Database:
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
         created: float | None = None,
+        before: Sequence[str] = (),
     ) -> int:
         """Make these parts the dataset `name`, or with `append` more of it. A repeated `key` changes nothing.
 
-        `created` is when that was, if not now; `ttl` counts from then.
+        `created` is when that was, if not now; `ttl` counts from then. `before` are the keys of commits that these
+        parts have in them too, the first one first: they are not repeated either.
         Returns the number of the version. Raises CatalogError for parts of unknown nodes, and for another schema than
         that of what is appended to.
         """
@@ -324,7 +336,9 @@ class Database:
             done = self._all("SELECT version FROM commits WHERE key = ?", key)
             if done:
                 return int(done[0]["version"])
-            return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now)
+            if self._over(key):
+                raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
+            return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now, before)
 
     def _publish(
         self,
@@ -336,10 +350,12 @@ class Database:
         tags: Mapping[str, str],
         ttl: float | None,
         now: float,
+        keys: Sequence[str] = (),
     ) -> int:
         run = self._connection.execute
         before = next(iter(self._all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)), None)
         rows, nbytes = _total(part.rows for part in parts), _total(part.nbytes for part in parts)
+        began = [*keys, key][0]
         if append and before is not None:
             if before["schema"] != schema:
                 raise CatalogError(
@@ -347,11 +363,13 @@ class Database:
                 )
             rows, nbytes = _total((before["rows"], rows)), _total((before["nbytes"], nbytes))
             tags, ttl = self._record(before, now).more(tags, ttl)
+            began = before["began"]
         if before is not None:
             run("UPDATE versions SET replaced = ? WHERE id = ?", (now, before["id"]))
         version = run(
-            "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (name, schema, rows, nbytes, json.dumps(dict(tags)), now, None if ttl is None else now + ttl),
+            "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires, began)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (name, schema, rows, nbytes, json.dumps(dict(tags)), now, None if ttl is None else now + ttl, began),
         ).lastrowid
         assert version is not None
         first = 0
@@ -371,7 +389,8 @@ class Database:
             except sqlite3.IntegrityError:
                 raise CatalogError(f"no node {part.node!r} has registered at this catalog") from None
             run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
-        run("INSERT INTO commits VALUES (?, ?, ?)", (key, version, now))
+        for one in (*keys, key):
+            run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, version, now))
         for table in ("commits", "aborts"):
             run(f"DELETE FROM {table} WHERE at < ?", (now - _REMEMBERED,))
         self._expire(now)
@@ -460,13 +479,13 @@ class Database:
             return record, next(part for part in record.parts if part.ticket == ticket)
 
     def _record(self, row: sqlite3.Row, now: float) -> Record:
-        held: dict[int, tuple[bytes, list[Node]]] = {}
+        held: dict[int, tuple[sqlite3.Row, list[Node]]] = {}
         for part in self._all(
-            "SELECT number, ticket, nodes.* FROM version_parts JOIN parts ON part = parts.id"
+            "SELECT number, ticket, rows, nodes.* FROM version_parts JOIN parts ON part = parts.id"
             " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            held.setdefault(part["number"], (part["ticket"], []))[1].append(_node(part, now))
+            held.setdefault(part["number"], (part, []))[1].append(_node(part, now))
         return Record(
             version=row["id"],
             name=row["name"],
@@ -476,8 +495,9 @@ class Database:
             tags=json.loads(row["tags"]),
             created=row["created"],
             expires=row["expires"],
+            began=row["began"],
             current=row["replaced"] is None,
-            parts=tuple(Held(ticket, tuple(nodes)) for ticket, nodes in held.values()),
+            parts=tuple(Held(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in held.values()),
         )
 
 

@@ -54,6 +54,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 lambda body: service.discard([str(one) for one in body["segments"]]),
                 "remove segments that will not be committed",
             ),
+            "committed": (
+                lambda body: {"committed": service.committed(str(body["key"]))},
+                "whether there was a commit with this key",
+            ),
             "abort": (lambda body: service.abort(str(body["key"])), "a commit that shall not come, and its segments"),
             "drop": (lambda body: service.drop(str(body["name"])), "make a dataset unavailable"),
             "versions": (

@@ -15,6 +15,7 @@ Actions; their bodies and results are JSON, but for those that Flight defines:
     reserve   {segment, size, wish}                  -> {size}
     commit    {name, segments, append, schema, key, tags, ttl}  -> {}
     discard   {segments}                             -> {}
+    committed {key}                                  -> {committed}
     abort     {key}                                  -> {}
     drop      {name}                                 -> {}
     versions  {name}                                 -> {versions}
@@ -218,6 +219,7 @@ class CatalogService:
                     tags=version.tags,
                     ttl=version.ttl,
                     created=version.created,
+                    before=version.before,
                 )
                 if replaced[version.name] > version.created and replaced[version.name] + self.retain > time.time():
                     self._database.find(version.name, promise=self.retain)
@@ -296,6 +298,7 @@ class CatalogService:
                     version.whole,
                     version.tags,
                     version.ttl,
+                    version.before,
                 )
             )
         return serial, found
@@ -374,6 +377,7 @@ class CatalogService:
             "version": record.version,
             "created": record.created,
             "expires": record.expires,
+            "began": record.began,
             "tags": dict(record.tags),
         }
         return flight.FlightInfo(
@@ -435,7 +439,7 @@ class CatalogService:
             ticket.data,
             locations,
             None if not ends else pa.scalar(int(min(ends) * 1e6), pa.timestamp("us", "UTC")),
-            json.dumps({"nodes": about}),
+            json.dumps({"nodes": about, "rows": part.rows}),
         )
 
     def _mine(self, identifier: bytes) -> Dataset | None:
@@ -550,6 +554,7 @@ class CatalogService:
     def _commit_here(self, wanted: Wanted, staged: Sequence[str]) -> None:
         assert self._stock is not None
         wanted = replace(wanted, staged=staged)
+        began: list[str] = []
         if wanted.append:
             try:
                 record = self._database.find(wanted.name)
@@ -557,13 +562,14 @@ class CatalogService:
                 pass
             else:
                 before = appendable(wanted.name, self._mine(record.parts[0].ticket))
+                began = [record.began]
                 tags, ttl = record.more(wanted.tags, wanted.ttl)
                 wanted = replace(wanted, before=before, tags=tags, ttl=ttl)
         prepared = self._stock.prepare(wanted)
         self._hold(prepared, named=True)
         schema = _encoded(prepared.dataset.schema)
         self._database.publish(
-            wanted.name, wanted.key, schema, [self._part(prepared)], tags=wanted.tags, ttl=wanted.ttl
+            wanted.name, wanted.key, schema, [self._part(prepared)], tags=wanted.tags, ttl=wanted.ttl, before=began
         )
 
     def _commit_there(self, wanted: Wanted, on: Mapping[str, Sequence[str]]) -> None:
@@ -717,6 +723,12 @@ class CatalogService:
                 self._database.abort(key)
             self._release()
         self._clear([key])
+
+    def committed(self, key: str) -> bool:
+        """Whether there was a commit with this key."""
+        if self._outer is not None:
+            return self._outer.committed(key)
+        return self._database.committed(key) is not None
 
     def over(self, keys: Sequence[str]) -> list[str]:
         """Those of `keys` that were committed or aborted."""

@@ -6,11 +6,14 @@ from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
     DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
 )
 from pyspark.sql.types import StructType
 
 from dissociated.errors import CatalogError
 from dissociated.spark.reader import Request
+from dissociated.spark.streaming import StreamOptions, StreamReader, StreamWriter
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import Catalog, DatasetWriter
 
@@ -32,6 +35,17 @@ class DissociatedDataSource(DataSource):
             schema=arrow_schema(schema),
             mode="overwrite" if overwrite else "append",
         )
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        return StreamWriter(
+            self._catalog(),
+            name=self._option("path", 'the dataset goes: .start("NAME")'),
+            schema=arrow_schema(schema),
+            mode="overwrite" if overwrite else "append",
+        )
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        return StreamReader(self._request(), schema, StreamOptions.parse(self.options))
 
     def schema(self) -> StructType:
         return self._request().schema()

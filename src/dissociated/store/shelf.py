@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -47,6 +47,10 @@ class Version:
     ttl: float | None = None
     rows: int = 0
     nbytes: int = 0
+    #: the keys of the commits that this one was appended to, the first of them first
+    before: Sequence[str] = ()
+    #: what a repeated call would name: tells whether another one with the same key means the same segments
+    staged: str = ""
 
 
 class Shelf:
@@ -180,7 +184,7 @@ def _decoded(manifest: bytes) -> Version:
     plain: dict[str, Any] = json.loads(manifest)
     if plain.pop("format") != _FORMAT:
         raise ValueError("written by another version of this library")
-    return replace(Version(**plain), ticket=base64.b64decode(plain["ticket"]))
+    return replace(Version(**plain), ticket=base64.b64decode(plain["ticket"]), before=tuple(plain.get("before", ())))
 
 
 def _write_whole(path: Path, content: bytes) -> None:

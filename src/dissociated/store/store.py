@@ -20,6 +20,7 @@ sealed memfds, which have no name, and so go when their owner ends.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -124,6 +125,7 @@ class Store:
             #: what is committed here and on disk; None where that has changed since it was looked at
             self._sizes: tuple[dict[int, int], dict[int, int]] | None = None
             self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
+            self._files: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
             for shelf in (self._shelf, *([self._disk] if self._disk else ())):  # what is on disk was moved there
                 self._versions.update({version.id: (version, shelf) for version in shelf.committed()})
             self._remove_copies()
@@ -177,9 +179,19 @@ class Store:
             opened = self._segments.get(version.id)
             if opened is None:
                 _, shelf = self._find(version)
-                opened = _Opened(Segment.open(path) for path in shelf.files(version))
+                opened = _Opened(self._open(path) for path in shelf.files(version))
                 self._segments[version.id] = opened
             return opened
+
+    def _open(self, path: Path) -> Segment:
+        """The segment there. One that is open, for another version, is not opened again: so appending stays cheap."""
+        with explained(f"opening {path}"):
+            status = path.stat()
+        file = status.st_dev, status.st_ino
+        found = self._files.get(file)
+        if found is None:
+            self._files[file] = found = Segment.open(path)
+        return found
 
     def usage(self) -> Usage:
         """What it takes now."""
@@ -320,10 +332,15 @@ class Store:
         """Make these segments in the staging directory a version of `name`, at once and for good.
 
         With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
-        the dataset is. A repeated call, by its `key`, returns what the first one made. Raises StoreError.
+        the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
+        and of other segments, it is forgotten: whoever wrote it tries again from the beginning. Raises StoreError.
         """
         with self._lock:
+            told = _digest(staged)
             done = self.by_key(key)
+            if done is not None and done.prepared and done.staged != told:
+                self._give_up(done)
+                done = None
             if done is not None:
                 self._unstage(staged)
                 return done
@@ -339,8 +356,12 @@ class Store:
                 staged = [f"{secrets.token_hex(8)}.arrows"]
                 self.writer(staged[0], schema).close()
                 paths = [self._shelf.staged(staged[0])]
-            segments = [Segment.open(path) for path in paths]
-            version = self._made(name, segments, key, prepared, tags or {}, ttl)
+            segments = [self._open(path) for path in paths]
+            version = replace(
+                self._made(name, segments, key, prepared, tags or {}, ttl),
+                before=() if before is None else (*before.before, before.key),
+                staged=told,
+            )
             self._commit(version, paths)
             self._unstage(staged)
             return version
@@ -551,6 +572,10 @@ def _allocate(descriptor: int, size: int) -> bool:
             return False
         raise
     return True
+
+
+def _digest(staged: Sequence[str]) -> str:
+    return hashlib.sha256("/".join(staged).encode()).hexdigest()
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,0 +1,270 @@
+"""Structured Streaming, both ways. Only Spark imports this module, on the driver and in every task.
+
+The sink appends each micro-batch to a dataset, or with "complete" replaces it. The key of its commit is made of the
+query and the batch, so the catalog takes a batch once, however often Spark runs it.
+
+The source reads a dataset that grows: what is appended to it by the sink, by a batch write, by anybody. An offset is a
+number of rows, and rows once appended stay where they are; so the same batch is the same rows whenever it is read
+again, from whichever version is there by then. A dataset that was replaced in between is told by where it `began`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, cast
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from dissociated.catalog.client import Client, DatasetInfo
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
+from dissociated.spark.columns import Columns
+from dissociated.spark.reader import Request
+from dissociated.spark.writer import Catalog, Written, commit, write_segment
+
+# Spark tells tasks which query and batch they work for, and nobody else.
+_QUERY = "sql.streaming.queryId"
+_BATCH = "streaming.sql.batchId"
+
+_ROWS_PER_PARTITION = 1 << 20
+_ROWS_AT_ONCE = 10_000  # what Spark's JVM takes best
+
+
+@dataclass(frozen=True)
+class Part(WriterCommitMessage):
+    """What a task tells the driver. `written` is None where the batch had been committed before."""
+
+    key: str
+    written: Written | None
+
+
+class StreamWriter(DataSourceStreamArrowWriter):
+    """Writes each micro-batch as one commit. Spark makes another one to commit or abort a batch."""
+
+    def __init__(self, catalog: Catalog, name: str, schema: pa.Schema, mode: str) -> None:
+        self.catalog = catalog
+        self.name = name
+        self.schema = schema
+        self.mode = mode
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Part:
+        """In a task: write its partition into a segment, unless the catalog has the whole batch already."""
+        key = _key()
+        with self.catalog.connect() as client:
+            if client.committed(key):
+                return Part(key, None)
+        # An earlier run of the batch, by a driver that was killed, may have left segments of like-numbered tasks.
+        run = secrets.token_hex(4)
+        return Part(key, write_segment(self.catalog, f"{key}-{run}", self.schema, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
+        """On the driver: the batch is there, once and whole, and nothing else is left of any run of it."""
+        parts = [message for message in messages if isinstance(message, Part)]
+        if parts:  # else the batch had no partitions
+            commit(self.catalog, parts[0].key, self.name, self.schema, self.mode, [part.written for part in parts])
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
+        """On the driver: remove what this run of the batch wrote; if it was committed all the same, that stays.
+
+        It is not the key that is aborted, for the batch comes again. What a killed task left goes then, too.
+        """
+        written = [message.written for message in messages if isinstance(message, Part) and message.written]
+        with self.catalog.connect() as client:
+            flights = {node["id"]: node["flight"] for node in client.nodes()}
+        for id in {one.node for one in written if one.node in flights}:
+            with self.catalog.connect(flights[id]) as node:
+                node.discard([one.segment for one in written if one.segment and one.node == id])
+
+
+def _key() -> str:
+    """In a task: tells this batch of this query from everything else that is ever committed. It has no "-"."""
+    context = TaskContext.get()
+    assert context is not None, "Spark calls this in a task"
+    query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
+    if query is None or batch is None:
+        raise StoreError("Spark does not tell this task which streaming query and which batch it belongs to")
+    return f"{query.replace('-', '')}.{batch}"
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How a streaming query reads. `start` counts for a query without a checkpoint."""
+
+    limit: ReadLimit
+    start: Literal["earliest", "latest"] = "earliest"
+    rows_per_partition: int = _ROWS_PER_PARTITION
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> StreamOptions:
+        """From the options of the data source. Raises OptionError."""
+        rows, nbytes = _positive(options, "maxRowsPerTrigger"), _positive(options, "maxBytesPerTrigger")
+        if rows and nbytes:
+            raise OptionError("give maxRowsPerTrigger or maxBytesPerTrigger, not both")
+        start = options.get("startingOffsets", "earliest")
+        if start not in ("earliest", "latest"):
+            raise OptionError(f"startingOffsets is earliest or latest, not {start!r}")
+        return cls(
+            limit=ReadMaxRows(rows) if rows else ReadMaxBytes(nbytes) if nbytes else ReadAllAvailable(),
+            start=cast('Literal["earliest", "latest"]', start),
+            rows_per_partition=_positive(options, "rowsPerPartition") or _ROWS_PER_PARTITION,
+        )
+
+
+def _positive(options: Mapping[str, str], name: str) -> int | None:
+    text = options.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or not int(text):
+        raise OptionError(f"{name} is a positive number, not {text!r}")
+    return int(text)
+
+
+class Offset(TypedDict):
+    """How far a query has read, as its checkpoint has it: so many rows of the dataset that began so.
+
+    `began` is empty as long as there was no dataset.
+    """
+
+    began: str
+    rows: int
+
+
+@dataclass
+class Rows(InputPartition):
+    """Some rows of the dataset that began so."""
+
+    began: str
+    first: int
+    end: int
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads what is appended to a dataset. One lives on the driver as long as the query; tasks have copies of it.
+
+    The one on the driver holds what a batch reads, by leases, until Spark commits that batch: so no store evicts it
+    and what is replaced meanwhile keeps its memory. Where it shares no memory with the node, it holds nothing.
+    """
+
+    def __init__(self, request: Request, schema: StructType, options: StreamOptions) -> None:
+        self.request = request
+        self.name = request.name
+        self.schema = schema
+        self.options = options
+        self._client: Client | None = None  # on first use: tasks get a copy without
+        self._target: int | None = None  # of Trigger.AvailableNow
+        self._held: dict[int, pa.RecordBatchReader] = {}  # by the ends of their batches
+
+    # On the driver
+
+    def initialOffset(self) -> dict[str, Any]:
+        found = self._describe() if self.options.start == "latest" else None
+        return _offset(found)
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return self.options.limit
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = _offset(self._describe())["rows"]
+
+    def reportLatestOffset(self) -> dict[str, Any]:
+        return _offset(self._describe())
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        info = self._describe()
+        if info is None and not start["rows"]:
+            return start
+        there = self._same(info, start["began"], start["rows"])
+        last = there if self._target is None else min(there, self._target)
+        more = max(0, last - start["rows"])
+        match limit:
+            case ReadMaxRows():
+                more = min(more, limit.max_rows)
+            case ReadMaxBytes():
+                assert info is not None
+                more = min(more, max(1, limit.max_bytes * there // max(1, info.nbytes or 0)))
+        return {**_offset(info), "rows": start["rows"] + more} if more else start
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        first, last, step = start["rows"], end["rows"], self.options.rows_per_partition
+        if first < last:
+            self._same(self._describe(), end["began"], last)
+            self._hold(range(first, last))
+        return [Rows(end["began"], at, min(at + step, last)) for at in range(first, last, step)]
+
+    def _hold(self, rows: range) -> None:
+        try:
+            self._held[rows.stop] = self._connected().read(self.name, "shm", rows=rows)
+        except CatalogError:
+            pass  # its memory is not here
+
+    def commit(self, end: dict[str, Any]) -> None:
+        for last in [last for last in self._held if last <= end["rows"]]:
+            del self._held[last]
+
+    def stop(self) -> None:
+        self._held.clear()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _connected(self) -> Client:
+        if self._client is None:
+            self._client = self.request.connect()
+        return self._client
+
+    def _describe(self) -> DatasetInfo | None:
+        try:
+            return self.request.describe(self._connected())
+        except DatasetNotFound:
+            return None
+
+    def _same(self, info: DatasetInfo | None, began: str, rows: int) -> int:
+        """How many rows the dataset has, if it is still the one that began so and has these rows."""
+        if info is None or (began and info.began != began):
+            raise CatalogError(
+                f"{self.name!r} was {'dropped' if info is None else 'replaced'} after this query had read {rows} rows "
+                "of it: what it was is gone; start the query with another checkpoint to read what it is now"
+            )
+        if info.rows is None or info.rows < rows:
+            raise CatalogError(
+                f"the catalog does not say how many rows {self.name!r} has: Spark can stream what is written by "
+                "Spark, put or DoPut, not a source that is read live"
+                if info.rows is None
+                else f"{self.name!r} has {info.rows} rows, and this query has read {rows}: is it another catalog?"
+            )
+        return info.rows
+
+    # In a task
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Rows)
+        rows = range(partition.first, partition.end)
+        with self.request.connect() as client:
+            reader = client.read(self.name, self.request.transport, self.schema.fieldNames(), rows=rows)
+            columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
+            # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
+            self._same(client.describe(self.name), partition.began, partition.end)
+            for batch in reader:
+                for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    yield columns.convert(batch.slice(at, _ROWS_AT_ONCE))
+
+
+def _offset(info: DatasetInfo | None) -> dict[str, Any]:
+    offset: Offset = {"began": "", "rows": 0} if info is None else {"began": info.began, "rows": info.rows or 0}
+    return dict(offset)

@@ -1,0 +1,449 @@
+"""Micro-batches into datasets and out of them: rows exactly once, whoever is killed in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException, StreamingQueryException
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+from pyspark.sql.types import LongType, StructField, StructType
+
+import dissociated as dis
+from dissociated.errors import CatalogError, OptionError
+from dissociated.spark.reader import Request
+from dissociated.spark.streaming import Rows, StreamOptions, StreamReader
+from dissociated.store.node import Node
+from dissociated.store.store import Policy, Store
+from helpers import PATIENCE, connections_left, wait_until
+from processes import Process, Start, free_port
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
+]
+
+SCHEMA = StructType([StructField("id", LongType())])
+ALL = ReadAllAvailable()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def node(memory: Path) -> Iterator[Node]:
+    with Node(Store(memory / "store"), ["shm:"]) as node:
+        yield node
+
+
+def put(uri: str, name: str, numbers: range, mode: str = "append") -> None:
+    with dis.connect(uri) as client:
+        client.put(name, pa.table({"id": pa.array(numbers, pa.int64())}).to_reader(), mode=mode)
+
+
+def numbers(uri: str, name: str) -> list[int]:
+    with dis.connect(uri) as client:
+        found: list[int] = client.read(name).read_all()["id"].to_pylist()
+    return found
+
+
+def version(uri: str, name: str) -> int:
+    with dis.connect(uri) as client:
+        return client.describe(name).version
+
+
+def staged(store: Path) -> list[str]:
+    return sorted(os.listdir(store / "staging"))
+
+
+def stream(spark: SparkSession, uri: str, name: str, **options: Any) -> DataFrame:
+    return spark.readStream.format("dissociated").options(catalog=uri, **options).load(name)
+
+
+def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> StreamingQuery:
+    """Whatever there is to be read now, written to the dataset `name`."""
+    return (
+        df.writeStream.format("dissociated")
+        .options(catalog=uri, checkpointLocation=str(checkpoint))
+        .outputMode(mode)
+        .trigger(availableNow=True)
+        .start(name)
+    )
+
+
+def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> list[int]:
+    """The same, to its end. How many rows each batch had."""
+    query = started(df, uri, name, checkpoint, mode)
+    assert query.awaitTermination(200)
+    return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
+
+
+# A query from end to end
+
+
+def test_what_is_appended_to_one_dataset_is_appended_to_the_other(
+    spark: SparkSession, node: Node, tmp_path: Path
+) -> None:
+    put(node.uri, "in", range(25_000))
+    doubled = stream(spark, node.uri, "in", rowsPerPartition=4_000).selectExpr("2 * id AS id")
+    assert run(doubled, node.uri, "out", tmp_path / "check") == [25_000]
+    put(node.uri, "in", range(25_000, 25_010))
+    assert run(doubled, node.uri, "out", tmp_path / "check") == [10]
+    assert numbers(node.uri, "out") == [2 * n for n in range(25_010)]
+    assert run(doubled, node.uri, "out", tmp_path / "check") == []
+    assert staged(node.store.directory) == []
+
+
+def test_a_batch_has_at_most_as_many_rows_as_the_option_says(spark: SparkSession, node: Node, tmp_path: Path) -> None:
+    put(node.uri, "in", range(7))
+    put(node.uri, "in", range(7, 10))
+    limited = stream(spark, node.uri, "in", maxRowsPerTrigger=4)
+    assert run(limited, node.uri, "out", tmp_path / "check") == [4, 4, 2]
+    assert numbers(node.uri, "out") == [*range(10)]
+
+
+def test_complete_mode_replaces_the_dataset_with_each_batch(spark: SparkSession, node: Node, tmp_path: Path) -> None:
+    for last in (3, 5):
+        put(node.uri, "in", range(last))
+        counted = stream(spark, node.uri, "in").groupBy("id").count()
+        run(counted, node.uri, "out", tmp_path / "check", "complete")
+    with dis.connect(node.uri) as client:
+        table = client.read("out").read_all().sort_by("id")
+    assert table["id"].to_pylist() == [0, 1, 2, 3, 4]
+    assert table["count"].to_pylist() == [2, 2, 2, 1, 1]
+
+
+def test_update_mode_is_refused(spark: SparkSession, node: Node, tmp_path: Path) -> None:
+    put(node.uri, "in", range(3))
+    counted = stream(spark, node.uri, "in").groupBy("id").count()
+    with pytest.raises(PySparkException, match="does not support Update mode"):
+        run(counted, node.uri, "out", tmp_path / "check", "update")
+
+
+def test_a_dataset_that_was_replaced_ends_the_query(spark: SparkSession, node: Node, tmp_path: Path) -> None:
+    put(node.uri, "in", range(3))
+    run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
+    put(node.uri, "in", range(10, 20), mode="overwrite")
+    with pytest.raises(StreamingQueryException, match=r"'in' was replaced after this query had read 3 rows"):
+        run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
+    assert numbers(node.uri, "out") == [0, 1, 2]
+
+
+def test_parts_on_a_node_of_a_catalog_are_read_over_tcp(spark: SparkSession, start: Start, tmp_path: Path) -> None:
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    start("node", "--store", tmp_path / "store", "--catalog", catalog.uri, "--listen", "tcp://127.0.0.1:0")
+    check = tmp_path / "check"
+    for first in range(0, 30, 10):
+        put(catalog.uri, "in", range(first, first + 10))
+        assert run(stream(spark, catalog.uri, "in", maxRowsPerTrigger=7), catalog.uri, "out", check) == [7, 3]
+    with dis.connect(catalog.uri) as client:
+        assert [endpoint.rows for endpoint in client.describe("out").endpoints] == [7, 3] * 3
+    assert numbers(catalog.uri, "out") == [*range(30)]
+
+
+# What is killed, and what fails
+
+
+DRIVER = """
+import sys
+from dissociated.spark import session
+
+catalog, checkpoint, gate = sys.argv[1:]
+spark = session("driver", "local[1]", **{"spark.log.level": "OFF"})
+
+def gated(batches):
+    yield from batches
+    open(gate).read()  # until somebody opens it for writing
+
+rows = spark.readStream.format("dissociated").schema("id long").option("catalog", catalog).load("in")
+out = rows.mapInArrow(gated, "id long").writeStream.format("dissociated")
+out = out.option("catalog", catalog).option("checkpointLocation", checkpoint).trigger(availableNow=True)
+out.start("out").awaitTermination()
+"""
+
+
+class Driver:
+    """A query in a process of its own, which waits before it has written the last row of its first batch."""
+
+    def __init__(self, catalog: str, checkpoint: Path, gate: Path) -> None:
+        os.mkfifo(gate)
+        self._gate = gate
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(DRIVER), catalog, str(checkpoint), str(gate)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def go_on(self) -> None:
+        self._gate.open("w").close()
+
+    def wait(self) -> int:
+        return self._process.wait(200)
+
+    def kill(self) -> None:
+        """Its JVM and its Python workers too."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(PATIENCE)
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[list[Driver]]:
+    drivers: list[Driver] = []
+    yield drivers
+    for one in drivers:
+        if one._process.poll() is None:
+            one.kill()
+
+
+def wait_for(store: Path, suffix: str) -> list[str]:
+    """The segments being written, or that are whole."""
+    wait_until(lambda: any(name.endswith(suffix) for name in staged(store)), f"{suffix} in {store}", patience=180.0)
+    return staged(store)
+
+
+@pytest.fixture
+def outer(tmp_path: Path, start: Start) -> Process:
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    return start("catalog", "--db", tmp_path / "db", "--listen", listen)
+
+
+def test_a_driver_killed_between_write_and_commit(
+    spark: SparkSession, start: Start, outer: Process, memory: Path, tmp_path: Path, driver: list[Driver]
+) -> None:
+    store, check = memory / "store", tmp_path / "check"
+    start("node", "--store", store, "--catalog", outer.uri, "--beat", "0.2")
+    put(outer.uri, "in", range(50_000))
+    driver.append(Driver(outer.uri, check, tmp_path / "gate"))
+    wait_for(store, ".part")
+    outer.signal(signal.SIGSTOP)  # so there is no commit
+    driver[0].go_on()
+    wait_for(store, ".arrows")
+    driver[0].kill()
+    outer.signal(signal.SIGCONT)
+    with dis.connect(outer.uri) as client:
+        assert [info.name for info in client.list()] == ["in"]
+    assert len(staged(store)) == 1
+    put(outer.uri, "in", range(50_000, 50_003))
+    assert run(stream(spark, outer.uri, "in"), outer.uri, "out", check) == [50_000, 3]  # that batch, and a new one
+    assert numbers(outer.uri, "out") == [*range(50_003)]
+    wait_until(lambda: staged(store) == [], "what the killed driver wrote is gone")
+
+
+def test_a_catalog_killed_before_the_commit_and_started_again(
+    start: Start, outer: Process, memory: Path, tmp_path: Path, driver: list[Driver]
+) -> None:
+    store = memory / "store"
+    start("node", "--store", store, "--catalog", outer.uri, "--beat", "0.2")
+    put(outer.uri, "in", range(50_000))
+    driver.append(Driver(outer.uri, tmp_path / "check", tmp_path / "gate"))
+    wait_for(store, ".part")
+    outer.kill()
+    driver[0].go_on()
+    wait_for(store, ".arrows")
+    start("catalog", "--db", tmp_path / "db", "--listen", outer.uri)
+    assert driver[0].wait() == 0
+    assert numbers(outer.uri, "out") == [*range(50_000)]
+    wait_until(lambda: staged(store) == [], "nothing is staged")
+
+
+def test_a_batch_that_was_committed_unknown_to_spark_is_not_written_again(
+    spark: SparkSession, node: Node, tmp_path: Path
+) -> None:
+    put(node.uri, "in", range(300_000))
+    run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
+    before = version(node.uri, "out")
+    for name in ("0", ".0.crc"):  # as if the driver had been killed before it wrote them
+        (tmp_path / "check" / "commits" / name).unlink()
+    assert run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check") == [300_000]
+    assert version(node.uri, "out") == before
+    assert numbers(node.uri, "out") == [*range(300_000)]
+
+
+def test_a_commit_that_is_refused_leaves_nothing_and_can_be_made_good(
+    spark: SparkSession, node: Node, tmp_path: Path
+) -> None:
+    put(node.uri, "in", range(10))
+    with dis.connect(node.uri) as client:
+        client.put("out", pa.table({"other": [1]}).to_reader())
+        with pytest.raises(StreamingQueryException, match="schema"):
+            run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
+        assert staged(node.store.directory) == []
+        client.drop("out")
+    run(stream(spark, node.uri, "in"), node.uri, "out", tmp_path / "check")
+    assert numbers(node.uri, "out") == [*range(10)]
+
+
+# The source, call by call
+
+
+@pytest.fixture
+def reader(node: Node) -> Iterator[StreamReader]:
+    reader = reading(node)
+    yield reader
+    reader.stop()
+
+
+def reading(node: Node, **options: str) -> StreamReader:
+    return StreamReader(Request(node.uri, "in"), SCHEMA, StreamOptions.parse(options))
+
+
+def leases(node: Node) -> int:
+    return sum(dataset.leases for dataset in node.server.status().datasets)
+
+
+def rows(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
+    partitions = reader.partitions(start, end)
+    return [n for one in partitions for batch in reader.read(one) for n in batch["id"].to_pylist()]
+
+
+def test_memory_is_held_until_the_batch_is_committed_and_no_longer(node: Node, reader: StreamReader) -> None:
+    put(node.uri, "in", range(10))
+    start = reader.initialOffset()
+    middle = reader.latestOffset(start, ReadMaxRows(4))
+    assert rows(reader, start, middle) == [0, 1, 2, 3]
+    wait_until(lambda: leases(node) == 1, "the driver holds the batch")
+    end = reader.latestOffset(middle, ALL)
+    assert rows(reader, middle, end) == [4, 5, 6, 7, 8, 9]
+    reader.commit(middle)
+    wait_until(lambda: leases(node) == 1, "the driver holds the second batch")
+    reader.commit(end)
+    wait_until(lambda: leases(node) == 0, "the driver holds nothing")
+    assert connections_left(node.server) == 0
+
+
+def test_a_store_that_evicts_keeps_what_an_uncommitted_batch_reads(memory: Path) -> None:
+    def names() -> list[str]:
+        return [version.name for version in node.store.versions()]
+
+    numbers = range(100_000)
+    with Node(Store(memory / "small", limit=2 << 20, policy=Policy.EVICT), ["shm:"]) as node:
+        reader = reading(node)
+        put(node.uri, "in", numbers)
+        start = reader.initialOffset()
+        end = reader.latestOffset(start, ALL)
+        partitions = reader.partitions(start, end)
+        put(node.uri, "a", numbers)
+        put(node.uri, "b", numbers)
+        assert names() == ["in", "b"]  # though it was the oldest
+        (partition,) = partitions
+        assert sum(batch.num_rows for batch in reader.read(partition)) == 100_000
+        reader.commit(end)
+        assert connections_left(node.server) == 0
+        put(node.uri, "c", numbers)
+        assert names() == ["b", "c"]
+        reader.stop()
+
+
+def test_a_batch_is_the_same_however_often_it_is_read_and_whatever_was_appended(
+    node: Node, reader: StreamReader
+) -> None:
+    put(node.uri, "in", range(6))
+    start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(2))
+    end = reader.latestOffset(start, ALL)
+    for more in range(2):
+        assert rows(reader, start, end) == [2, 3, 4, 5]
+        put(node.uri, "in", range(90, 91 + more))
+    assert rows(reading(node), start, end) == [2, 3, 4, 5]  # of another process
+
+
+def test_a_limit_of_bytes_gives_some_rows_at_least(node: Node, reader: StreamReader) -> None:
+    put(node.uri, "in", range(8_000))
+    start = reader.initialOffset()
+    assert reader.latestOffset(start, ReadMaxBytes(16_000))["rows"] == 2_000
+    assert reader.latestOffset(start, ReadMaxBytes(1))["rows"] == 1
+
+
+def test_available_now_reads_nothing_that_comes_later(node: Node, reader: StreamReader) -> None:
+    put(node.uri, "in", range(5))
+    start = reader.initialOffset()
+    reader.prepareForTriggerAvailableNow()
+    put(node.uri, "in", range(5))
+    end = reader.latestOffset(start, ALL)
+    assert end["rows"] == 5
+    assert reader.latestOffset(end, ALL) == end
+
+
+def test_a_query_may_begin_before_its_dataset(node: Node, reader: StreamReader) -> None:
+    start = reader.initialOffset()
+    assert reader.latestOffset(start, ALL) == start
+    put(node.uri, "in", range(0))
+    assert reader.latestOffset(start, ALL) == start
+    put(node.uri, "in", range(3))
+    assert rows(reader, start, reader.latestOffset(start, ALL)) == [0, 1, 2]
+
+
+def test_latest_begins_with_what_is_appended_from_now_on(node: Node) -> None:
+    put(node.uri, "in", range(3))
+    reader = reading(node, startingOffsets="latest")
+    start = reader.initialOffset()
+    put(node.uri, "in", range(3, 5))
+    assert rows(reader, start, reader.latestOffset(start, ALL)) == [3, 4]
+    reader.stop()
+
+
+@pytest.mark.parametrize("mode", ["drop", "overwrite"])
+def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: StreamReader, mode: str) -> None:
+    put(node.uri, "in", range(3))
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ALL)
+    (partition,) = reader.partitions(start, end)
+    with dis.connect(node.uri) as client:
+        client.drop("in")
+    if mode == "overwrite":
+        put(node.uri, "in", range(100))
+    with pytest.raises(CatalogError, match="start the query with another checkpoint"):
+        reader.latestOffset(end, ALL)
+    with pytest.raises(CatalogError):
+        next(reader.read(partition))
+
+
+def test_a_live_source_is_refused(server: dis.Server) -> None:
+    server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
+    reader = StreamReader(Request(server.catalog_uri, "in"), SCHEMA, StreamOptions(ALL))
+    with pytest.raises(CatalogError, match="not a source that is read live"):
+        reader.latestOffset(reader.initialOffset(), ALL)
+    reader.stop()
+
+
+def test_partitions_have_as_many_rows_as_the_option_says(node: Node) -> None:
+    put(node.uri, "in", range(25))
+    reader = reading(node, rowsPerPartition="10")
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, ALL)
+    began = end["began"]
+    assert reader.partitions(start, end) == [Rows(began, 0, 10), Rows(began, 10, 20), Rows(began, 20, 25)]
+    assert reader.partitions(end, end) == []
+    reader.stop()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maxRowsPerTrigger": "0"},
+        {"maxBytesPerTrigger": "many"},
+        {"rowsPerPartition": "-1"},
+        {"startingOffsets": "3"},
+        {"maxRowsPerTrigger": "1", "maxBytesPerTrigger": "1"},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_told(options: dict[str, str]) -> None:
+    with pytest.raises(OptionError):
+        StreamOptions.parse(options)
