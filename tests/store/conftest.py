@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,8 @@ from .processes import Process, Start
 def start() -> Iterator[Start]:
     started: list[Process] = []
 
-    def make(*arguments: str | Path) -> Process:
-        started.append(Process(*arguments))
+    def make(*arguments: str | Path, prefix: Sequence[str] = ()) -> Process:
+        started.append(Process(*arguments, prefix=prefix))
         return started[-1]
 
     yield make

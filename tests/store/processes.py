@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 
 import dissociated as dis
 from helpers import PATIENCE, wait_until
@@ -22,9 +23,9 @@ MIB = 1 << 20
 class Process:
     """A `dissociated` command that says where its catalog answers."""
 
-    def __init__(self, *arguments: str | Path) -> None:
+    def __init__(self, *arguments: str | Path, prefix: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dissociated", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "dissociated", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -72,6 +73,15 @@ class Process:
 
 
 Start = Callable[..., Process]
+
+
+def small_file_system(root: Path) -> list[str]:
+    """What lets a command see a tmpfs of 8 MiB at `root`, in a namespace of its own: Docker would give one of 64."""
+    enter = ["unshare", "--user", "--map-root-user", "--mount"]
+    probe = subprocess.run([*enter, "mount", "-t", "tmpfs", "tmpfs", str(root)], capture_output=True)
+    if probe.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {probe.stderr.decode().strip()}")
+    return [*enter, "sh", "-c", 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"', str(root)]
 
 
 def table(*numbers: int) -> pa.Table:

@@ -32,6 +32,7 @@ from .processes import (
     put,
     read,
     segments,
+    small_file_system,
     spawn,
     staged,
     table,
@@ -180,6 +181,21 @@ def test_spilled_datasets_are_served_from_disk(memory: Path, tmp_path: Path, sta
     node.kill()
     again = start("node", "--store", memory / "store", *options)
     assert read(again.uri, "a", "tcp")[-1] == 5 * MIB // 8 - 1
+
+
+def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    node = start("node", "--store", root / "store", prefix=small_file_system(root))
+    put(node.uri, "d", table(1, 2))
+    large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
+    for _ in range(2):
+        with pytest.raises(CatalogError, match=r"the file system of .*/small/store is full: .*in Docker, --shm-size"):
+            put(node.uri, "large", large)
+    put(node.uri, "e", large.slice(0, MIB // 2))  # what fits is taken: nothing is left of what did not
+    assert read(node.uri, "e", "tcp") == [*range(MIB // 2)]
+    assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]
+    assert node.terminate() == 0
 
 
 def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start) -> None:
