@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from certificates import Certificates, certificates
 from dissociated.transport import ucx
 from dissociated.transport._ofi import ofi
 from helpers import Serve, leaving_nothing
+from processes import Process, Start
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
 settings.register_profile("dissociated", deadline=None)
@@ -87,6 +89,20 @@ def serve() -> Iterator[Serve]:
             return servers.enter_context(dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **options))
 
         yield make
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Commands of this library, each a process of its own, until the test is over."""
+    started: list[Process] = []
+
+    def make(*arguments: str | Path, prefix: Sequence[str] = ()) -> Process:
+        started.append(Process(*arguments, prefix=prefix))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,25 +1,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from .processes import Process, Start
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[Process] = []
-
-    def make(*arguments: str | Path, prefix: Sequence[str] = ()) -> Process:
-        started.append(Process(*arguments, prefix=prefix))
-        return started[-1]
-
-    yield make
-    for process in started:
-        process.kill()
 
 
 @pytest.fixture

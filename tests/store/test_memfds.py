@@ -22,8 +22,9 @@ from dissociated.store.handover import hand_over
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
+from processes import Process, Start
 
-from .processes import MIB, SCHEMA, Process, Start, kill, put, read, segments, spawn, staged, table
+from .nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -186,12 +187,12 @@ def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(mem
 
 
 def test_what_is_handed_over_and_never_committed_is_forgotten_in_the_end(memory: Path) -> None:
-    with leaving_nothing(), Store(memory / "store") as store:
-        handed(store, table(1))
-        store.sweep()
-        assert store.usage().staged > 0
-        store.sweep(forgotten=0)
-        assert store.usage().total == 0
+    with leaving_nothing():
+        for forgotten, left in (60.0, 4096), (-1.0, 0):
+            with Store(memory / "store", forgotten=forgotten) as store:
+                handed(store, table(1))
+                store.sweep()
+                assert store.usage().total == left
 
 
 # A node

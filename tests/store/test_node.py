@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,13 +19,14 @@ from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, 
 from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
+from memory.maps import origins
+from processes import Start, free_port
 
-from .processes import (
+from .nodes import (
     MIB,
     READER,
     SCHEMA,
     WRITER,
-    Start,
     kill,
     nothing_is_left_of,
     put,
@@ -183,6 +183,21 @@ def test_spilled_datasets_are_served_from_disk(memory: Path, tmp_path: Path, sta
     assert read(again.uri, "a", "tcp")[-1] == 5 * MIB // 8 - 1
 
 
+def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        place = client.stage()
+        with pa.ipc.new_file(f"{place.directory}/mine", SCHEMA) as writer:
+            writer.write_table(table(1, 2))
+        client.commit("d", ["mine"], "overwrite", SCHEMA)
+        for transport in ("shm", "tcp", "grpc"):
+            assert read(node.uri, "d", transport) == [1, 2]
+        arrived = client.read("d", "shm").read_all()
+        (lies,) = (memory / "store").glob("segments/*/*.arrows")
+        assert {path for _, path in origins(arrived.to_batches())} == {str(lies)}
+        assert pa.ipc.open_file(lies).read_all() == table(1, 2)
+
+
 def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
     root = tmp_path / "small"
     root.mkdir()
@@ -249,12 +264,6 @@ def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
 
 
 # A catalog and its nodes
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def write(uri: str, name: str, *numbers: int) -> dict[str, str]:

@@ -13,8 +13,9 @@ import dissociated as dis
 from faults.peer import connect
 from faults.test_crowds import HARM
 from helpers import wait_until
+from processes import Start
 
-from .processes import Start, nothing_is_left_of, put
+from .nodes import nothing_is_left_of, put
 
 CROWD = 200
 ROWS = 1000

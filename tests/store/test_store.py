@@ -23,7 +23,7 @@ from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, leaving_nothing
 
-from .processes import small_file_system
+from .nodes import small_file_system
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
@@ -301,7 +301,7 @@ def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> 
         write(store, "a", 1)
         store.sweep()
         assert os.listdir(store.staging) == ["a"]
-        store.sweep(forgotten=-1)
+    with Store(memory, forgotten=-1) as store:
         assert os.listdir(store.staging) == []
 
 

@@ -90,8 +90,9 @@ class Store:
     """The one owner of a store's directory, which is made where there is none. Close it, or use it in a `with`.
 
     `limit` is how many bytes it may take, and `policy` what happens then; `spill` is the directory on disk for
-    Policy.SPILL. `in_use` tells whether anybody reads a version, and `removed` and `moved` are called after one has
-    been removed to make room or has moved to disk: whoever serves the store sets them.
+    Policy.SPILL. A segment that is whole and was not committed for `forgotten` seconds is removed. `in_use` tells
+    whether anybody reads a version, and `removed` and `moved` are called after one has been removed to make room or
+    has moved to disk: whoever serves the store sets them.
 
     Raises StoreError where another process owns the directory, or it cannot be used.
     """
@@ -102,11 +103,13 @@ class Store:
         limit: int | None = None,
         policy: Policy = Policy.REFUSE,
         spill: str | os.PathLike[str] | None = None,
+        forgotten: float = FORGOTTEN,
     ) -> None:
         if (policy is Policy.SPILL) != (spill is not None):
             raise StoreError("a store that spills needs a directory to spill to, and no other store takes one")
         self.limit = limit
         self.policy = policy
+        self._forgotten = forgotten
         self.in_use: Callable[[Version], bool] = lambda version: False
         self.removed: Callable[[Version], None] = lambda version: None
         self.moved: Callable[[Version], None] = lambda version: None
@@ -483,11 +486,11 @@ class Store:
         with self._lock:
             return self._find(version)[1] is self._disk
 
-    def sweep(self, forgotten: float = FORGOTTEN) -> None:
-        """Remove what nobody needs: halves whose writer is gone, what was not committed for so many seconds, trash."""
+    def sweep(self) -> None:
+        """Remove what nobody needs: halves whose writer is gone, what was not committed for long, trash."""
         with self._lock:
-            self._shelf.sweep(forgotten)
-            self._memfds.sweep(forgotten)
+            self._shelf.sweep(self._forgotten)
+            self._memfds.sweep(self._forgotten)
             if self._disk is not None:
                 self._disk.sweep(0)
             self._empty_trash(self._warm)

@@ -1,4 +1,4 @@
-"""Nodes, catalogs, writers and readers as processes of their own."""
+"""What the tests of stores and nodes share: writers and readers, and an account of what is left."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,64 +13,10 @@ import pytest
 
 import dissociated as dis
 from helpers import PATIENCE, wait_until
+from processes import Process
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
-
-
-class Process:
-    """A `dissociated` command that says where its catalog answers."""
-
-    def __init__(self, *arguments: str | Path, prefix: Sequence[str] = ()) -> None:
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "dissociated", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        said = []
-        for line in self._process.stdout:
-            said.append(line)
-            if line.startswith("catalog"):
-                break
-        else:
-            raise AssertionError(f"it ended: {''.join(said)}")
-        self.uri = said[-1].split()[-1]
-        self.pid = self._process.pid
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=PATIENCE)
-
-    def terminate(self) -> int:
-        self._process.terminate()
-        return self.wait()
-
-    def wait(self) -> int:
-        self._process.communicate(timeout=PATIENCE)
-        return self._process.returncode
-
-    def leases(self) -> int:
-        """How many addresses its clients hold."""
-        with dis.connect(self.uri) as client:
-            return client.status().leases
-
-    def open_files(self, below: Path) -> list[str]:
-        """What it has open or mapped below a directory, but for directories."""
-        found = []
-        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                found.append(os.readlink(entry))
-        lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
-        found += [line.split(None, 5)[5] for line in lines if str(below) in line]
-        return [target for target in found if target.startswith(f"{below}/") and not os.path.isdir(target)]
-
-
-Start = Callable[..., Process]
 
 
 def small_file_system(root: Path) -> list[str]:
