@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -242,6 +243,7 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
             writer.write_table(pa.table({"n": np.arange(10_000_000)}))
         full = run("put", large, f"{uri}/large")
         assert (full.returncode, full.stdout) == (1, "")
+        assert re.search(r"\nthe store holds [\d.]+ kB of at most 64\.0 MB\n", run("status", uri).stdout)
         assert "is full: it holds" in full.stderr
         assert run("drop", f"{uri}/both").returncode == 0
         assert run("ls", uri).stdout == "no datasets\n"

@@ -250,7 +250,10 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
         (there,) = client.status().datasets
         assert (there.name, there.rows) == ("d", 1000)
         client.drop("d")
-    wait_until(lambda: held(node) == 1, "only what is staged is left")
+        wait_until(lambda: held(node) == 1, "only what is staged is left")
+        told = client.status().store
+        assert told is not None
+        assert (told.held, told.limit) == (12_288, 16 * MIB)  # 1000 numbers and the metadata, in pages of 4096 bytes
     assert staged(memory / "store") == []
 
 
