@@ -19,6 +19,7 @@ import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, TransportError
 from dissociated.memory.shared import Backing
 from dissociated.store.handover import hand_over
+from dissociated.store.node import Node
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
@@ -308,6 +309,17 @@ def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Pat
             silent.connect(path)
             hand_over(path, descriptor, PATIENCE)  # after a moment
     assert held(node) == 2  # what is staged
+
+
+def test_a_store_whose_path_is_too_long_for_sockets_takes_memory_too(tmp_path: Path) -> None:
+    deep = tmp_path / ("long" * 20)
+    with Node(Store(deep / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        path = client.stage().handover
+        assert not path.startswith(str(tmp_path))
+        with memfd(table(1, 2)) as descriptor:
+            client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+        assert read(node.uri, "d", "shm") == [1, 2]
+    assert not os.path.exists(path)
 
 
 def test_a_server_publishes_memory_of_its_own_process(serve: Serve) -> None:
