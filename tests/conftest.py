@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,8 @@ def start() -> Iterator[Start]:
     """Commands of this library, each a process of its own, until the test is over."""
     started: list[Process] = []
 
-    def make(*arguments: str | Path) -> Process:
-        started.append(Process(*arguments))
+    def make(*arguments: str | Path, prefix: Sequence[str] = ()) -> Process:
+        started.append(Process(*arguments, prefix=prefix))
         return started[-1]
 
     yield make

@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import OptionError, TransportError
+from dissociated.store.node import Node
+from dissociated.store.store import Store
 from helpers import Serve, connections_left
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra `metrics` is not installed")
@@ -74,6 +77,17 @@ def test_everything_is_told(serve: Serve) -> None:
     assert {key: told[key] for key in expected} == expected
     assert ("dissociated_dataset_rows", "live") not in told  # nobody knows
     assert kept == TABLE
+
+
+def test_a_node_tells_how_full_its_store_is(tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store", 1 << 20), ["shm:"], metrics="127.0.0.1:0") as node:
+        told = scrape(node.server.metrics_uri)
+        assert (told["dissociated_store_bytes", ""], told["dissociated_store_limit_bytes", ""]) == (0, 1 << 20)
+        with dis.connect(node.uri) as client:
+            client.put("d", TABLE.to_reader())
+        assert scrape(node.server.metrics_uri)["dissociated_store_bytes", ""] == 4096
+    with Node(Store(tmp_path / "store"), ["shm:"], metrics="127.0.0.1:0") as node:
+        assert ("dissociated_store_limit_bytes", "") not in scrape(node.server.metrics_uri)
 
 
 def test_there_is_nothing_else(serve: Serve) -> None:

@@ -17,7 +17,7 @@ import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import CatalogError, FormatError
 from dissociated.status import ServerStatus
-from helpers import PATIENCE, Serve, clients_end, connections_left, serving
+from helpers import PATIENCE, Serve, clients_end, connections_left, serving, wait_until
 
 #: Three batches, each of 1,000 integers of 8 bytes in 8,000 bytes of body.
 TABLE = pa.Table.from_batches([pa.record_batch({"n": np.full(1000, number)}) for number in range(3)])
@@ -79,9 +79,10 @@ def test_a_consumer_is_seen_with_what_it_holds(serve: Serve) -> None:
     server = serve("shm:")
     server.publish("data", TABLE)
     kept = read(server, scheme="shm")
+    wait_until(lambda: server.status().consumers[0].state == "holding", "the server knows that it has sent all")
     (consumer,) = server.status().consumers
     assert (consumer.transport, consumer.dataset, consumer.messages, consumer.bytes) == ("shm", "data", 4, BYTES)
-    assert (consumer.state, consumer.leases) == ("holding", 3)
+    assert consumer.leases == 3
     assert consumer.peer.startswith("shm client ")
     (of_data,) = server.status().datasets
     assert (of_data.consumers, of_data.leases, server.status().leases) == (1, 3, 3)

@@ -72,6 +72,12 @@ class _Collector:
         totals = vars(now.totals)
         yield family(GaugeMetricFamily, "uptime_seconds", "Since the server began", [], ([], now.seconds))
         yield family(GaugeMetricFamily, "leases", "Addresses that consumers hold", [], ([], now.leases))
+        if now.store is not None:
+            for name, text, value in (
+                ("store_bytes", "What the store of this node holds", now.store.held),
+                ("store_limit_bytes", "What it may hold, if it is limited", now.store.limit),
+            ):
+                yield family(GaugeMetricFamily, name, text, [], ([], value))
         for field, name, text in (
             ("streams", "streams", "Streams that were asked for"),
             ("messages", "sent_messages", "Messages sent"),

@@ -452,9 +452,12 @@ class Server:
         with self._lock:
             for held in self._by_identifier.values():
                 datasets.setdefault(held.name, []).append(held)
-        catalog, nodes = (None, []) if self._catalog is None else (self._catalog.uri, self._catalog.node_status())
         listeners = [str(listener.uri) for listener in self._listeners]
-        return self._activity.status(catalog, listeners, dict(sorted(datasets.items())), nodes)
+        known = dict(sorted(datasets.items()))
+        if self._catalog is None:
+            return self._activity.status(None, listeners, known)
+        catalog = self._catalog
+        return self._activity.status(catalog.uri, listeners, known, catalog.node_status(), catalog.store_status())
 
     # The end
 

@@ -103,6 +103,14 @@ class NodeStatus:
 
 
 @dataclass(frozen=True)
+class StoreStatus:
+    """What the store of a node holds, in bytes, and what it may; `limit` is None where there is none."""
+
+    held: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
 class ServerStatus:
     """One moment of a server. `seconds` is for how long it has been running."""
 
@@ -117,6 +125,8 @@ class ServerStatus:
     datasets: tuple[DatasetStatus, ...]
     consumers: tuple[Consumer, ...]
     nodes: tuple[NodeStatus, ...] = ()
+    #: None for a server without a store
+    store: StoreStatus | None = None
 
     def plain(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers: for JSON."""
@@ -127,14 +137,16 @@ class ServerStatus:
         """The opposite of `plain`. What it does not know it leaves out. Raises FormatError."""
         try:
             made = _made(cls, plain)
-            parts = {"totals": _made(Totals, plain["totals"])}
+            parts: dict[str, Any] = {"totals": _made(Totals, plain["totals"])}
+            if plain["store"] is not None:
+                parts["store"] = _made(StoreStatus, plain["store"])
             for name, kind in (
                 ("listeners", ListenerStatus),
                 ("datasets", DatasetStatus),
                 ("consumers", Consumer),
                 ("nodes", NodeStatus),
             ):
-                parts[name] = tuple(_made(kind, one) for one in plain[name])  # type: ignore[assignment]
+                parts[name] = tuple(_made(kind, one) for one in plain[name])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise FormatError(f"this is not the status of a server: {error!r}") from None
         return cls(**{**vars(made), **parts})
@@ -265,6 +277,7 @@ class Activity:
         listeners: Sequence[str],
         datasets: Mapping[str, Sequence[Dataset]],
         nodes: Sequence[NodeStatus] = (),
+        store: StoreStatus | None = None,
     ) -> ServerStatus:
         """How everything stands now. `datasets` has all that is served under each name, the latest last."""
         from dissociated import __version__
@@ -292,6 +305,7 @@ class Activity:
                 tuple(self._dataset(versions, asked) for versions in datasets.values()),
                 tuple(tally.status() for tally in tallies),
                 tuple(nodes),
+                store,
             )
 
     def _dataset(self, versions: Sequence[Dataset], asked: Sequence[Tally]) -> DatasetStatus:

@@ -6,6 +6,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def plain(node: Node) -> Iterator[flight.FlightClient]:
     with flight.FlightClient(node.uri) as client:
         yield client
+
+
+@pytest.fixture(params=["node", "server", "catalog"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[flight.FlightClient]:
+    """A client of a node, of the catalog in a server, or of one alone that has a node."""
+    with ExitStack() as running:
+        if request.param == "server":
+            uri = running.enter_context(dis.Server(["shm:"])).catalog_uri
+        elif request.param == "node":
+            uri = running.enter_context(Node(Store(tmp_path / "store"))).uri
+        else:
+            uri = running.enter_context(closing(CatalogService(None, "grpc://127.0.0.1:0"))).uri
+            running.enter_context(Node(Store(tmp_path / "store"), catalog=uri))
+        yield running.enter_context(flight.FlightClient(uri))
 
 
 def command(**asked: Any) -> flight.FlightDescriptor:
@@ -70,40 +85,40 @@ def request(message: bytes) -> bytes:
     return b"\x0a" + length + bytes([size]) + message
 
 
-def test_put_list_describe_and_get(plain: flight.FlightClient) -> None:
-    put(plain, path("d"), TABLE)
-    (info,) = plain.list_flights()
+def test_put_list_describe_and_get(anywhere: flight.FlightClient) -> None:
+    put(anywhere, path("d"), TABLE)
+    (info,) = anywhere.list_flights()
     assert (info.descriptor.path, info.total_records, info.schema) == ([b"d"], 3, TABLE.schema)
-    assert plain.get_schema(path("d")).schema == TABLE.schema
-    assert read(plain, path("d")) == [1, 2, 3]
-    put(plain, path("d"), TABLE.slice(1))  # replaced
-    assert read(plain, path("d")) == [2, 3]
-    put(plain, command(name="d", mode="append"), TABLE)
-    assert read(plain, path("d")) == [2, 3, 1, 2, 3]
-    assert read(plain, flight.FlightDescriptor.for_command("d")) == [2, 3, 1, 2, 3]
+    assert anywhere.get_schema(path("d")).schema == TABLE.schema
+    assert read(anywhere, path("d")) == [1, 2, 3]
+    put(anywhere, path("d"), TABLE.slice(1))  # replaced
+    assert read(anywhere, path("d")) == [2, 3]
+    put(anywhere, command(name="d", mode="append"), TABLE)
+    assert read(anywhere, path("d")) == [2, 3, 1, 2, 3]
+    assert read(anywhere, flight.FlightDescriptor.for_command("d")) == [2, 3, 1, 2, 3]
 
 
-def test_a_put_with_one_key_counts_once(plain: flight.FlightClient) -> None:
+def test_a_put_with_one_key_counts_once(anywhere: flight.FlightClient) -> None:
     for _ in range(2):
-        put(plain, command(name="d", mode="append", key="k"), TABLE)
-    assert read(plain, path("d")) == [1, 2, 3]
+        put(anywhere, command(name="d", mode="append", key="k"), TABLE)
+    assert read(anywhere, path("d")) == [1, 2, 3]
 
 
-def test_criteria(plain: flight.FlightClient) -> None:
-    put(plain, command(name="a/1", tags={"team": "x"}), TABLE)
-    put(plain, command(name="a/2"), TABLE)
-    put(plain, command(name="b", tags={"team": "x"}), TABLE)
+def test_criteria(anywhere: flight.FlightClient) -> None:
+    put(anywhere, command(name="a/1", tags={"team": "x"}), TABLE)
+    put(anywhere, command(name="a/2"), TABLE)
+    put(anywhere, command(name="b", tags={"team": "x"}), TABLE)
 
     def names(**criteria: Any) -> list[bytes]:
-        return [info.descriptor.path[0] for info in plain.list_flights(json.dumps(criteria).encode())]
+        return [info.descriptor.path[0] for info in anywhere.list_flights(json.dumps(criteria).encode())]
 
     assert names(prefix="a/") == [b"a/1", b"a/2"]
     assert names(tags={"team": "x"}) == [b"a/1", b"b"]
     assert names(prefix="a/", tags={"team": "x"}) == [b"a/1"]
-    assert json.loads(next(plain.list_flights()).app_metadata)["tags"] == {"team": "x"}
+    assert json.loads(next(anywhere.list_flights()).app_metadata)["tags"] == {"team": "x"}
     for criteria in (b"a/", b"[]", b"\xff"):
         with pytest.raises(flight.FlightServerError, match="criteria are JSON"):
-            list(plain.list_flights(criteria))
+            list(anywhere.list_flights(criteria))
 
 
 def test_readers_of_a_replaced_version_finish_and_its_tickets_stay_good(plain: flight.FlightClient) -> None:

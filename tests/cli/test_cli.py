@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import text
+from dissociated.store.node import running
 
 PATIENCE = 30.0  # seconds; nothing waits this long but a test that fails
 TABLE = pa.table({"n": range(1000), "text": [f"value {n % 7}" if n % 5 else None for n in range(1000)]})
@@ -241,6 +243,7 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
             writer.write_table(pa.table({"n": np.arange(10_000_000)}))
         full = run("put", large, f"{uri}/large")
         assert (full.returncode, full.stdout) == (1, "")
+        assert re.search(r"\nthe store holds [\d.]+ kB of at most 64\.0 MB\n", run("status", uri).stdout)
         assert "is full: it holds" in full.stderr
         assert run("drop", f"{uri}/both").returncode == 0
         assert run("ls", uri).stdout == "no datasets\n"
@@ -248,6 +251,21 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         assert (missing.returncode, missing.stderr) == (1, "dissociated: no dataset 'both' is published here\n")
         process.terminate()
         assert process.wait(PATIENCE) == 0
+
+
+def test_put_starts_a_node_where_there_is_none(files: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for mode in ("", "--append"):
+        put = run("put", files / "planes.arrow", "planes", "--store", store, *filter(None, [mode]))
+        assert put.returncode == 0
+    node = running(store)
+    assert node is not None
+    try:
+        assert put.stderr.endswith(f", at {node.uri}/planes\n")
+        (listed,) = json.loads(run("ls", "--json", node.uri).stdout)
+        assert (listed["name"], listed["rows"]) == ("planes", 2000)
+    finally:
+        os.kill(node.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, TransportError
 from dissociated.memory.shared import Backing
 from dissociated.store.handover import hand_over
+from dissociated.store.node import Node
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
 from processes import Process, Start
 
-from .processes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
+from .nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -187,12 +188,12 @@ def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(mem
 
 
 def test_what_is_handed_over_and_never_committed_is_forgotten_in_the_end(memory: Path) -> None:
-    with leaving_nothing(), Store(memory / "store") as store:
-        handed(store, table(1))
-        store.sweep()
-        assert store.usage().staged > 0
-        store.sweep(forgotten=0)
-        assert store.usage().total == 0
+    with leaving_nothing():
+        for forgotten, left in (60.0, 4096), (-1.0, 0):
+            with Store(memory / "store", forgotten=forgotten) as store:
+                handed(store, table(1))
+                store.sweep()
+                assert store.usage().total == left
 
 
 # A node
@@ -250,7 +251,10 @@ def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, st
         (there,) = client.status().datasets
         assert (there.name, there.rows) == ("d", 1000)
         client.drop("d")
-    wait_until(lambda: held(node) == 1, "only what is staged is left")
+        wait_until(lambda: held(node) == 1, "only what is staged is left")
+        told = client.status().store
+        assert told is not None
+        assert (told.held, told.limit) == (12_288, 16 * MIB)  # 1000 numbers and the metadata, in pages of 4096 bytes
     assert staged(memory / "store") == []
 
 
@@ -305,6 +309,17 @@ def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Pat
             silent.connect(path)
             hand_over(path, descriptor, PATIENCE)  # after a moment
     assert held(node) == 2  # what is staged
+
+
+def test_a_store_whose_path_is_too_long_for_sockets_takes_memory_too(tmp_path: Path) -> None:
+    deep = tmp_path / ("long" * 20)
+    with Node(Store(deep / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        path = client.stage().handover
+        assert not path.startswith(str(tmp_path))
+        with memfd(table(1, 2)) as descriptor:
+            client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+        assert read(node.uri, "d", "shm") == [1, 2]
+    assert not os.path.exists(path)
 
 
 def test_a_server_publishes_memory_of_its_own_process(serve: Serve) -> None:

@@ -19,9 +19,10 @@ from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, 
 from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
+from memory.maps import origins
 from processes import Start, free_port
 
-from .processes import (
+from .nodes import (
     MIB,
     READER,
     SCHEMA,
@@ -31,6 +32,7 @@ from .processes import (
     put,
     read,
     segments,
+    small_file_system,
     spawn,
     staged,
     table,
@@ -203,6 +205,36 @@ def test_spilled_datasets_are_served_from_disk(memory: Path, tmp_path: Path, sta
     node.kill()
     again = start("node", "--store", memory / "store", *options)
     assert read(again.uri, "a", "tcp")[-1] == 5 * MIB // 8 - 1
+
+
+def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        place = client.stage()
+        with pa.ipc.new_file(f"{place.directory}/mine", SCHEMA) as writer:
+            writer.write_table(table(1, 2))
+        client.commit("d", ["mine"], "overwrite", SCHEMA)
+        for transport in ("shm", "tcp", "grpc"):
+            assert read(node.uri, "d", transport) == [1, 2]
+        arrived = client.read("d", "shm").read_all()
+        (lies,) = (memory / "store").glob("segments/*/*.arrows")
+        assert {path for _, path in origins(arrived.to_batches())} == {str(lies)}
+        assert pa.ipc.open_file(lies).read_all() == table(1, 2)
+
+
+def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    node = start("node", "--store", root / "store", prefix=small_file_system(root))
+    put(node.uri, "d", table(1, 2))
+    large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
+    for _ in range(2):
+        with pytest.raises(CatalogError, match=r"the file system of .*/small/store is full: .*in Docker, --shm-size"):
+            put(node.uri, "large", large)
+    put(node.uri, "e", large.slice(0, MIB // 2))  # what fits is taken: nothing is left of what did not
+    assert read(node.uri, "e", "tcp") == [*range(MIB // 2)]
+    assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]
+    assert node.terminate() == 0
 
 
 def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start) -> None:

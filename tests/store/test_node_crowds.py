@@ -15,7 +15,7 @@ from faults.test_crowds import HARM
 from helpers import wait_until
 from processes import Start
 
-from .processes import nothing_is_left_of, put
+from .nodes import nothing_is_left_of, put
 
 CROWD = 200
 ROWS = 1000

@@ -23,6 +23,8 @@ from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, leaving_nothing
 
+from .nodes import small_file_system
+
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
 
@@ -327,7 +329,7 @@ def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> 
         write(store, "a", 1)
         store.sweep()
         assert os.listdir(store.staging) == ["a"]
-        store.sweep(forgotten=-1)
+    with Store(memory, forgotten=-1) as store:
         assert os.listdir(store.staging) == []
 
 
@@ -470,7 +472,6 @@ def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
         assert not (memory / "segments" / version.id).exists()
 
 
-#: In a namespace of its own, a tmpfs of 8 MiB as Docker would give one of 64.
 SMALL = """
 import os, sys
 import pyarrow as pa
@@ -506,12 +507,8 @@ with Store(root + "/store", policy=Policy.EVICT) as store:
 def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_path: Path) -> None:
     root = tmp_path / "small"
     root.mkdir()
-    mount = f'mount -t tmpfs -o size=8m,mode=700 tmpfs "{root}" && exec "$0" -c "$1" "{root}"'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, sys.executable]
-    probe = subprocess.run([*command[:4], "mount", "-t", "tmpfs", "tmpfs", str(root)], capture_output=True)
-    if probe.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {probe.stderr.decode().strip()}")
-    done = subprocess.run([*command, textwrap.dedent(SMALL)], capture_output=True, text=True, timeout=PATIENCE)
+    command = [*small_file_system(root), sys.executable, "-c", textwrap.dedent(SMALL), str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert not done.returncode, done.stderr
     sentence, staged, rows, left = done.stdout.splitlines()
     assert f"the file system of {root}/store is full" in sentence

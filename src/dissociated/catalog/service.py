@@ -74,7 +74,7 @@ from dissociated.errors import (
     UriError,
 )
 from dissociated.protocol.selection import parse_identifier
-from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus
+from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 from dissociated.store.stage import boot_id, directory_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
 from dissociated.uri import Uri
@@ -794,6 +794,11 @@ class CatalogService:
             for node in self._database.nodes()
             if node.id != self.node.id
         ]
+
+    def store_status(self) -> StoreStatus | None:
+        """What the store of this node holds, if it has one."""
+        usage = self._stock.usage() if isinstance(self._stock, StoreStock) else None
+        return None if usage is None else StoreStatus(usage.total, usage.limit)
 
     def versions(self, name: str) -> list[dict[str, Any]]:
         """Every version of a dataset that can still be read."""

@@ -15,13 +15,16 @@ from dissociated.errors import SourceError, UriError
 SUMMARY = "publish files as a dataset of a node"
 DESCRIPTION = """\
 Publish Arrow IPC or Parquet files, all of one schema, as one dataset, whole and at once. The node keeps a copy: the
-dataset stays when this command has ended, and when the files are gone."""
+dataset stays when this command has ended, and when the files are gone.
+
+A name without a URI is one at this user's node on this host, which is started where there is none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `put`."""
     parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="an Arrow IPC or Parquet file")
-    parser.add_argument("uri", metavar="URI/NAME", help="grpc://HOST:PORT/NAME")
+    parser.add_argument("uri", metavar="[URI/]NAME", help="grpc://HOST:PORT/NAME, or NAME alone")
+    parser.add_argument("--store", type=Path, metavar="DIR", help="for NAME alone: of the node that has this store")
     parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")
@@ -32,9 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Publish, and say on stderr what was."""
     from dissociated.dataset import dataset
 
-    catalog, name = text.split_name(arguments.uri)
-    if not name:
-        raise UriError(f"{arguments.uri} names no dataset: grpc://HOST:PORT/NAME")
+    catalog, name = _place(arguments.uri, arguments.store)
     tags = dict(one.partition("=")[::2] for one in arguments.tag)
     started = time.perf_counter()
     sources = [dataset(file.name, file) for file in arguments.file]
@@ -47,4 +48,16 @@ def run(arguments: argparse.Namespace) -> None:
         mode = "append" if arguments.append else "overwrite"
         reader = pa.RecordBatchReader.from_batches(schema, batches)
         rows = client.put(name, reader, mode=mode, tags=tags, ttl=arguments.ttl)
-    print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s", file=sys.stderr)
+    print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
+
+
+def _place(uri: str, store: Path | None) -> tuple[str, str]:
+    """The catalog, and the name of the dataset."""
+    if "://" not in uri and uri:
+        from dissociated.store.node import ensure
+
+        return ensure(store).uri, uri
+    catalog, name = text.split_name(uri)
+    if not name:
+        raise UriError(f"{uri} names no dataset: grpc://HOST:PORT/NAME")
+    return catalog, name

@@ -93,8 +93,11 @@ def _view(now: ServerStatus, before: ServerStatus | None) -> list[str]:
         f"{_number(now.leases, 'lease')} held",
         f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
         f"{totals.failed:,} failed; over Flight {totals.flight:,}",
-        "",
     ]
+    if now.store is not None:
+        limit = "" if now.store.limit is None else f" of at most {text.size(now.store.limit)}"
+        lines.append(f"the store holds {text.size(now.store.held)}{limit}")
+    lines.append("")
     listeners = [(one.uri, f"{one.open:,}", f"{one.accepted:,}", f"{one.refused:,}") for one in now.listeners]
     lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3))
     nodes = [

@@ -20,7 +20,7 @@ from dissociated.ipc.options import WriteOptions
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.shelf import Version
 from dissociated.store.stage import Stage
-from dissociated.store.store import Store
+from dissociated.store.store import Store, Usage
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,10 @@ class StoreStock(Stock):
     def serial(self) -> int:
         """See Store.serial."""
         return self._store.serial()
+
+    def usage(self) -> Usage:
+        """See Store.usage."""
+        return self._store.usage()
 
     def hand_over(self, descriptor: int) -> str:
         """See Store.hand_over."""

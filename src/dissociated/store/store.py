@@ -512,12 +512,11 @@ class Store:
         with self._lock:
             return self._find(version)[1] is self._disk
 
-    def sweep(self, forgotten: float | None = None) -> None:
-        """Remove what nobody needs: halves whose writer is gone, what was not committed for so many seconds, trash."""
-        forgotten = self._forgotten if forgotten is None else forgotten
+    def sweep(self) -> None:
+        """Remove what nobody needs: halves whose writer is gone, what was not committed for long, trash."""
         with self._lock:
-            self._shelf.sweep(forgotten)
-            self._memfds.sweep(forgotten)
+            self._shelf.sweep(self._forgotten)
+            self._memfds.sweep(self._forgotten)
             if self._disk is not None:
                 self._disk.sweep(0)
             self._empty_trash(self._warm)
