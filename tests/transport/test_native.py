@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import select
+import time
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
-from dissociated.message import Message
+import pytest
+
+from dissociated.errors import DeadlineExceeded, TransportError
 from dissociated.transport.base import Allocate
 from dissociated.transport.native import NativeConnection
+
+
+class Prepared(NamedTuple):
+    """A message as such a medium takes it."""
+
+    size: int
 
 
 class Quiet(NativeConnection):
     """Sends without ever saying that something happened, as UCX may when its own thread did the work."""
 
-    def __init__(self) -> None:
-        super().__init__("nobody", accepted=False)
+    def __init__(self, accepted: bool = False) -> None:
+        super().__init__("nobody", accepted)
         self.looks = 0
+        self.released = False
 
     def prepare(self, messages: Any) -> Any:
         return messages
@@ -31,7 +41,7 @@ class Quiet(NativeConnection):
         select.select([self._waker.descriptor], [], [], min(seconds, 0.01))
 
     def _start(self, message: Any) -> None:
-        self._posted("request", len(message.parts[0]), message)
+        self._posted("request", message.size, message)
 
     def _complete(self, request: Any) -> bool:
         self.looks += 1
@@ -47,10 +57,52 @@ class Quiet(NativeConnection):
         return False
 
     def _release(self) -> None:
-        pass
+        self.released = True
 
 
 def test_what_completes_unnoticed_is_noticed() -> None:
     with closing(Quiet()) as connection:
-        connection.send([Message(1, (b"body",))], 0.5)
+        connection.send([Prepared(4)], 0.5)
         assert connection.looks == 3
+
+
+class Endless(Quiet):
+    """Something always happens, but nothing of what is sent ever leaves."""
+
+    def _progress(self) -> bool:
+        return True
+
+    def _complete(self, request: Any) -> bool:
+        return False
+
+
+def test_a_peer_that_sends_without_end_keeps_no_client_that_sends() -> None:
+    with closing(Endless()) as connection, pytest.raises(DeadlineExceeded, match=r"took nothing for 0\.05 s"):
+        connection.send([Prepared(4)], 0.05)
+
+
+def test_ending_takes_no_longer_than_it_may_whatever_the_peer_does() -> None:
+    connection = Endless(accepted=True)
+    connection.send([Prepared(4)], 0.05)
+    before = time.monotonic()
+    connection.abort("because")
+    connection.close()
+    assert time.monotonic() - before < 3
+    assert connection.released
+
+
+class Failing(Quiet):
+    """Its medium breaks while it ends."""
+
+    def _progress(self) -> bool:
+        raise TransportError("out of order")
+
+
+def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
+    connection = Failing()
+    with pytest.raises(TransportError, match="out of order"):
+        connection.send([Prepared(4)], 0.05)
+    connection.finish(0.05)
+    connection.abort("because")
+    connection.close()
+    assert connection.released
