@@ -1,11 +1,15 @@
-"""Clients over UCX and libfabric that send without end: those media keep whatever nobody receives, if one lets them."""
+"""Clients over UCX and libfabric that send without end, or sleep: those media keep whatever nobody receives."""
 
 from __future__ import annotations
 
+import select
 import subprocess
+import threading
 from collections.abc import Callable
 
 import pytest
+
+import dissociated as dis
 
 from .peer import PATIENCE
 from .test_death import line
@@ -14,8 +18,8 @@ Spawn = Callable[..., subprocess.Popen[str]]
 
 WHERE = {"ucx": "ucx:", "ucx, none": "ucx:?err_mode=none", "fabric": "fabric:?heartbeat=0.05"}
 
-#: kB that it may cost until a client is cut off. libfabric takes 32 messages in whenever one is looked for, and 16 kB for
-#: each, empty or not.
+#: kB that it may cost until a client is cut off. libfabric takes 32 messages in whenever one is looked for, and 16 kB
+#: for each, empty or not.
 ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric": 1_000_000}
 
 #: Says on request how much memory it ever had, in kB.
@@ -98,3 +102,49 @@ def test_one_who_sends_without_end_costs_a_server_no_memory(spawn: Spawn, where:
         assert memory() - before < ENOUGH[where], stage
         client.kill()
         client.wait(PATIENCE)
+
+
+#: Says how far it has come, and at its end how much memory it ever had, in kB.
+STREAMING = """
+import re, sys
+import numpy as np
+import pyarrow as pa
+import dissociated as dis
+
+COUNT, ROWS = 256, 1 << 20
+
+def source():
+    for number in range(COUNT):
+        print(number, flush=True)
+        yield pa.record_batch({"n": np.full(ROWS, number)})
+
+schema = pa.schema([("n", pa.int64())])
+with dis.Server([sys.argv[1]], catalog=None) as server:
+    server.publish("stream", lambda: pa.RecordBatchReader.from_batches(schema, source()))
+    print(server.ticket("stream").hex(), server.locations("stream")[0], flush=True)
+    sys.stdin.readline()
+    print(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_server_of_a_slow_client_stays_small(spawn: Spawn, where: str) -> None:
+    # 2 GB, of which the server may have 64 MB under way.
+    process = spawn("-c", STREAMING, WHERE[where])
+    assert process.stdout is not None
+    assert process.stdin is not None
+    ticket, uri = line(process).split()
+    reader = dis.open_stream(uri, bytes.fromhex(ticket))
+    first = reader.read_next_batch()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    produced = 0
+    while poll.poll(500):  # the client sleeps, until the server has had enough
+        produced = int(line(process))
+    assert 0 < produced < 20
+    drain = threading.Thread(target=lambda: [line(process) for _ in range(255 - produced)])
+    drain.start()
+    assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(256))
+    drain.join(PATIENCE)
+    process.stdin.write("end\n")
+    assert int(line(process)) < 500_000
