@@ -31,7 +31,10 @@ def said(script: str, **environment: str) -> str:
 @pytest.mark.parametrize(
     ("library", "sentence"),
     [
-        ("/nowhere/libfabric.so.1", "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]', or"),
+        (
+            "/nowhere/libfabric.so.1",
+            "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]'",
+        ),
         ("libc.so.6", "libc.so.6 is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"),
     ],
     ids=["no library", "no libfabric"],
