@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
+from dissociated.errors import RemoteProtocolError
+from dissociated.message import Message
 from dissociated.transport import _ofi
+from dissociated.transport.base import Listener
+from dissociated.transport.fabric import FabricConnection, Kind
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+from helpers import PATIENCE, leaving_nothing
 
 SAY = "\nexcept dis.errors.TransportError as error:\n    print(error)\n"
 SERVE = "dis.Server(['fabric:'], catalog=None)"
@@ -67,3 +77,36 @@ def test_the_library_that_is_named_comes_before_the_systems_and_that_before_the_
     assert list(_ofi._candidates()) == ["libfabric.so.1", *map(str, _ofi.wheel_libraries())]
     monkeypatch.setenv("DISSOCIATED_FABRIC_LIBRARY", "/opt/libfabric.so.1")
     assert list(_ofi._candidates()) == ["/opt/libfabric.so.1"]
+
+
+def connected(listener: Listener) -> tuple[FabricConnection, FabricConnection]:
+    """A client's end, and the server's."""
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(transport("fabric").connect, listener.uri, PATIENCE)
+        server = listener.accept()
+        assert isinstance(server, FabricConnection)
+        while not connecting.done():
+            server.arrived()
+        client = connecting.result()
+        assert isinstance(client, FabricConnection)
+        return client, server
+
+
+@pytest.mark.parametrize(("told", "more"), [([512, 256, 0], False), ([256, 1 << 40], True)], ids=["late", "too much"])
+def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it_was_sent(
+    told: list[int], more: bool
+) -> None:
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+        client, server = connected(listener)
+        with client, server:
+            server.send([Message(1, (b"",))] * 2, PATIENCE)
+            for consumed in told:
+                client._say(Kind.CREDIT, struct.pack("<Q", consumed))
+            client.send([Message(2, (b"said",))], PATIENCE)
+            arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
+            assert arrived is not None
+            if more:
+                with pytest.raises(RemoteProtocolError, match="consumed more than it was sent"):
+                    server.send([Message(1, (b"",))], PATIENCE)
+            else:
+                server.send([Message(1, (b"",))], PATIENCE)

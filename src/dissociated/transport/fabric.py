@@ -392,11 +392,12 @@ class FabricConnection(NativeConnection):
         kind = tag & _KINDS
         if kind == Kind.CREDIT and len(data) == _consumed.size:
             (consumed,) = _consumed.unpack(data)
-            if not self._peer_consumed <= consumed <= self._sent:
+            if consumed > self._sent:
                 self._broken = RemoteProtocolError(f"{self._peer} says that it consumed more than it was sent")
-            self._happened |= consumed != self._peer_consumed
-            self._peer_consumed = consumed
-            self._in_flight = self._sent - consumed
+            elif consumed > self._peer_consumed:  # one that was looked for may come after the next
+                self._happened = True
+                self._peer_consumed = consumed
+                self._in_flight = self._sent - consumed
             return
         self._happened = True
         if kind == Kind.WELCOME and not self._accepted:
