@@ -211,10 +211,10 @@ def test_of_a_server_that_cannot_choose(direct: Route, columns: list[str]) -> No
     assert isinstance(uri, str)
     plain = uri.replace("&select=1", "")
     assert plain != uri
-    arrived = direct.request(plain, direct.ticket(), columns=columns).read_all()
+    arrived = dis.open_stream(plain, direct.ticket(), columns=columns).read_all()
     assert arrived == TABLE.select([name for name in "ndt" if name in columns])
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are before, n"):
-        direct.request(plain, direct.ticket(), columns=["x"])
+        dis.open_stream(plain, direct.ticket(), columns=["x"])
 
 
 def test_more_selections_than_are_kept(direct: Route) -> None:
