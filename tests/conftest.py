@@ -12,6 +12,7 @@ from hypothesis import settings
 
 import dissociated as dis
 from arrow_cases import Celsius
+from certificates import Certificates, certificates
 from dissociated.transport import ucx
 from dissociated.transport._ofi import ofi
 from helpers import Serve, leaving_nothing
@@ -60,6 +61,20 @@ def _sockets_of_the_run() -> Iterator[None]:
 def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
     """A place of its own: a server that makes a socket knocks at those beside it, to see who still lives."""
     yield from _sockets()
+
+
+@pytest.fixture(scope="session")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """A certificate for this host, made in this run."""
+    return certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def trusted(certified: Certificates) -> Iterator[Certificates]:
+    """The same, trusted by everybody as if the system's administrator did: not only by who is told so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", certified.roots)
+        yield certified
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import pyarrow as pa
 from dissociated.errors import DissociatedError, FormatError, SourceError
 from dissociated.ipc.columns import only, selected
 from dissociated.ipc.files import open_either
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.memory.shared import Backing
@@ -59,8 +59,26 @@ class Dataset(ABC):
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name
         self.schema = schema
+        self._readers = 0
+        self._counting = threading.Lock()
         #: The identifier that want_data carries: unguessable, and of this publication alone.
         self.ticket: bytes = secrets.token_bytes(16)
+
+    @property
+    def readers(self) -> int:
+        """How many connections are sent it, or hold leases of it."""
+        return self._readers
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a reader for as long as it lasts."""
+        with self._counting:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._readers -= 1
 
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:
@@ -179,6 +197,7 @@ class Group(NamedTuple):
     prepared: Any
     messages: int
     leased: Sequence[int]
+    nbytes: int  # of the bodies
 
 
 class Shared(Protocol):
@@ -313,7 +332,9 @@ def _encode(
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
-        yield Group(connection.prepare(outgoing), len(some), leased if streams & Streams.BODIES else ())
+        bodies = bool(streams & Streams.BODIES)
+        nbytes = sum(message.parsed.body_length for message in some) if bodies else 0
+        yield Group(connection.prepare(outgoing), len(some), leased if bodies else (), nbytes)
         first += len(some)
 
 
@@ -410,6 +431,8 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
 
     Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
     """
+    if options is not None:
+        given(options, WriteOptions)
     made = _dataset(name, source, options)
     if options is not None:
         options.check_depth(made.schema)
@@ -471,6 +494,15 @@ def _reader(source: Source) -> pa.RecordBatchReader:
         "__arrow_c_stream__, a callable that returns one of these, the path of an Arrow IPC or Parquet file, "
         "or one or more tensors"
     )
+
+
+def confined(whole: Dataset, columns: Sequence[str]) -> Dataset:
+    """These columns of `whole`, for one reading, in memory that holds no others. Raises ColumnNotFound.
+
+    `select` spares bytes, and lets clients map segments and regions that hold the other columns too.
+    """
+    reader = whole.select(Selection(tuple(columns))).open_reader()
+    return LiveDataset(whole.name, lambda: reader, one_shot=True)
 
 
 def _is_parquet(path: Path) -> bool:

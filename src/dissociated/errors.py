@@ -7,6 +7,7 @@
     │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   └── ConnectionClosed     the peer is gone, or this side closed the connection
+    ├── AccessDenied             a ticket, a token or a certificate that is not accepted, also a PermissionError
     ├── RemoteError              the peer ended the stream and said why
     ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
     ├── SourceError              what was given to publish cannot be read
@@ -52,6 +53,10 @@ class TransportError(DissociatedError):
 
 class ConnectionClosed(TransportError):
     """The peer closed the connection or died, or this side closed it."""
+
+
+class AccessDenied(DissociatedError, PermissionError):
+    """A ticket, a token or a certificate is not accepted."""
 
 
 class RemoteError(DissociatedError):

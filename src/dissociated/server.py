@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.access import Authorize, Granted, Ticket, security
 from dissociated.broadcast import Broadcast, Live
-from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, dataset
+from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, confined, dataset
 from dissociated.errors import (
+    AccessDenied,
     ConnectionClosed,
     DatasetNotFound,
     DeadlineExceeded,
@@ -25,8 +28,9 @@ from dissociated.errors import (
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
-from dissociated.protocol.selection import MAGIC, PARAMETER
+from dissociated.protocol.selection import MAGIC, PARAMETER, Selection, parse_identifier
 from dissociated.session import FREE_DATA, Session, want_tag
+from dissociated.status import Activity, ServerStatus, Tally
 from dissociated.store.segment import Memory, Segment, SegmentWriter
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
@@ -35,6 +39,7 @@ from dissociated.uri import Uri
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
+    from dissociated.metrics import MetricsService
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +63,15 @@ class Server:
     themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
     published: only for networks and peers you trust.
 
+    With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
+    other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
+    that is given one and says whose it is, or something false. `tls_cert` and `tls_key` are PEM files for a catalog
+    at grpc+tls: and for listeners of tls:. `metrics` is HOST:PORT, where Prometheus may ask for /metrics, and anybody
+    else. See docs/access.md.
+
+    `retain` is for how many seconds tickets that the catalog gives out stay good, and so for how long what they are for
+    stays in memory after it has been replaced: the expiry of endpoints that Flight knows. With 0 nothing is promised.
+
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
     Use it as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen.
@@ -68,6 +82,7 @@ class Server:
         listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
         *,
         catalog: str | None = "grpc://127.0.0.1:0",
+        retain: float = 0.0,
         handshake_timeout: float = 10.0,
         stall_timeout: float = 300.0,
         lease_timeout: float = 86_400.0,
@@ -76,6 +91,12 @@ class Server:
         max_connections: int = 1024,
         advertise: str | None = None,
         allow_rma: bool = False,
+        ticket_lifetime: float | None = None,
+        secret: bytes | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        metrics: str | None = None,
     ) -> None:
         self.handshake_timeout = seconds(handshake_timeout)
         self.stall_timeout = seconds(stall_timeout)
@@ -84,26 +105,40 @@ class Server:
         self.live_limit = live_limit
         self.inline_limit = inline_limit
         self.max_connections = max_connections
+        guarded = security(
+            ticket_lifetime=ticket_lifetime, secret=secret, authorize=authorize, tls_cert=tls_cert, tls_key=tls_key
+        )
+        certificate = guarded.certificate
+        self.tickets = guarded.tickets
         self._lock = threading.Lock()
         self._datasets: dict[str, Dataset] = {}
-        self._by_ticket: dict[bytes, Dataset] = {}
+        self._by_identifier: dict[bytes, Dataset] = {}
         self._changing = threading.Lock()  # held by whoever replaces what a name means
+        self._activity = Activity()
         self._connections: dict[Connection, threading.Thread] = {}
         self._listeners: list[Listener] = []
         self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
+        self._metrics: MetricsService | None = None
         self._closed = False
         self._ended = threading.Event()
         try:
             for text in listen:
                 uri = Uri.parse(text)
+                if uri.scheme == "tls" and certificate is not None:
+                    uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
                 if allow_rma and uri.scheme in ("ucx", "fabric"):
                     uri = uri.with_parameters(rma="allow")
                 self._listeners.append(transport(uri.scheme).listen(uri))
             if catalog is not None:
                 from dissociated.catalog.service import CatalogService
+                from dissociated.store.stock import StageStock
 
-                self._catalog = CatalogService(self, catalog)
+                self._catalog = CatalogService(self, catalog, stock=StageStock(), retain=retain, security=guarded)
+            if metrics is not None:
+                from dissociated.metrics import MetricsService
+
+                self._metrics = MetricsService(metrics, self.status)
         except BaseException:
             self.close()
             raise
@@ -128,14 +163,14 @@ class Server:
 
         What a source can be: see `dissociated.dataset.dataset`. `options` say how it is written: compression,
         alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
-        with; left out, it is random. Two servers that publish the same source with one ticket can share the work:
-        metadata from one, bodies from the other.
+        with, or if tickets are signed what they are signed for; left out, it is random. Two servers that publish the
+        same source with one ticket can share the work: metadata from one, bodies from the other.
 
         With `live` the source is read once, for all clients together, each of which has its own place in the stream;
         otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
 
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
-        these options.
+        these options, OptionError where `options` or `live` are something else.
         """
         made = (
             dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)
@@ -178,26 +213,47 @@ class Server:
             if self._closed:
                 raise DissociatedError("the server is closed")
             old = self._datasets.get(new.name)
-            if self._by_ticket.get(new.ticket, old) is not old:
+            if self._by_identifier.get(new.ticket, old) is not old:
                 raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
-            if old is not None:
-                del self._by_ticket[old.ticket]
             self._datasets[new.name] = new
-            self._by_ticket[new.ticket] = new
-        if old is not None:
-            old.drop()
+            self._by_identifier[new.ticket] = new
+        if self._catalog is not None:
+            self._catalog.published(new)  # which lets go of the old one in its time
+        elif old is not None:
+            self.let_go(old)
+
+    def hold(self, held: Dataset, named: bool = False) -> None:
+        """Serve `held` to whoever has its ticket, instead of what had that ticket; the catalog says what it is.
+
+        With `named` it is what this server has under its name, too.
+        """
+        with self._lock:
+            if self._closed:
+                raise DissociatedError("the server is closed")
+            known = self._datasets.get(held.name)
+            self._by_identifier[held.ticket] = held
+            if named or (known is not None and known.ticket == held.ticket):
+                self._datasets[held.name] = held
+
+    def let_go(self, held: Dataset) -> None:
+        """Serve `held` no more; streams of it go on, but for a live one."""
+        with self._lock:
+            if self._by_identifier.get(held.ticket) is held:
+                del self._by_identifier[held.ticket]
+            if self._datasets.get(held.name) is held:
+                del self._datasets[held.name]
+        held.drop()
 
     def drop(self, name: str) -> None:
         """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
 
         The consumers of a live stream get what has been read of it, and then a RemoteError that says so.
         """
-        with self._changing, self._lock:
-            old = self._datasets.pop(name, None)
-            if old is None:
-                raise DatasetNotFound(f"no dataset {name!r} is published here")
-            del self._by_ticket[old.ticket]
-        old.drop()
+        with self._changing:
+            old = self.dataset(name)
+            if self._catalog is not None:
+                self._catalog.drop(name)
+            self.let_go(old)
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
@@ -207,13 +263,38 @@ class Server:
             raise DatasetNotFound(f"no dataset {name!r} is published here")
         return found
 
-    def by_ticket(self, ticket: bytes) -> Dataset:
-        """What has this ticket. Raises DatasetNotFound."""
+    def granted(self, ticket: bytes) -> tuple[Dataset, Dataset]:
+        """What was published, and what of it this ticket is for.
+
+        Raises DatasetNotFound, and AccessDenied for what is no ticket of this server, or not any more.
+        """
+        identifier, columns = self.tickets.check(ticket, time.time())
+        found = self.identified(identifier)
+        return found, found if columns is None else confined(found, columns)
+
+    def identified(self, identifier: bytes) -> Dataset:
+        """The publication that tickets are made for. Raises DatasetNotFound."""
         with self._lock:
-            found = self._by_ticket.get(ticket)
+            found = self._by_identifier.get(identifier)
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
         return found
+
+    def open_reader(self, identifier: bytes) -> pa.RecordBatchReader:
+        """A reader over what a ticket is for, or a selection of that, for Flight.
+
+        Raises as `granted` does, ColumnNotFound and SourceError.
+        """
+        ticket, selection = parse_identifier(identifier)
+        found, whole = self.granted(ticket)
+        reader = (whole if selection is None else whole.select(selection)).open_reader()
+        self._activity.flight()
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with found.reading():
+                yield from reader
+
+        return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
@@ -229,9 +310,27 @@ class Server:
             raise DissociatedError("this server was made without a catalog")
         return self._catalog.uri
 
-    def ticket(self, name: str) -> bytes:
-        """The identifier that requests the dataset. Raises DatasetNotFound."""
-        return self.dataset(name).ticket
+    @property
+    def metrics_uri(self) -> str:
+        """Where metrics are. Raises DissociatedError for a server without them."""
+        if self._metrics is None:
+            raise DissociatedError("this server was made without metrics")
+        return self._metrics.uri
+
+    def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
+        """The identifier that requests the dataset, or where tickets are signed these columns of it and no others.
+
+        Raises DatasetNotFound, ColumnNotFound, and OptionError where tickets say nothing of columns.
+        """
+        wanted = self.dataset(name)
+        if columns is None:
+            return self.admit(wanted).data
+        Selection(tuple(columns)).indices(wanted.schema.names)
+        return self.tickets.sign(Granted(wanted.ticket, tuple(columns)), time.time()).data
+
+    def admit(self, wanted: Dataset) -> Ticket:
+        """A ticket for this publication, signed if tickets are, and when it expires."""
+        return self.tickets.sign(Granted(wanted.ticket), time.time())
 
     def locations(self, name: str, *, streams: str = "both", bodies: str = "any") -> list[str]:
         """The URIs that `name` can be requested at, one for each listener.
@@ -242,22 +341,24 @@ class Server:
         found, wanted = self.dataset(name), Streams[streams.upper()]
         return [str(self._location(one, found, wanted, bodies == "packed")) for one in self._listeners]
 
-    def alternatives(self, name: str) -> list[str]:
-        """The locations of `name`; those that let clients fetch from memory are followed by one that does not."""
-        found = self.dataset(name)
+    def listening(self) -> list[str]:
+        """The URIs that any dataset can be requested at."""
+        return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
+
+    def alternatives(self, found: Dataset) -> list[str]:
+        """The locations of `found`; those that let clients fetch from memory are followed by one that does not."""
         ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
         return [str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways]
 
-    def reference_locations(self, name: str) -> list[str]:
+    def reference_locations(self, found: Dataset) -> list[str]:
         """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
 
         It needs UCX without error handling: `ucx:?err_mode=none`.
         """
-        found = self.dataset(name)
         places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
         return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _APART]
 
-    def _location(self, listener: Listener, found: Dataset, streams: Streams, packed: bool) -> Uri:
+    def _location(self, listener: Listener, found: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri
         by_address = not packed and bool(streams & Streams.BODIES)
         exposed = by_address and listener.exposes_memory and isinstance(found, StaticDataset)
@@ -273,6 +374,10 @@ class Server:
         if exposed and isinstance(found, StaticDataset):
             located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
+
+    def use_catalog(self, catalog: CatalogService) -> None:
+        """Publish in this catalog, which the server owns from now on."""
+        self._catalog = catalog
 
     # Connections
 
@@ -290,35 +395,48 @@ class Server:
             if connection is None:
                 return
             complained = False
-            if not self._start(connection):
+            if not self._start(connection, listener):
+                self._activity.refuse(str(listener.uri))
+                _log.info("%r was turned away: there are %d connections", connection, self.max_connections)
                 connection.abort("the server takes no more connections now: try again later")
                 connection.close()
 
-    def _start(self, connection: Connection) -> bool:
+    def _start(self, connection: Connection, listener: Listener) -> bool:
         """Serve `connection` in a thread of its own. False where there can be no more."""
-        thread = threading.Thread(target=self._serve, args=(connection,), name="serve", daemon=True)
         with self._lock:
             if self._closed or len(self._connections) >= self.max_connections:
                 return False
+            tally = self._activity.begin(str(listener.uri), connection.peer)
+            name = f"serve {tally.connection}"
+            thread = threading.Thread(target=self._serve, args=(connection, tally), name=name, daemon=True)
             try:
                 thread.start()  # within the lock: `close` joins whatever it finds
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
+                self._activity.end(tally, "failed")
                 return False
             self._connections[connection] = thread
         return True
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, tally: Tally) -> None:
+        outcome, why = "failed", ""
         try:
             with connection:
-                Session(self, connection).run()
+                connection.handshake(self.handshake_timeout)
+                Session(self, connection, tally).run()
+            outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
         except (ConnectionClosed, DeadlineExceeded) as error:
-            _log.debug("%r: %s", connection, error)
+            outcome, why = "gone", str(error)
+        except (AccessDenied, DatasetNotFound) as error:
+            outcome, why = "refused", str(error)
         except DissociatedError as error:
-            _log.info("%r: %s", connection, error)
+            why = str(error)
         except Exception:
-            _log.exception("%r: a stream failed for a reason of ours", connection)
+            why = "a stream failed for a reason of ours"
+            _log.exception("%r: %s", connection, why, extra=tally.fields())
         finally:
+            _log.info("%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
+            self._activity.end(tally, outcome)
             with self._lock:
                 self._connections.pop(connection, None)
 
@@ -328,7 +446,28 @@ class Server:
         with self._lock:
             return len(self._connections)
 
+    def status(self) -> ServerStatus:
+        """What this server publishes, who reads it, and what it has sent."""
+        datasets: dict[str, list[Dataset]] = {}
+        with self._lock:
+            for held in self._by_identifier.values():
+                datasets.setdefault(held.name, []).append(held)
+        catalog, nodes = (None, []) if self._catalog is None else (self._catalog.uri, self._catalog.node_status())
+        listeners = [str(listener.uri) for listener in self._listeners]
+        return self._activity.status(catalog, listeners, dict(sorted(datasets.items())), nodes)
+
     # The end
+
+    def drain(self, timeout: float) -> bool:
+        """Take no new connection, and wait up to `timeout` seconds for the others. Returns whether none is left."""
+        for listener in self._listeners:
+            listener.close()
+        end = time.monotonic() + timeout
+        with self._lock:
+            threads = [*self._connections.values()]
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not self.connections
 
     def close(self) -> None:
         """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""
@@ -337,15 +476,17 @@ class Server:
                 return
             self._closed = True
         self._ended.set()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._catalog is not None:
             self._catalog.close()
         for listener in self._listeners:
             listener.close()
         with self._lock:
             connections = dict(self._connections)
-            datasets = [*self._datasets.values()]
+            datasets = [*self._by_identifier.values()]
             self._datasets.clear()
-            self._by_ticket.clear()
+            self._by_identifier.clear()
         end = time.monotonic() + _JOIN_TIMEOUT
         for one in datasets:
             one.close()

@@ -33,6 +33,7 @@ from dissociated.transport.base import Connection
 
 if TYPE_CHECKING:
     from dissociated.server import Server
+    from dissociated.status import Tally
 
 # The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed.
 _WANT = 0x4449_5353_0000_0000
@@ -59,11 +60,13 @@ _TAGS = Tags(
 class Session:
     """One connection: a request, the stream, and the frees that come back."""
 
-    def __init__(self, server: Server, connection: Connection) -> None:
+    def __init__(self, server: Server, connection: Connection, tally: Tally) -> None:
         self._server = server
         self._connection = connection
         self._sender = Sender(_TAGS)
         self._ledger = Ledger()
+        self._tally = tally
+        tally.held = self._ledger
         self._wanted: Dataset | None = None  # what clients fetch from must stay until they have given it back
         self._memory: LiveMemory | None = None  # of a live stream
         self._shared: set[int] = set()  # the bases of its regions that the client knows
@@ -78,21 +81,11 @@ class Session:
                 return
             identifier, streams, packed = request
             ticket, selection = parse_identifier(identifier)
-            self._wanted = self._selected(self._server.by_ticket(ticket), selection)
-            try:
-                self._send(self._wanted, streams, packed)
-            except ConnectionClosed:
-                # The client may have stopped listening and still hold memory: then it goes on to give it back.
-                self._sender.fail()
-                if self._consumer is not None:
-                    self._consumer.stop()
-            except SourceError as error:
-                if self._consumer is None:
-                    raise
-                # What it has been sent is used again once it is freed: until then the client may take its time.
-                self._connection.abort(str(error))
-                self._sender.fail()
-            self._drain()
+            found, whole = self._server.granted(ticket)
+            self._tally.dataset = found
+            with found.reading():
+                self._wanted = self._selected(whole, selection)
+                self._answer(self._wanted, streams, packed)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 self._connection.finish(self._server.stall_timeout)
@@ -108,6 +101,23 @@ class Session:
                 self._consumer.leave()
             if self._memory is not None:
                 self._memory.close()
+
+    def _answer(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
+        """Send it, and wait until everything is given back."""
+        try:
+            self._send(wanted, streams, packed)
+        except ConnectionClosed:
+            # The client may have stopped listening and still hold memory: then it goes on to give it back.
+            self._sender.fail()
+            if self._consumer is not None:
+                self._consumer.stop()
+        except SourceError as error:
+            if self._consumer is None:
+                raise
+            # What it has been sent is used again once it is freed: until then the client may take its time.
+            self._connection.abort(str(error))
+            self._sender.fail()
+        self._drain()
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
         incoming = self._receive(self._server.handshake_timeout)
@@ -138,6 +148,7 @@ class Session:
         elif isinstance(wanted, Broadcast | BroadcastColumns):
             self._send_broadcast(wanted, streams, by_address and connection.shares_memory)
         self._connection.send(self._sender.end(), self._server.stall_timeout)
+        self._tally.sent = True
 
     def _send_static(self, wanted: StaticDataset, streams: Streams, mapped: bool) -> None:
         if mapped and self._connection.shares_memory:
@@ -148,6 +159,8 @@ class Session:
             self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
             self._connection.send(group.prepared, self._server.stall_timeout)
             self._sender.sent(group.messages)
+            self._tally.messages += group.messages
+            self._tally.bytes += group.nbytes
             self._take_frees()
 
     def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
@@ -163,6 +176,9 @@ class Session:
                     else self._place(region, message, message.body)
                 )
             self._connection.send(self._sender.send(message.header, body), self._server.stall_timeout)
+            self._tally.messages += 1
+            if body is not None:
+                self._tally.bytes += message.parsed.body_length
             self._take_frees()
 
     def _send_broadcast(self, wanted: Broadcast | BroadcastColumns, streams: Streams, mapped: bool) -> None:
@@ -185,6 +201,8 @@ class Session:
                 if chosen is not None:
                     body, leased = self._body(chosen, mapped)
                     self._connection.send(self._sender.send(chosen.header, body), self._server.stall_timeout)
+                    self._tally.messages += 1
+                    self._tally.bytes += chosen.parsed.body_length if body is not None else 0
             finally:
                 consumer.free(part.addresses - leased)
 

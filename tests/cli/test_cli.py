@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from dissociated.cli import text
 
 PATIENCE = 30.0  # seconds; nothing waits this long but a test that fails
 TABLE = pa.table({"n": range(1000), "text": [f"value {n % 7}" if n % 5 else None for n in range(1000)]})
@@ -220,3 +221,45 @@ def test_help_and_version() -> None:
         helped = run(*arguments, "--help")
         assert helped.returncode == 0
         assert helped.stdout.startswith("usage: ")
+
+
+def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
+    arguments = command("node", "--store", tmp_path / "store", "--limit", "64MB")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        uri = until_catalog(process.stdout).split()[-1]
+        put = run("put", files / "planes.arrow", files / "flights.parquet", f"{uri}/both", "--tag", "of=cli")
+        assert (put.returncode, put.stdout) == (0, "")
+        assert put.stderr.startswith("both: 2,000 rows in ")
+        assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "3600").returncode == 0
+        (listed,) = json.loads(run("ls", "--json", uri).stdout)
+        assert (listed["name"], listed["rows"]) == ("both", 3000)
+        assert run("get", f"{uri}/both", "-o", tmp_path / "both.arrow").returncode == 0
+        assert pa.ipc.open_file(tmp_path / "both.arrow").read_all() == pa.concat_tables([TABLE] * 3)
+        large = tmp_path / "large.arrow"
+        with pa.ipc.new_file(large, pa.schema([("n", pa.int64())])) as writer:
+            writer.write_table(pa.table({"n": np.arange(10_000_000)}))
+        full = run("put", large, f"{uri}/large")
+        assert (full.returncode, full.stdout) == (1, "")
+        assert "is full: it holds" in full.stderr
+        assert run("drop", f"{uri}/both").returncode == 0
+        assert run("ls", uri).stdout == "no datasets\n"
+        missing = run("drop", f"{uri}/both")
+        assert (missing.returncode, missing.stderr) == (1, "dissociated: no dataset 'both' is published here\n")
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("4096", 4096), ("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 kB", 1500), ("2k", 2000), ("1TiB", 1 << 40)],
+)
+def test_sizes_are_written_as_people_do(written: str, size: int) -> None:
+    assert text.parse_size(written) == size
+
+
+@pytest.mark.parametrize("written", ["", "8 elephants", "-1", "GiB", "1e9"])
+def test_what_is_no_size_is_told(written: str, tmp_path: Path) -> None:
+    refused = run("node", "--store", tmp_path / "store", f"--limit={written}")
+    assert refused.returncode == 2
+    assert "--limit: invalid" in refused.stderr

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from certificates import Certificates
 from dissociated.tensor_client import TensorReader
 from helpers import connections_left, leaving_nothing, needs_new_libfabric
 
@@ -22,6 +23,7 @@ MEDIA = {
     "inproc": "inproc:",
     "tcp": "tcp://127.0.0.1:0",
     "tcp6": "tcp://[::1]:0",
+    "tls": "tls://127.0.0.1:0",
     "shm": "shm:",
     "ucx": "ucx:",
     "ucx6": "ucx://[::1]:0",
@@ -39,6 +41,7 @@ ARRANGEMENTS = ("one", "two", "apart")
 #: tests/transport has all media, and REST one dataset over each.
 FEWER = {
     "tcp6": ("one",),
+    "tls": ("one", "apart"),
     "ucx": ("one", "apart"),
     "ucx6": (),
     "ucx, none": ("two",),
@@ -79,15 +82,22 @@ REST = [Way(medium) for medium in MEDIA if not FEWER.get(medium, ARRANGEMENTS)]
 class Route:
     """Publishes to one end, reads at the other."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: Way, certified: Certificates) -> None:
         self.way = way
+        self.certified = certified
         self.start()
 
     def start(self) -> None:
         self._rma = self.way.medium.endswith(", rma")
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
-            dis.Server([listening(self.way.medium)], catalog=None, inline_limit=limit, allow_rma=self._rma)
+            dis.Server(
+                [listening(self.way.medium)],
+                catalog=None,
+                inline_limit=limit,
+                allow_rma=self._rma,
+                **self.certified.options,
+            )
             for _ in range(2 if self.way.arrangement == "apart" else 1)
         ]
 
@@ -153,8 +163,8 @@ def listening(medium: str) -> str:
     return MEDIA[medium]
 
 
-def _run(way: Way) -> Iterator[Route]:
-    with leaving_nothing(), closing(Route(way)) as route:
+def _run(way: Way, certified: Certificates) -> Iterator[Route]:
+    with leaving_nothing(), closing(Route(way, certified)) as route:
         yield route
 
 
@@ -167,8 +177,8 @@ def _check(route: Route) -> Iterator[Route]:
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
-def _any_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    yield from _run(request.param)
+def _any_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
 
 
 @pytest.fixture
@@ -184,8 +194,8 @@ def rest(request: pytest.FixtureRequest) -> Iterator[Route]:
 
 
 @pytest.fixture(scope="module", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
-def _direct_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    yield from _run(request.param)
+def _direct_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
 
 
 @pytest.fixture
@@ -198,8 +208,8 @@ QUICK_WAYS = [way for way in WAYS if way.arrangement == "one" and way.medium in 
 
 
 @pytest.fixture(scope="module", params=QUICK_WAYS, ids=str)
-def _quick_route(request: pytest.FixtureRequest) -> Iterator[Route]:
-    yield from _run(request.param)
+def _quick_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
 
 
 @pytest.fixture

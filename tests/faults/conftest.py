@@ -15,19 +15,13 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from certificates import Certificates
+from helpers import wait_until
 
 from . import peer
 from .peer import PATIENCE, RawServer, Script
 
 ROWS = 1000
-
-
-def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `condition` holds; fail with `what` where it does not in time."""
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
-        time.sleep(0.005)
 
 
 # What is left behind
@@ -99,6 +93,14 @@ def no_leaks(runtime: str) -> Iterator[None]:
 # What is served
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _peers_show_a_certificate(trusted: Certificates) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(peer.CERTIFICATE, trusted.cert)
+        patch.setenv(peer.KEY, trusted.key)
+        yield
+
+
 @pytest.fixture(scope="session")
 def table() -> pa.Table:
     """Three batches with integers, strings and nulls."""
@@ -122,18 +124,24 @@ class Good:
                 assert read.equals(self._table)
         # What it held is given back by now, or soon.
 
+    @property
+    def leases(self) -> int:
+        """How many addresses clients hold."""
+        return self.server.status().leases
+
     def alone(self) -> bool:
-        """Whether the server has no connection any more."""
-        return self.server.connections == 0
+        """Whether the server has no connection any more, and nobody holds anything of what it publishes."""
+        idle = not self.server.connections and not self.leases
+        return idle and all(self.server.dataset(name).readers == 0 for name in self.server.names())
 
 
 @pytest.fixture
-def serve(table: pa.Table) -> Iterator[Callable[..., Good]]:
+def serve(table: pa.Table, trusted: Certificates) -> Iterator[Callable[..., Good]]:
     """Start servers that publish `table` as "good"; at the end each must be without connections."""
     servers: list[Good] = []
 
     def start(*listen: str, **options: object) -> Good:
-        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{"catalog": None, **options})  # type: ignore[arg-type]
+        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{"catalog": None, **trusted.options, **options})  # type: ignore[arg-type]
         server.publish("good", table)
         servers.append(Good(server, table))
         return servers[-1]

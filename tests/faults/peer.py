@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -29,6 +30,9 @@ PACKED, ADDRESSES = 0, 1
 
 #: What the scripted servers choose for their URIs.
 WANT, FREE = 7, 9
+
+#: In the environment: the files of a certificate and its key, which a server over tls shows.
+CERTIFICATE, KEY = "DISSOCIATED_TEST_CERTIFICATE", "DISSOCIATED_TEST_KEY"
 
 #: Nothing in these tests waits for longer than this, in seconds.
 PATIENCE = 3.0
@@ -114,15 +118,21 @@ class RawConnection:
         data = bytearray()
         while len(data) < size:
             try:
-                piece, rights, _, _ = self.socket.recvmsg(min(size - len(data), 1 << 20), socket.CMSG_SPACE(16 * 4))
+                piece = self._read(min(size - len(data), 1 << 20))
             except ConnectionResetError:
-                piece, rights = b"", []
-            for _, _, raw in rights:
-                self.descriptors.extend(array.array("i", raw))
+                piece = b""
             if not piece:
                 raise EOFError(f"the peer ended after {len(data)} of {size} bytes")
             data += piece
         return bytes(data)
+
+    def _read(self, size: int) -> bytes:
+        if isinstance(self.socket, ssl.SSLSocket):
+            return self.socket.recv(size)
+        piece, rights, _, _ = self.socket.recvmsg(size, socket.CMSG_SPACE(16 * 4))
+        for _, _, raw in rights:
+            self.descriptors.extend(array.array("i", raw))
+        return piece
 
     def read_frame(self) -> Frame:
         if not self._greeted:
@@ -193,7 +203,7 @@ class RawServer:
                 sock = self.listening.accept()[0]
             except OSError:
                 return
-            with RawConnection(sock) as connection:
+            with RawConnection(self._wrapped(sock)) as connection:
                 try:
                     self._script(connection)
                 except (ConnectionResetError, BrokenPipeError):
@@ -201,6 +211,13 @@ class RawServer:
                 except BaseException as error:
                     self._failure = error
             self._done.release()
+
+    def _wrapped(self, sock: socket.socket) -> socket.socket:
+        if not self.uri.startswith("tls:"):
+            return sock
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(os.environ[CERTIFICATE], os.environ[KEY])
+        return context.wrap_socket(sock, server_side=True)
 
     def wait_done(self) -> None:
         """Wait until one more connection is over: the script has come to its end."""
@@ -243,6 +260,8 @@ def connect(uri: str) -> RawConnection:
     else:
         host, _, port = place.rpartition(":")
         sock = socket.create_connection((host, int(port)))
+        if scheme == "tls":
+            sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
     return RawConnection(sock)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import ssl
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -16,7 +20,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import RemoteError
 
-from .conftest import Good, descriptors, wait_until
+from .conftest import ROWS, Good, descriptors, wait_until
 from .peer import (
     ABORT,
     PATIENCE,
@@ -113,9 +117,9 @@ def with_tags(data: bytes, uri: str) -> bytes:
 
 
 @pytest.mark.parametrize("case", HANDSHAKES, ids=lambda case: case.name)
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_broken_request(serve: Serve, scheme: str, case: Case) -> None:
-    good = serve(f"{scheme}:" if scheme == "shm" else "tcp://127.0.0.1:0")
+    good = serve(f"{scheme}:")
     with other(good, scheme) as connection:
         connection.send(with_tags(case.data, good.server.locations("good")[0]))
         assert case.phrase in reason(connection)
@@ -128,8 +132,8 @@ CUTS = [0, 3, 8, 9, 23, 24, 30, len(REQUEST) - 1]
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_client_hangs_up(serve: Serve, cut: int) -> None:
-    good = serve("shm:", "tcp://127.0.0.1:0")
-    for scheme in "tcp", "shm":
+    good = serve("shm:", "tcp:", "tls:")
+    for scheme in "tcp", "tls", "shm":
         with other(good, scheme) as connection:
             connection.send(REQUEST[:cut])
             connection.socket.shutdown(socket.SHUT_WR)
@@ -138,11 +142,11 @@ def test_client_hangs_up(serve: Serve, cut: int) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_client_falls_silent(serve: Serve, cut: int) -> None:
-    good = serve("shm:", "tcp://127.0.0.1:0", handshake_timeout=HANDSHAKE)
-    with other(good, "tcp") as one, other(good, "shm") as two:
-        for connection in one, two:
+    good = serve("shm:", "tcp:", "tls:", handshake_timeout=HANDSHAKE)
+    with other(good, "tcp") as one, other(good, "tls") as two, other(good, "shm") as three:
+        for connection in one, two, three:
             connection.send(REQUEST[:cut])
-        for connection in one, two:
+        for connection in one, two, three:
             assert f"silent for {HANDSHAKE:g} s" in reason(connection)
 
 
@@ -249,28 +253,78 @@ def test_descriptors_with_the_request(serve: Serve) -> None:
         assert connection.read_frames() == []
 
 
+CANNOT_WRITE = """
+import mmap, os, sys
+
+descriptor = int(sys.argv[1])
+os.setuid(65534)  # as which this one may have it; root could do anything
+for attempt in (
+    lambda: os.pwrite(descriptor, b"x", 0),
+    lambda: os.ftruncate(descriptor, 0),
+    lambda: mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE),
+    lambda: os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR),
+):
+    try:
+        attempt()
+        print("could")
+    except OSError as error:
+        print(error.errno)
+print(len(mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ).read()))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("kind", ["table", "live", "file"])
+def test_descriptors_that_are_handed_out_cannot_be_written(
+    serve: Serve, table: pa.Table, tmp_path: Path, kind: str
+) -> None:
+    good = serve("shm:")
+    path = tmp_path / "file.arrow"
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    path.chmod(0o644)
+    sources = {"table": table, "live": table.to_reader, "file": path}
+    good.server.publish("this", sources[kind])
+    (uri,) = good.server.locations("this")
+    with connect(uri) as connection:
+        connection.send(want(good.server.ticket("this"), want_of(uri)))
+        connection.read_frame()
+        while not connection.descriptors:
+            connection.read_frame()
+        (descriptor,) = connection.descriptors
+        ran = subprocess.run(
+            [sys.executable, "-c", CANNOT_WRITE, str(descriptor)],
+            pass_fds=[descriptor],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert ran.stdout.split() == [str(errno.EBADF), str(errno.EINVAL), str(errno.EACCES), str(errno.EACCES), "4096"]
+    good.check()
+
+
 # Floods
 
 
 @pytest.fixture
 def large(serve: Serve) -> Good:
     """A server whose dataset "large" does not fit in what a connection takes at once."""
-    good = serve("shm:", "tcp://127.0.0.1:0", stall_timeout=HANDSHAKE)
+    good = serve("shm:", "tcp:", "tls:", stall_timeout=HANDSHAKE)
     good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
     return good
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
     server = large.server
     (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
     with other(large, scheme) as connection:
         connection.send(want(server.ticket("large"), want_of(uri)))
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        with pytest.raises((BrokenPipeError, ConnectionResetError, ssl.SSLEOFError)):
             connection.send(frame(TAGGED, bytes(8), want_of(uri)) * 3_000_000)
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_client_takes_nothing(large: Good, scheme: str) -> None:
     # What it gets is cut off, and holds nothing that does not belong there: not even the reason.
     server = large.server
@@ -321,22 +375,30 @@ def test_many_at_once(serve: Serve) -> None:
 AS_NOBODY = """
 import os, sys
 import dissociated as dis
+import pyarrow as pa
 
 path = sys.argv[1]
 if sys.argv[2] == "serve":
     os.setuid(65534)
     server = dis.Server([f"shm://{path}"], catalog=None)
-    print("up", flush=True)
+    server.publish("data", pa.table({"n": [1, 2, 3]}), ticket=b"ticket")
+    print(server.locations("data")[0], flush=True)
     sys.stdin.read()
 else:
-    os.setuid(65534)
+    os.setuid(int(sys.argv[4]) if sys.argv[4:] else 65534)
     try:
-        dis.open_stream(f"shm://{path}?want_data=1", b"ticket", timeout=5)
-    except dis.errors.TransportError as error:
+        print(dis.open_stream(path, bytes.fromhex(sys.argv[3]), timeout=5).read_all().num_rows)
+    except dis.DissociatedError as error:
         print(type(error).__name__, error)
 """
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+def stranger(spawn: Spawn, uri: str, ticket: bytes, user: int = 65534) -> str:
+    """What another user hears who asks at `uri`."""
+    out, _ = spawn("-c", AS_NOBODY, uri, "connect", ticket.hex(), str(user)).communicate(timeout=PATIENCE)
+    return out.strip()
 
 
 @root_only
@@ -345,12 +407,30 @@ def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: 
     os.chmod(runtime, 0o755)
     good = serve(f"shm://{runtime}/own.sock")
     os.chmod(f"{runtime}/own.sock", mode)
-    out, _ = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "connect").communicate(timeout=PATIENCE)
+    heard = stranger(spawn, good.server.locations("good")[0], good.server.ticket("good"))
     if mode == 0o600:
-        assert out.startswith("TransportError connecting to the shm server"), out
-        assert "Permission denied" in out
+        assert heard.startswith("TransportError connecting to the shm server")
+        assert "Permission denied" in heard
     else:
-        assert out.startswith("ConnectionClosed"), out
+        assert heard == "RemoteError this server does not serve user 65534: its owner can allow that"
+    good.check()
+
+
+@root_only
+def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: str) -> None:
+    # And trusts the server's user, which is root here, as everybody does. Nobody else gets in.
+    os.chmod(runtime, 0o755)
+    good = serve(f"shm://{runtime}/own.sock?allow=nobody,12345")
+    assert "allow" not in good.server.locations("good")[0]
+    heard = {
+        user: stranger(spawn, good.server.locations("good")[0], good.server.ticket("good"), user)
+        for user in (65534, 12345, 54321)
+    }
+    assert heard == {
+        65534: str(3 * ROWS),
+        12345: str(3 * ROWS),
+        54321: "RemoteError this server does not serve user 54321: its owner can allow that",
+    }
     good.check()
 
 
@@ -359,9 +439,12 @@ def test_server_of_another_user(spawn: Spawn, runtime: str) -> None:
     os.chmod(runtime, 0o777)
     process = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "serve")
     assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    with pytest.raises(dis.errors.TransportError, match="runs as another user, whose memory is not to be trusted"):
-        dis.open_stream(f"shm://{runtime}/own.sock?want_data=1", b"ticket")
+    uri = process.stdout.readline().strip()
+    sentence = r"runs as another user, whose memory is not to be trusted unless you say so: trusted_users=\[65534\]"
+    for trusted in ("", "&allow=12345"):
+        with pytest.raises(dis.errors.TransportError, match=sentence):
+            dis.open_stream(uri + trusted, b"ticket")
+    assert dis.open_stream(uri + "&allow=nobody", b"ticket").read_all()["n"].to_pylist() == [1, 2, 3]
     process.kill()
     process.wait(PATIENCE)
     os.unlink(f"{runtime}/own.sock")

@@ -198,7 +198,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_broken_rule(scripted: Start, scheme: str, case: Case) -> None:
     refused(scripted(scheme, saying(case.data)), case.error, case.phrase)
 
@@ -234,7 +234,7 @@ CUTS = [0, 1, 7, 8, 9, 23, 24, 30, len(GOOD) - 8000, len(GOOD) - 4000, len(GOOD)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_server_closes_in_the_middle(scripted: Start, scheme: str, cut: int) -> None:
     server = scripted(scheme, saying(GOOD[:cut], RawConnection.close))
     with pytest.raises(dis.DissociatedError, match=r"the peer closed|does not speak") as caught:

@@ -11,9 +11,12 @@ import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from certificates import Certificates
 from dissociated.errors import DatasetNotFound, StoreError
 from dissociated.spark import datasource, publish
 from dissociated.spark.types import arrow_schema
+from dissociated.store.node import Node
+from dissociated.store.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -254,3 +257,35 @@ def test_a_type_that_arrow_lacks_is_told_before_any_task(spark: SparkSession, ca
 def test_reading_into_spark_says_what_to_use_instead(spark: SparkSession, schema: str | None) -> None:
     with pytest.raises(PySparkException, match=r"dissociated.connect\(catalog\).read\(name\)"):
         spark.read.format("dissociated").load("x", schema=schema).collect()
+
+
+def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for _ in range(2):
+        with Node(Store(store, limit=64 << 20), ["shm:"]) as node, dis.connect(node.uri) as client:
+            if not client.list():
+                publish(spark.range(0, 50_000, numPartitions=4), "numbers", node.uri)
+                publish(spark.range(50_000, 60_000, numPartitions=2), "numbers", node.uri, mode="append")
+            assert client.read("numbers", "shm").read_all()["id"].to_pylist() == list(range(60_000))
+            assert staged(node.store.staging) == []
+
+
+def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store", limit=1 << 20), ["shm:"]) as node, dis.connect(node.uri) as client:
+        with pytest.raises(PySparkException, match=r"the store .* is full: it holds [\d,]+ bytes of at most"):
+            publish(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
+        assert client.list() == []
+        assert staged(node.store.staging) == []
+
+
+def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("sesame\n")
+    with dis.Server(["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
+        writing = spark.range(10).write.format("dissociated").mode("overwrite").option("catalog", server.catalog_uri)
+        with pytest.raises(PySparkException, match="asks for a token"):
+            writing.option("tls_roots", certified.roots).save("numbers")
+        assert server.names() == []
+        writing.option("tls_roots", certified.roots).option("token_file", str(token_file)).save("numbers")
+        with dis.connect(server.catalog_uri, token="sesame", tls_roots=certified.roots) as client:
+            assert client.read("numbers").read_all()["id"].to_pylist() == [*range(10)]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 
+from certificates import Certificates
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError, SourceError
 from dissociated.message import FileSpan, Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
@@ -22,7 +23,13 @@ from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, leaving_nothing, needs_new_libfabric
 
-STREAMS = {"inproc": "inproc:", "tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0", "shm": "shm:"}
+STREAMS = {
+    "inproc": "inproc:",
+    "tcp": "tcp://127.0.0.1:0",
+    "tcp6": "tcp://[::1]:0",
+    "tls": "tls://127.0.0.1:0",
+    "shm": "shm:",
+}
 #: Those that have messages of their own, which may overtake each other.
 NATIVE = {
     "ucx": "ucx://127.0.0.1:0",
@@ -62,12 +69,14 @@ def medium(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def listener(medium: str) -> Iterator[Listener]:
+def listener(medium: str, trusted: Certificates) -> Iterator[Listener]:
     if medium.endswith("6") and not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
     if medium == "fabric, tcp":
         needs_new_libfabric()
     uri = Uri.parse(MEDIA[medium])
+    if medium == "tls":
+        uri = uri.with_parameters(cert=trusted.cert, key=trusted.key)
     with leaving_nothing(), closing(transport(uri.scheme).listen(uri)) as listening:
         yield listening
 
@@ -77,6 +86,7 @@ def connect(listener: Listener) -> Ends:
         connecting = pool.submit(transport(listener.uri.scheme).connect, listener.uri, PATIENCE)
         server = listener.accept()
         assert server is not None
+        server.handshake(PATIENCE)
         while not connecting.done():
             server.arrived()  # some media connect only while the other side attends to it
         return Ends(connecting.result(), server)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from dissociated.errors import DeadlineExceeded, TransportError
+from dissociated.message import Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native import NativeConnection
 
 
-class Prepared(NamedTuple):
-    """A message as such a medium takes it."""
+class Outgoing(NamedTuple):
+    """A message, prepared."""
 
     size: int
 
@@ -29,7 +30,7 @@ class Quiet(NativeConnection):
         self.released = False
 
     def prepare(self, messages: Any) -> Any:
-        return messages
+        return [Outgoing(sum(map(len, message.parts))) for message in messages]
 
     def _progress(self) -> bool:
         return False
@@ -62,7 +63,7 @@ class Quiet(NativeConnection):
 
 def test_what_completes_unnoticed_is_noticed() -> None:
     with closing(Quiet()) as connection:
-        connection.send([Prepared(4)], 0.5)
+        connection.send([Message(1, (b"body",))], 0.5)
         assert connection.looks == 3
 
 
@@ -78,12 +79,12 @@ class Endless(Quiet):
 
 def test_a_peer_that_sends_without_end_keeps_no_client_that_sends() -> None:
     with closing(Endless()) as connection, pytest.raises(DeadlineExceeded, match=r"took nothing for 0\.05 s"):
-        connection.send([Prepared(4)], 0.05)
+        connection.send([Message(1, (b"body",))], 0.05)
 
 
 def test_ending_takes_no_longer_than_it_may_whatever_the_peer_does() -> None:
     connection = Endless(accepted=True)
-    connection.send([Prepared(4)], 0.05)
+    connection.send([Message(1, (b"body",))], 0.05)
     before = time.monotonic()
     connection.abort("because")
     connection.close()
@@ -101,7 +102,7 @@ class Failing(Quiet):
 def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
     connection = Failing()
     with pytest.raises(TransportError, match="out of order"):
-        connection.send([Prepared(4)], 0.05)
+        connection.send([Message(1, (b"body",))], 0.05)
     connection.finish(0.05)
     connection.abort("because")
     connection.close()

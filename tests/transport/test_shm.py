@@ -138,6 +138,17 @@ def test_listening_on_another_host_is_refused() -> None:
         SHM.listen(Uri.parse("shm://host/path"))
 
 
+def test_a_socket_that_others_may_use_lies_where_they_can_enter(tmp_path: Path) -> None:
+    with pytest.raises(UriError, match="cannot enter this user's own directory"):
+        SHM.listen(Uri.parse("shm:?allow=12345"))
+    for side in (SHM.listen, lambda uri: SHM.connect(uri, PATIENCE)):
+        with pytest.raises(UriError, match="no user 'no such user'"):
+            side(Uri.parse(f"shm://{tmp_path}/s?allow=no%20such%20user"))
+    with closing(SHM.listen(Uri.parse(f"shm://{tmp_path}/s?allow=12345"))) as listener:
+        assert mode(tmp_path / "s") == 0o666
+        assert listener.uri.parameters == {}
+
+
 # Memory
 
 

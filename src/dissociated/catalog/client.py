@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -13,20 +15,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
-from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, takes_selections
+from dissociated.access import check_token
+from dissociated.client import TIMEOUT, open_stream, selection_of, takes_selections
 from dissociated.errors import (
+    AccessDenied,
     CatalogError,
     DatasetNotFound,
     DeadlineExceeded,
+    FormatError,
     RemoteError,
     TransportError,
     UriError,
     WrongKind,
 )
 from dissociated.ipc.columns import selected
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.tensor import Tensor
+from dissociated.message import MAX_BODY
 from dissociated.protocol.selection import Selection
+from dissociated.status import ServerStatus
+from dissociated.store.handover import hand_over
+from dissociated.store.stage import boot_id, host_name
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
 from dissociated.transport import registry
@@ -38,26 +47,40 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
+_OWN = ("roots", "allow")  # parameters of locations that only the one who connects may give
+
 _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A part of a dataset: the identifier to ask with, and the locations that can be asked."""
+    """A part of a dataset: the identifier to ask with, and the locations that can be asked, the nearest first.
 
-    ticket: bytes
+    There are none where its node, which is on `hosts`, says nothing any more.
+    """
+
+    ticket: bytes = field(repr=False)  # whoever has it can read
     locations: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know."""
+    """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know.
+
+    `created` and `expires` are seconds since the epoch; one without a time to live never expires.
+    """
 
     name: str
     schema: pa.Schema
     rows: int | None
     nbytes: int | None
     endpoints: tuple[Endpoint, ...]
+    version: int = 0
+    created: float = 0.0
+    expires: float | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> TensorsInfo | None:
@@ -67,51 +90,90 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where writers put segments, and on which host that is."""
+    """Where writers put segments, and on which host that is.
+
+    `node` is the node that has it, `flight` where that answers. Where it is `limited`, writers must reserve room.
+    `handover` is the Unix socket where it takes sealed memfds, empty where it takes none.
+    """
 
     directory: str
     host: str
     boot_id: str
+    node: str = ""
+    flight: str = ""
+    limited: bool = False
+    handover: str = ""
 
 
 class CatalogClient:
-    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses."""
+    """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses.
 
-    def __init__(self, uri: str, timeout: float = TIMEOUT) -> None:
+    What the parameters mean, and what else is raised, says `connect`.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        timeout: float = TIMEOUT,
+        token: str | None = None,
+        tls_roots: str | os.PathLike[str] | None = None,
+        trusted_users: Sequence[str | int] = (),
+    ) -> None:
         import pyarrow.flight as flight
+
+        from dissociated.catalog.guard import client_options
 
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
         self._timeout = seconds(timeout)
         self.uri = uri
-        self._client = self._call(lambda: flight.FlightClient(uri))
+        roots = None if tls_roots is None else os.fspath(tls_roots)
+        self._trust = {
+            "tls": {} if roots is None else {"roots": roots},
+            "shm": {"allow": ",".join(map(str, trusted_users))} if trusted_users else {},
+        }
+        options = client_options(None if token is None else check_token(token), roots)
+        self._client = self._call(lambda: flight.FlightClient(uri, **options))
 
-    def list(self) -> Sequence[DatasetInfo]:
-        """Every dataset, by name."""
-        return self._call(lambda: [_info(found) for found in self._client.list_flights(options=self._options())])
+    def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
+        """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
+        criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_asking()}).encode()
+        return self._call(lambda: [_info(found) for found in self._client.list_flights(criteria, self._options())])
 
-    def describe(self, name: str) -> DatasetInfo:
-        """One dataset. Raises DatasetNotFound."""
+    def describe(self, name: str, version: int | None = None) -> DatasetInfo:
+        """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
+        asked = {"name": name, **_asking(), **({} if version is None else {"version": version})}
         try:
-            return self._describe(self._flight.FlightDescriptor.for_path(name))
+            return self._describe(json.dumps(asked))
         except CatalogError as refused:
-            if isinstance(refused, DatasetNotFound):
+            if version is not None or isinstance(refused, DatasetNotFound):
                 raise
             try:
-                return self._describe(self._flight.FlightDescriptor.for_command(name.encode()))  # as the reference does
+                return self._describe(name)  # all that the reference understands
             except CatalogError:
                 raise refused from None
 
-    def _describe(self, descriptor: Any) -> DatasetInfo:
+    def _describe(self, command: str) -> DatasetInfo:
+        descriptor = self._flight.FlightDescriptor.for_command(command)
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
+
+    def versions(self, name: str) -> Sequence[dict[str, Any]]:
+        """What of a dataset can still be read, the oldest first: version, created, rows, current."""
+        found: Sequence[dict[str, Any]] = self.act("versions", {"name": name})["versions"]
+        return found
+
+    def nodes(self) -> Sequence[dict[str, Any]]:
+        """Who holds parts of datasets: id, host, boot_id, flight, locations, alive, seen."""
+        found: Sequence[dict[str, Any]] = self.act("nodes", {})["nodes"]
+        return found
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
         """The stream over Flight itself, all of its columns: slower than anything else here, and always there.
 
         Of `options` count those that libarrow applies, and the depth.
         """
-        options = options or ReadOptions()
+        options = given(options, ReadOptions)
         wanted = self._flight.Ticket(ticket)
         told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
@@ -123,36 +185,105 @@ class CatalogClient:
 
         return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
-    def stage(self) -> StagePlace:
-        """Where writers on the catalog's host put segments."""
-        return StagePlace(**self._act("stage", {}))
+    def put(
+        self,
+        name: str,
+        reader: pa.RecordBatchReader,
+        *,
+        mode: str = "overwrite",
+        tags: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+    ) -> int:
+        """Publish everything that `reader` gives under `name`, whole and at once, by DoPut. Returns the rows.
 
-    def commit(self, name: str, segments: Sequence[str], mode: str, schema: pa.Schema) -> None:
+        `mode` is "overwrite" or "append"; after `ttl` seconds the dataset is gone.
+        """
+        asked = {"name": name, "mode": mode, "tags": dict(tags or {}), "ttl": ttl, "key": secrets.token_hex(16)}
+        descriptor = self._flight.FlightDescriptor.for_command(json.dumps(asked))
+
+        def put() -> int:
+            writer, told = self._client.do_put(descriptor, reader.schema)
+            with writer:
+                for batch in reader:
+                    writer.write_batch(batch)
+                writer.done_writing()
+                answer = told.read()
+            return int(json.loads(answer.to_pybytes())["rows"])
+
+        return self._call(put)
+
+    def stage(self) -> StagePlace:
+        """Where writers put segments: on this host, if there is a node."""
+        return StagePlace(**self.act("stage", _asking()))
+
+    def reserve(self, segment: str, size: int, wish: int) -> int:
+        """See Store.reserve: what writers in a limited stage call before they write."""
+        return int(self.act("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
+
+    def hand_over(self, descriptor: int) -> dict[str, str]:
+        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
+
+        Returns what `commit` takes as a segment. The descriptor stays yours: close it when you like. The memfd must be
+        sealed against writing, shrinking and growing; it counts against the node's limit, and goes when the node ends.
+        Raises StoreError where the node refuses it, CatalogError where there is none on this host, AccessDenied,
+        TransportError and DeadlineExceeded.
+        """
+        place = self.stage()
+        if not place.handover or place.boot_id != boot_id():
+            raise CatalogError(
+                "there is no node on this host that memory could be handed over to: start one, dissociated node"
+            )
+        return {"node": place.node, "segment": hand_over(place.handover, descriptor, self._timeout)}
+
+    def commit(
+        self,
+        name: str,
+        segments: Sequence[str | Mapping[str, str]],
+        mode: str,
+        schema: pa.Schema,
+        *,
+        key: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+    ) -> None:
         """Publish segments in the stage under `name`, in this order, whole and at once; a repeated call does nothing.
 
-        `mode` is "overwrite" or "append". `schema` is that of all segments, and counts where there is none.
+        `mode` is "overwrite" or "append". `schema` is that of all segments, and counts where there is none. A segment
+        that is on another node than the catalog's own is `{"node": ..., "segment": ...}`. `key` tells this commit
+        from every other; left out, the segments do.
         """
         body = {
             "name": name,
             "segments": [*segments],
             "append": mode == "append",
             "schema": base64.b64encode(schema.serialize()).decode(),
+            "key": key,
+            "tags": dict(tags or {}),
+            "ttl": ttl,
         }
-        self._act("commit", body)
+        self.act("commit", body)
 
     def discard(self, segments: Sequence[str]) -> None:
         """Remove segments from the stage, as far as they exist."""
-        self._act("discard", {"segments": [*segments]})
+        self.act("discard", {"segments": [*segments]})
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
-        self._act("drop", {"name": name})
+        self.act("drop", {"name": name})
+
+    def status(self) -> ServerStatus:
+        """What the catalog's server publishes, who reads it, and what it has sent."""
+        try:
+            return ServerStatus.parse(self.act("status", {}))
+        except FormatError as error:
+            raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
     def close(self) -> None:
         """Close the connection to the catalog. Streams that were opened go on."""
         self._client.close()
 
-    def _act(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+    def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Call an action of the catalog: see `dissociated.catalog.service`."""
         message = self._flight.Action(action, json.dumps(body).encode())
         (result,) = self._call(lambda: [*self._client.do_action(message, self._options())])
         decoded: dict[str, Any] = json.loads(result.body.to_pybytes())
@@ -165,9 +296,16 @@ class CatalogClient:
         try:
             return call()
         except self._flight.FlightUnavailableError as error:
+            if any(sign in str(error) for sign in _UNTRUSTED):
+                raise AccessDenied(
+                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
+                    "(tls_roots says which certificates are)"
+                ) from None
             raise CatalogError(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
         except self._flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
+        except (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError) as error:
+            raise AccessDenied(_sentence(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_sentence(error)) from None
         except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
@@ -183,21 +321,29 @@ class Client(CatalogClient):
         transport: str | None = None,
         columns: Sequence[str] | None = None,
         *,
+        version: int | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
-        `transport` is a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet. `columns` keeps only these
-        top-level columns, in the order of the schema; `options` say how batches are decoded. `allow_rma` as for
-        `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
+        `version` is one that was replaced and is still there. `transport` is a scheme: "shm", "tcp", or "grpc" for
+        Flight's own DoGet. `columns` keeps only these top-level columns, in the order of the schema; `options` say
+        how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
+        `open_stream` raises.
         """
         wanted = partial(self._open, name, transport, columns, options, max_body, allow_rma)
-        return _chained(*self._endpoints(name, wanted))
+        return _chained(*self._endpoints(name, version, wanted))
 
     def read_tensors(
-        self, name: str, transport: str | None = None, *, max_body: int = MAX_BODY, allow_rma: bool = False
+        self,
+        name: str,
+        transport: str | None = None,
+        *,
+        version: int | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
     ) -> Iterator[Tensor]:
         """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
 
@@ -208,17 +354,21 @@ class Client(CatalogClient):
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         opened = partial(open_tensors, timeout=self._timeout, max_body=max_body, allow_rma=allow_rma)
-        _, readers = self._endpoints(name, lambda endpoint: self._nearest(name, transport, endpoint, opened, allow_rma))
+        _, readers = self._endpoints(
+            name, version, lambda endpoint: self._nearest(name, transport, endpoint, opened, allow_rma)
+        )
         return chain.from_iterable(readers)
 
-    def _endpoints(self, name: str, opened: Callable[[Endpoint], T]) -> tuple[DatasetInfo, list[T]]:
+    def _endpoints(
+        self, name: str, version: int | None, opened: Callable[[Endpoint], T]
+    ) -> tuple[DatasetInfo, list[T]]:
         """The dataset `name`, and each of its endpoints, opened."""
-        info = self.describe(name)
+        info = self.describe(name, version)
         for _ in range(_MAX_REPLACED):
             try:
                 return info, [opened(endpoint) for endpoint in info.endpoints]
             except RemoteError:
-                found = self.describe(name)
+                found = self.describe(name, version)
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
@@ -230,6 +380,7 @@ class Client(CatalogClient):
         transport: str | None = None,
         columns: Sequence[str] | None = None,
         *,
+        version: int | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
@@ -238,7 +389,14 @@ class Client(CatalogClient):
         from dissociated.ipc.asynchronous import open_reader_async
 
         return await open_reader_async(
-            self.read, name, transport, columns, options=options, max_body=max_body, allow_rma=allow_rma
+            self.read,
+            name,
+            transport,
+            columns,
+            version=version,
+            options=options,
+            max_body=max_body,
+            allow_rma=allow_rma,
         )
 
     def _open(
@@ -252,7 +410,7 @@ class Client(CatalogClient):
         endpoint: Endpoint,
     ) -> pa.RecordBatchReader:
         if scheme == "grpc":
-            return self._do_get(name, endpoint, selection_of(columns, options or ReadOptions()), options)
+            return self._do_get(name, endpoint, selection_of(columns, given(options, ReadOptions)), options)
         opened = partial(
             open_stream,
             columns=columns,
@@ -272,6 +430,11 @@ class Client(CatalogClient):
         allow_rma: bool = False,
     ) -> T:
         """The endpoint, opened where it is nearest."""
+        if not endpoint.locations:
+            raise CatalogError(
+                f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: "
+                "is it running?"
+            )
         usable = [
             uris
             for uris in locations(endpoint)
@@ -287,12 +450,17 @@ class Client(CatalogClient):
             key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
         )
         while True:
-            nearest = [str(uri) for uri in reachable.pop()]
+            nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
             try:
                 return opened(nearest, endpoint.ticket)
             except TransportError:
                 if not reachable:
                     raise
+
+    def _trusting(self, uri: Uri) -> Uri:
+        """The location, with what this client trusts, and not what the catalog may say about that."""
+        told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
+        return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
     def _do_get(
         self, name: str, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
@@ -301,7 +469,7 @@ class Client(CatalogClient):
         if selection is None:
             return self.do_get(endpoint.ticket, options)
         indices = selection.indices(self.describe(name).schema.names)
-        options = replace(options or ReadOptions(), included_fields=())
+        options = replace(given(options, ReadOptions), included_fields=())
         if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
             identifier = selection.identifier(endpoint.ticket)
             if identifier != endpoint.ticket:
@@ -324,9 +492,23 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
 
 
-def connect(catalog_uri: str, *, timeout: float = TIMEOUT) -> Client:
-    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT. `timeout` is how many seconds it may be silent."""
-    return Client(catalog_uri, timeout)
+def connect(
+    catalog_uri: str,
+    *,
+    timeout: float = TIMEOUT,
+    token: str | None = None,
+    tls_roots: str | os.PathLike[str] | None = None,
+    trusted_users: Sequence[str | int] = (),
+) -> Client:
+    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
+
+    `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
+    certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
+    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm.
+
+    Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
+    """
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users)
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:
@@ -356,21 +538,35 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     return whole + [[one, other] for one in metadata for other in bodies]
 
 
+def _asking() -> dict[str, str]:
+    """Who asks: the catalog then names the nearest first."""
+    return {"host": host_name(), "boot_id": boot_id()}
+
+
 def _info(found: Any) -> DatasetInfo:
+    about = json.loads(found.app_metadata or b"{}")
     return DatasetInfo(
         name=b"/".join(found.descriptor.path).decode() if found.descriptor.path else found.descriptor.command.decode(),
         schema=found.schema,
         rows=found.total_records if found.total_records >= 0 else None,
         nbytes=found.total_bytes if found.total_bytes >= 0 else None,
         endpoints=tuple(
-            Endpoint(endpoint.ticket.ticket, tuple(location.uri.decode() for location in endpoint.locations))
+            Endpoint(
+                endpoint.ticket.ticket,
+                tuple(location.uri.decode() for location in endpoint.locations),
+                tuple(node["host"] for node in json.loads(endpoint.app_metadata or b"{}").get("nodes", ())),
+            )
             for endpoint in found.endpoints
         ),
+        version=about.get("version", 0),
+        created=about.get("created", 0.0),
+        expires=about.get("expires"),
+        tags=about.get("tags", {}),
     )
 
 
 def _sentence(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    text = text.partition(". Detail: Python exception")[0].strip()
+    text = text.partition(". Detail: ")[0].strip()
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

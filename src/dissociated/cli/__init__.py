@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dissociated.cli import get, inspect, ls, serve
+from dissociated.cli import catalog, drop, get, inspect, ls, node, put, serve, status
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"dissociated {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, ls, get, inspect):
+    for command in (serve, node, catalog, ls, get, put, drop, status, inspect):
         name = command.__name__.rpartition(".")[2]
         sub = commands.add_parser(
             name,

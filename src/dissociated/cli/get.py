@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.catalog.client import connect
-from dissociated.cli import text
+from dissociated.cli import access, text
 from dissociated.errors import DissociatedError, UriError
 
 SUMMARY = "copy a dataset into a file"
@@ -58,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("uri", metavar="URI/NAME", help="grpc://HOST:PORT/NAME")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help='where to write, "-" for standard output')
     parser.add_argument("--columns", metavar="A,B,…", help="only these columns")
-    parser.add_argument("--transport", metavar="SCHEME", help="shm, tcp or grpc (default: the nearest that works)")
+    parser.add_argument("--transport", metavar="SCHEME", help="shm, tcp, tls or grpc (default: the nearest that works)")
+    access.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise DissociatedError(f"{arguments.output} has none of the endings {', '.join(_FORMATS)}")
     columns = arguments.columns.split(",") if arguments.columns else None
     started = time.perf_counter()
-    with connect(catalog) as client:
+    with access.client(catalog, arguments) as client:
         rows, nbytes = _copy(client.read(name, arguments.transport, columns), arguments.output, open_format)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)

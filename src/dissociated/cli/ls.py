@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from dissociated.catalog.client import DatasetInfo, connect
-from dissociated.cli import text
+from dissociated.catalog.client import DatasetInfo
+from dissociated.cli import access, text
 from dissociated.uri import Uri
 
 SUMMARY = "list datasets, or describe one"
@@ -18,12 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ls`."""
     parser.add_argument("uri", metavar="URI", help="grpc://HOST:PORT, or grpc://HOST:PORT/NAME")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    access.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the list, or the one."""
     catalog, name = text.split_name(arguments.uri)
-    with connect(catalog) as client:
+    with access.client(catalog, arguments) as client:
         found = [client.describe(name)] if name else list(client.list())
     if arguments.json:
         print(json.dumps([_plain(info) for info in found], indent=2))

@@ -8,7 +8,8 @@ import signal
 import threading
 from pathlib import Path
 
-from dissociated.cli import text
+from dissociated import log
+from dissociated.cli import access, text
 from dissociated.errors import SourceError
 
 SUMMARY = "publish Arrow IPC and Parquet files"
@@ -28,27 +29,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         action="append",
         metavar="URI",
-        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0)",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate); "
+        "shm:///PATH?allow=USER,... serves other users of this host, too",
     )
     parser.add_argument(
         "--catalog",
-        default="grpc://127.0.0.1:0",
         metavar="URI",
-        help="where the catalog, Arrow Flight, answers (default: %(default)s; port 0 is one that is free)",
+        help="where the catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a certificate; "
+        "port 0 is one that is free)",
     )
+    parser.add_argument(
+        "--retain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long tickets of what was replaced stay good (default: %(default)g)",
+    )
+    access.add_serving_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     from dissociated.server import Server
 
+    log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file and each client needs some
     sources = _sources(arguments.path)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Server(arguments.listen or ("shm:", "tcp://127.0.0.1:0"), catalog=arguments.catalog) as server:
+    listen, catalog = access.places(arguments)
+    with Server(
+        arguments.listen or listen,
+        catalog=arguments.catalog or f"{catalog}:0",
+        retain=arguments.retain,
+        metrics=arguments.metrics,
+        **access.serving(arguments),
+    ) as server:
         for name, path in sources.items():
             server.publish(name, path)
         rows = [
@@ -57,7 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
             for found in (server.dataset(name),)
         ]
         print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "FILE"), rows, right=(1, 2, 3)))
-        print(f"\ncatalog  {server.catalog_uri}", flush=True)
+        print(f"\nmetrics  {server.metrics_uri}" if arguments.metrics else "")
+        print(f"catalog  {server.catalog_uri}", flush=True)
         stop.wait()
 
 

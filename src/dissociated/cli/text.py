@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -18,9 +20,31 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.0f} B" if not unit else f"{nbytes:#.3g}".rstrip(".") + f" {_UNITS[unit]}"
 
 
+def parse_size(written: str) -> int:
+    """The bytes that 8GiB, 500MB or 4096 means. Raises ValueError."""
+    found = _SIZE.fullmatch(written.strip())
+    if found is None:
+        raise ValueError(f"{written!r} is not a size: 8GiB, 500MB, or a number of bytes")
+    number, prefix, binary = found.groups()
+    power = "_KMGTP".index(prefix.upper()) if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
 def count(number: int | None) -> str:
     """A whole number with its thousands apart: 336,776."""
     return "-" if number is None else f"{number:,}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two units that matter: 0.5 s, 12 s, 3 min 05 s, 2 h 03 min, 4 d 01 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -23,7 +23,7 @@ from dissociated.message import Buffer
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE  # none of which can be taken back
 
 
 class Backing(IntEnum):
@@ -42,7 +42,9 @@ _REQUIRED_SEALS = {Backing.FILE: 0, Backing.SEALED: _SEALS_STATIC, Backing.LIVE:
 
 def create_memfd(name: str) -> int:
     """A new, empty, sealable memfd. The caller owns the descriptor."""
-    return os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(f"dissociated:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o400)  # else other users could open what they get read-only once more, for writing
+    return descriptor
 
 
 def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
@@ -63,7 +65,8 @@ def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
 
 def seal(descriptor: int, backing: Backing) -> None:
     """Seal a memfd as `backing` demands."""
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _REQUIRED_SEALS[backing])
+    last = fcntl.F_SEAL_SEAL if backing is Backing.SEALED else 0
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _REQUIRED_SEALS[backing] | last)
 
 
 def reopen_read_only(descriptor: int) -> int:
@@ -95,6 +98,11 @@ def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
     if required and _seals(descriptor) & required != required:
         raise RemoteProtocolError("the peer shared a memfd without the seals that make it safe to map")
     return map_read_only(descriptor, size)
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Whether a descriptor refers to memory that nobody can change or shrink any more."""
+    return _seals(descriptor) & _SEALS_STATIC == _SEALS_STATIC
 
 
 def _seals(descriptor: int) -> int:

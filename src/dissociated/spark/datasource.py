@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +25,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, DataSourceReader, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from dissociated.catalog.client import CatalogClient, connect
+from dissociated.access import read_token
+from dissociated.catalog.client import Client, connect
 from dissociated.errors import CatalogError, DissociatedError, StoreError
 from dissociated.spark.types import arrow_schema, conform
 from dissociated.store.segment import SegmentWriter
@@ -32,7 +34,10 @@ from dissociated.store.stage import boot_id, host_name
 
 
 class DissociatedDataSource(DataSource):
-    """`df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")`."""
+    """`df.write.format("dissociated").option("catalog", uri).mode("overwrite").save("flights")`.
+
+    The options `token_file` and `tls_roots` name files for a catalog that is guarded: its token, and whom to trust.
+    """
 
     @classmethod
     def name(cls) -> str:
@@ -44,6 +49,8 @@ class DissociatedDataSource(DataSource):
             name=self._option("path", 'the dataset goes: .save("NAME")'),
             schema=arrow_schema(schema),
             mode="overwrite" if overwrite else "append",
+            token_file=self.options.get("token_file"),
+            tls_roots=self.options.get("tls_roots"),
         )
 
     def schema(self) -> NoReturn:
@@ -77,13 +84,23 @@ class DatasetWriter(DataSourceArrowWriter):
     Made once, while Spark plans the write, then copied to every task and to the commit; all share `job`.
     """
 
-    def __init__(self, catalog: str, name: str, schema: pa.Schema, mode: str) -> None:
+    def __init__(
+        self,
+        catalog: str,
+        name: str,
+        schema: pa.Schema,
+        mode: str,
+        token_file: str | None = None,
+        tls_roots: str | None = None,
+    ) -> None:
         self.catalog = catalog
+        self.token_file = token_file  # not the token: this object is copied to every task
+        self.tls_roots = tls_roots
         self.name = name
         self.schema = schema
         self.mode = mode
         self.job = uuid.uuid4().hex
-        with connect(catalog) as client:
+        with self._connect(catalog) as client:
             self.stage = client.stage()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
@@ -97,7 +114,10 @@ class DatasetWriter(DataSourceArrowWriter):
             return Written(partition, None, 0, 0)
         self._require_stage()
         segment = f"{self.job}-{partition:06}-{context.taskAttemptId()}.arrows"
-        with SegmentWriter(os.path.join(self.stage.directory, segment), self.schema) as writer:
+        path = os.path.join(self.stage.directory, segment)
+        with ExitStack() as stack:
+            reserve = stack.enter_context(self._node()).reserve if self.stage.limited else None
+            writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=reserve))
             writer.write(conform(first, self.schema))
             for batch in batches:
                 writer.write(conform(batch, self.schema))
@@ -108,19 +128,28 @@ class DatasetWriter(DataSourceArrowWriter):
         written = [message for message in messages if isinstance(message, Written)]
         written.sort(key=lambda message: message.partition)
         segments = [message.segment for message in written if message.segment]
-        with connect(self.catalog) as client:
-            self._sweep(client, keep=segments)  # before: once the dataset is visible, nothing may fail
-            client.commit(self.name, segments, self.mode, self.schema)
+        self._sweep(keep=segments)  # before: once the dataset is visible, nothing may fail
+        with self._connect(self.catalog) as client:
+            there = [{"node": self.stage.node, "segment": segment} for segment in segments]
+            client.commit(self.name, there, self.mode, self.schema, key=self.job)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, after a task or the commit has failed: remove what the job has written."""
-        with connect(self.catalog) as client:
-            self._sweep(client)
+        self._sweep()
 
-    def _sweep(self, client: CatalogClient, keep: Sequence[str] = ()) -> None:
+    def _connect(self, uri: str) -> Client:
+        token = None if self.token_file is None else read_token(self.token_file)
+        return connect(uri, token=token, tls_roots=self.tls_roots)
+
+    def _sweep(self, keep: Sequence[str] = ()) -> None:
         left = {entry.name for entry in Path(self.stage.directory).glob(f"{self.job}-*")}.difference(keep)
         if left:
-            client.discard(sorted(left))
+            with self._node() as client:
+                client.discard(sorted(left))
+
+    def _node(self) -> Client:
+        """The node that has the stage."""
+        return self._connect(self.stage.flight)
 
     def _require_stage(self) -> None:
         if boot_id() != self.stage.boot_id or not os.path.isdir(self.stage.directory):

@@ -6,10 +6,9 @@ Arrow tool can read the same file.
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import pyarrow as pa
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import Encapsulated
 from dissociated.ipc.index import Index
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.reader import read_schema
 from dissociated.ipc.sink import DescriptorSink, Sink
 from dissociated.ipc.split import Metadata, Splitter, batches
@@ -29,12 +28,15 @@ from dissociated.memory.shared import (
     Backing,
     create_memfd,
     explained,
+    is_sealed,
     map_read_only,
     reopen_read_only,
     seal,
+    write_parts,
 )
 from dissociated.message import Buffer, FileSpan
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
+from dissociated.store.files import NewFile, Reserve, StagedFile
 
 #: From how many bytes on a body is sent from the file.
 MIN_SPAN = 1 << 17
@@ -68,11 +70,12 @@ class Segment:
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Segment:
-        """The IPC stream or file at `path`, as it is."""
-        with explained(f"opening {os.fspath(path)}"):
+    def open(cls, path: str | os.PathLike[str], name: str = "") -> Segment:
+        """The IPC stream or file at `path`, as it is; /dev/fd/N is that of a descriptor, as of a sealed memfd."""
+        name = name or os.fspath(path)
+        with explained(f"opening {name}"):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return cls(descriptor, os.fspath(path), Backing.FILE)
+        return cls(descriptor, name, Backing.SEALED if is_sealed(descriptor) else Backing.FILE)
 
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
@@ -126,16 +129,21 @@ class SegmentWriter(EncapsulatedWriter):
     """Writes a segment, one copy of each batch, in one system call: to a path, or to the sink that `place` makes.
 
     A file, which must not exist, has a name only after `close`: a writer that is killed leaves nothing behind.
-    Aborted, it is discarded. Messages have the longer prefix even if `options` ask for the legacy one: segments are
-    read in place, by this library. Raises StoreError where the path exists already or there is no space left.
+    Aborted, it is discarded. `reserve` is for files in the staging directory of a store, see StagedFile. Messages have
+    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. Raises
+    StoreError where the path exists already or there is no space left.
     """
 
     def __init__(
-        self, place: str | Path | Callable[[], Sink], schema: pa.Schema, options: WriteOptions | None = None
+        self,
+        place: str | Path | Callable[[], Sink],
+        schema: pa.Schema,
+        options: WriteOptions | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         self.rows = 0
-        splitter = Splitter(schema, replace(options or WriteOptions(), write_legacy_ipc_format=False))
-        super().__init__(place() if callable(place) else _NewFile(Path(place)), splitter)
+        splitter = Splitter(schema, replace(given(options, WriteOptions), write_legacy_ipc_format=False))
+        super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
     @property
     def nbytes(self) -> int:
@@ -147,28 +155,30 @@ class SegmentWriter(EncapsulatedWriter):
         self.rows += batch.num_rows
 
 
-class _NewFile(DescriptorSink):
-    """A file that has a name only when it is closed, where the file system can do that."""
+class _File(Sink):
+    """A new file at `path`; see `dissociated.store.files`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, reserve: Reserve | None) -> None:
+        self._what = f"writing {path}"
+        self._written = 0
+        self._open = True
         with explained(f"creating {path}"):
-            descriptor, self._named = _create(path)
-        super().__init__(descriptor, f"writing {path}")
+            self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        with explained(self._what):
+            self._file.reserve(self._written + sum(memoryview(part).nbytes for part in parts))
+            self._written += write_parts(self._file.descriptor, parts)
 
     def close(self) -> None:
-        with explained(self.what):
-            if not self._named:
-                # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
-                source = f"/proc/self/fd/{self.descriptor}"
-                os.link(source, self._path, src_dir_fd=self.descriptor, follow_symlinks=True)
-                self._named = True
-        super().close()
+        with explained(self._what):
+            self._file.commit(self._written)
+        self._open = False
 
     def abort(self) -> None:
-        super().abort()
-        if self._named:
-            self._path.unlink(missing_ok=True)
+        if self._open:
+            self._open = False
+            self._file.abort()
 
 
 class Memory(DescriptorSink):
@@ -188,15 +198,3 @@ class Memory(DescriptorSink):
             readable = reopen_read_only(self.descriptor)
         self._finished(Segment(readable, self._name, Backing.SEALED))
         super().close()
-
-
-def _create(path: Path) -> tuple[int, bool]:
-    """A new file to write, and whether it has its name already: some file systems know no files without."""
-    if path.exists():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    try:
-        return os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600), False
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), True

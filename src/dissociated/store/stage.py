@@ -70,7 +70,7 @@ class Stage:
 
     def take(self, names: list[str]) -> list[Segment]:
         """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be opened."""
-        paths = [self._path(name) for name in names]
+        paths = [self.path(name) for name in names]
         segments = [Segment.open(path) for path in paths]
         for path in paths:
             path.unlink(missing_ok=True)
@@ -79,9 +79,10 @@ class Stage:
     def discard(self, names: list[str]) -> None:
         """Remove these files, as far as they exist."""
         for name in names:
-            self._path(name).unlink(missing_ok=True)
+            self.path(name).unlink(missing_ok=True)
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
+        """The path of a file there. Raises StoreError for a name that leads elsewhere."""
         if Path(name).name != name or name in ("", ".", ".."):
             raise StoreError(f"{name!r} is not the name of a file in the staging directory")
         return self.directory / name

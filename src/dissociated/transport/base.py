@@ -59,6 +59,18 @@ class Connection(ABC):
         self.space = AddressSpace()
         self._woken = threading.Event()
 
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for people."""
+        return type(self).__name__
+
+    def handshake(self, timeout: float) -> None:  # noqa: B027  # most media need none
+        """Agree with the peer on what comes before any message, within `timeout` seconds in all.
+
+        `connect` does it for the client; on a connection that was accepted, its own thread does it first.
+        May also raise AccessDenied.
+        """
+
     @abstractmethod
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.

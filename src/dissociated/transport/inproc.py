@@ -30,6 +30,10 @@ class InprocConnection(Connection):
         self._inbox = inbox
         self._outbox = outbox
 
+    @property
+    def peer(self) -> str:
+        return "this process"
+
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         for tag, parts in messages:
             data = _one(parts)

@@ -14,6 +14,7 @@ _OURS = {
     "inproc": "dissociated.transport.inproc:InprocTransport",
     "shm": "dissociated.transport.shm:ShmTransport",
     "tcp": "dissociated.transport.tcp:TcpTransport",
+    "tls": "dissociated.transport.tls:TlsTransport",
     "ucx": "dissociated.transport.ucx:UcxTransport",
 }
 

@@ -1,5 +1,12 @@
 """shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS). One host, one user.
 
+    listening     shm:///PATH?allow=USER,...    other users who may connect, by name or number
+    connecting    shm:///PATH?allow=USER,...    other users whose server, and whose memory, is trusted
+
+These parameters are for the side that gives them; locations that a server names have none. Root and this process's
+own user may always. Where others are allowed, the socket is open to all and the kernel says who knocks; they must be
+able to enter the directory that it lies in.
+
 A region is announced by a REGION frame, whose descriptor travels beside its first byte:
 
     8 bytes  base, the first address of the region
@@ -12,7 +19,9 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import logging
 import os
+import pwd
 import secrets
 import socket
 import stat
@@ -32,6 +41,8 @@ from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framing import PREAMBLE, FrameKind, encode_frame
 from dissociated.transport.sockets import SocketConnection, SocketListener, explain
 from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
 
 _region = struct.Struct("<QQQ")
 _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
@@ -109,22 +120,41 @@ _SHARE_TIMEOUT = 60.0
 _BUSY = 0.005  # seconds, before the next try to connect
 
 
-def _peer_uid(sock: socket.socket) -> int:
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
-    uid: int = _credentials.unpack(raw)[1]
-    return uid
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    pid, uid, _ = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
+    return pid, uid
+
+
+def _allowed(uri: Uri) -> frozenset[int]:
+    """Those whom `uri` allows, root and this user. Raises UriError for a user that does not exist."""
+    return frozenset((os.geteuid(), 0, *map(_uid, filter(None, uri.parameters.get("allow", "").split(",")))))
+
+
+def _uid(user: str) -> int:
+    if user.isascii() and user.isdigit():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except (KeyError, ValueError):
+        raise UriError(f"this host has no user {user!r} who could be allowed") from None
 
 
 class _ShmListener(SocketListener):
-    def __init__(self, sock: socket.socket, uri: Uri) -> None:
+    def __init__(self, sock: socket.socket, uri: Uri, allowed: frozenset[int]) -> None:
         super().__init__(sock, uri)
         self._inode = os.stat(uri.path).st_ino
+        self._allowed = allowed
 
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
-        if _peer_uid(accepted) not in (os.geteuid(), 0):
-            accepted.close()  # the socket's mode keeps others out already; this holds also where modes do not
-            return None
-        return ShmConnection(accepted, f"shm client of {self.uri.path}", accepted=True)
+        pid, uid = peer_of(accepted)
+        connection = ShmConnection(accepted, f"shm client {pid} of user {uid}", accepted=True)
+        if uid in self._allowed:
+            return connection
+        _log.warning("%s: %r is not allowed and was sent away", self.uri, connection)
+        connection.abort(f"this server does not serve user {uid}: its owner can allow that")
+        connection.close()
+        return None
 
     def close(self) -> None:
         super().close()
@@ -147,7 +177,7 @@ class ShmTransport(Transport):
     def connect(self, uri: Uri, timeout: float) -> Connection:
         if not uri.path or uri.host or "\0" in uri.path:
             raise UriError(f"{uri} needs the path of a socket: shm:///PATH")
-        where = f"shm server {uri.path}"
+        where, allowed = f"shm server {uri.path}", _allowed(uri)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _connect(sock, uri.path, timeout)
@@ -156,14 +186,20 @@ class ShmTransport(Transport):
             if error.errno == errno.ENOENT:
                 raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
             raise explain(error, f"connecting to the {where}") from error
-        if _peer_uid(sock) not in (os.geteuid(), 0):
+        if (user := peer_of(sock)[1]) not in allowed:
             sock.close()
-            raise TransportError(f"the {where} runs as another user, whose memory is not to be trusted")
+            raise TransportError(
+                f"the {where} runs as another user, whose memory is not to be trusted unless you say so: "
+                f"trusted_users=[{user}]"
+            )
         return ShmConnection(sock, where, accepted=False)
 
     def listen(self, uri: Uri) -> Listener:
         if uri.host or "\0" in uri.path:
             raise UriError(f"{uri} names a host; shm listens on a path: shm:///PATH, or shm: for one of its own")
+        allowed = _allowed(uri)
+        if uri.parameters.get("allow") and not uri.path:
+            raise UriError(f"{uri} allows others, who cannot enter this user's own directory: shm:///PATH?allow=...")
         path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
         if len(os.fsencode(path)) > _PATH_MAX:
             raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
@@ -174,11 +210,13 @@ class ShmTransport(Transport):
                     _remove_stale(other)
                 os.fchmod(sock.fileno(), 0o600)  # which the name made by bind takes over
                 sock.bind(path)
+                if uri.parameters.get("allow"):
+                    os.chmod(path, 0o666)  # a mode cannot list users: `_welcome` does
                 sock.listen(128)
         except OSError as error:
             sock.close()
             raise explain(error, f"listening on {path}") from error
-        return _ShmListener(sock, Uri("shm", path=path))
+        return _ShmListener(sock, Uri("shm", path=path), allowed)
 
 
 def _connect(sock: socket.socket, path: str, timeout: float) -> None:

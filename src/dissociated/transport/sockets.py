@@ -92,6 +92,10 @@ class SocketConnection(Connection):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
 
+    @property
+    def peer(self) -> str:
+        return self._peer
+
     def prepare(self, messages: Sequence[Message]) -> Prepared:
         return Prepared(encode_runs(messages))
 

@@ -1,0 +1,228 @@
+"""Who may have what: tickets that are signed and expire, and bearer tokens.
+
+A random ticket is the identifier of one publication: it is good until that is replaced or dropped. A signed one says
+which publication, which part of it and until when, and proves by a MAC that the server said so:
+
+    32 bytes  HMAC-SHA256 of all that follows
+     8 bytes  when it expires: milliseconds since 1970
+     2 bytes  length of the identifier of the publication
+    the identifier
+    the selection: the names of its columns that may be read, as a JSON list; empty for all there are
+
+Integers are little-endian. Nothing here reads a clock.
+
+A catalog and its nodes share one secret: all of them sign with it, and know each other by a token that is made of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from dissociated.errors import AccessDenied, OptionError
+
+#: Given a bearer token, says whose it is (a name, or just True), or something false.
+Authorize: TypeAlias = Callable[[str], object]
+
+_MAC = hashlib.sha256().digest_size
+_head = struct.Struct("<QH")
+_STEPS = 8  # in a lifetime
+
+_FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
+_EXPIRED = "this ticket has expired: look the dataset up again"
+
+
+class Ticket(NamedTuple):
+    """What a client asks with, and when that ends: seconds since 1970, None for never."""
+
+    data: bytes
+    expires: float | None
+
+
+class Granted(NamedTuple):
+    """What a signed ticket is good for: a publication, or some columns of it."""
+
+    identifier: bytes
+    columns: tuple[str, ...] | None = None
+
+
+class Signer:
+    """Makes tickets that are good for at most `lifetime` seconds, and checks them.
+
+    The end is rounded down to an eighth of the lifetime, so that who asks twice gets the same ticket.
+    """
+
+    def __init__(self, secret: bytes, lifetime: float) -> None:
+        if not lifetime > 0:
+            raise OptionError(f"the lifetime of tickets is a positive number of seconds, not {lifetime}")
+        _check_secret(secret)
+        self._secret = secret
+        self._lifetime = max(_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
+
+    def sign(self, granted: Granted, now: float) -> Ticket:
+        """A ticket for what is granted."""
+        identifier, columns = granted
+        selection = b"" if columns is None else json.dumps(columns).encode()
+        step = self._lifetime // _STEPS
+        expires = (round(now * 1000) + self._lifetime) // step * step
+        content = _head.pack(expires, len(identifier)) + identifier + selection
+        return Ticket(self._mac(content) + content, expires / 1000)
+
+    def check(self, ticket: bytes, now: float) -> Granted:
+        """What `ticket` is good for. Raises AccessDenied where it is foreign, altered or expired."""
+        mac, content = ticket[:_MAC], ticket[_MAC:]
+        if len(content) < _head.size or not hmac.compare_digest(mac, self._mac(content)):
+            raise AccessDenied(_FOREIGN)
+        expires, length = _head.unpack_from(content)
+        if now * 1000 >= expires:
+            raise AccessDenied(_EXPIRED)
+        end = _head.size + length
+        columns = tuple(json.loads(content[end:])) if content[end:] else None
+        return Granted(content[_head.size : end], columns)
+
+    def mark(self) -> str:
+        """Tells this secret from others, and nothing of it: who has the same mark accepts these tickets."""
+        return self._mac(b"a mark").hex()[:16]
+
+    def _mac(self, content: bytes) -> bytes:
+        return hmac.digest(self._secret, content, hashlib.sha256)
+
+
+class Unsigned:
+    """Tickets that are the identifiers themselves: good for as long as the publication is there."""
+
+    def sign(self, granted: Granted, now: float) -> Ticket:
+        """A ticket for what is granted. Raises OptionError where that is some columns alone."""
+        if granted.columns is not None:
+            raise OptionError("only signed tickets can be for some columns: give the server a ticket_lifetime")
+        return Ticket(granted.identifier, None)
+
+    def check(self, ticket: bytes, now: float) -> Granted:
+        """What `ticket` is good for, if there is such a publication."""
+        return Granted(ticket)
+
+    def mark(self) -> str:
+        """See `Signer.mark`."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Security:
+    """How a server, a node or a catalog is guarded: see `security`."""
+
+    tickets: Signer | Unsigned = field(default_factory=Unsigned)
+    authorize: Authorize | None = None
+    certificate: tuple[str, str] | None = None
+    roots: str | None = None
+    peer: str | None = field(default=None, repr=False)
+
+
+def security(
+    *,
+    ticket_lifetime: float | None = None,
+    secret: bytes | None = None,
+    authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
+    tls_roots: str | os.PathLike[str] | None = None,
+    peers: bool = False,
+) -> Security:
+    """What these options mean; most are those of `Server`. Raises OptionError where they make no sense.
+
+    With `peers`, catalogs and nodes that have the same `secret` know each other by it, and nobody else is one of them.
+    `tls_roots` are the certificates that they trust in each other, in place of the system's.
+    """
+    if secret is not None and ticket_lifetime is None and not peers:
+        raise OptionError("a secret signs tickets, which needs a ticket_lifetime")
+    if secret is not None:
+        _check_secret(secret)
+    if (tls_cert is None) != (tls_key is None):
+        raise OptionError("TLS needs a certificate and its key: give both tls_cert and tls_key")
+    return Security(
+        Unsigned() if ticket_lifetime is None else Signer(secret or secrets.token_bytes(32), ticket_lifetime),
+        None if authorize is None else authorizer(authorize),
+        None if tls_cert is None or tls_key is None else (os.fspath(tls_cert), os.fspath(tls_key)),
+        None if tls_roots is None else os.fspath(tls_roots),
+        hmac.digest(secret, b"a peer", hashlib.sha256).hex() if peers and secret is not None else None,
+    )
+
+
+class Tokens:
+    """Bearer tokens, and the names of those they belong to. Only digests of the tokens are kept.
+
+    Raises OptionError where there is none, or one that no header can carry.
+    """
+
+    def __init__(self, tokens: Iterable[str] | Mapping[str, str]) -> None:
+        if isinstance(tokens, str):
+            raise OptionError("give a list of tokens, not one string")
+        named = tokens if isinstance(tokens, Mapping) else {one: f"token {n}" for n, one in enumerate(tokens, 1)}
+        if not named:
+            raise OptionError("there is no token, so nobody could come in: give at least one")
+        self._names = {_digest(check_token(token)): name for token, name in named.items()}
+
+    @classmethod
+    def read(cls, path: str | Path) -> Tokens:
+        """The tokens in a file: one a line, alone or after a name and a space; # begins a comment."""
+        return cls({line[-1]: line[0] if line[1:] else f"token {n}" for n, line in enumerate(_lines(path), 1)})
+
+    def __call__(self, token: str) -> str | None:
+        """Whose token it is; None where it is nobody's."""
+        return self._names.get(_digest(token))
+
+
+def read_token(path: str | Path) -> str:
+    """The first token in a file such as `Tokens.read` reads."""
+    for line in _lines(path):
+        return check_token(line[-1])
+    raise OptionError(f"there is no token in {path}")
+
+
+def read_secret(path: str | os.PathLike[str]) -> bytes:
+    """The secret in a file: all of it, but for white space around it. Raises OptionError."""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise OptionError(f"cannot read a secret from {os.fspath(path)}: {error.strerror}") from None
+    _check_secret(secret)
+    return secret
+
+
+def check_token(token: str) -> str:
+    """The token itself. Raises OptionError, which does not quote it, where no header can carry it."""
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise OptionError("a token consists of printable ASCII characters and has no spaces")
+    return token
+
+
+def authorizer(authorize: Authorize | Iterable[str] | Mapping[str, str]) -> Authorize:
+    """What decides about tokens: the callable itself, or one made of the tokens that are given."""
+    return authorize if callable(authorize) else Tokens(authorize)
+
+
+def _check_secret(secret: bytes) -> None:
+    if len(secret) < 16:
+        raise OptionError(f"a secret of {len(secret)} bytes can be guessed: take secrets.token_bytes(32)")
+
+
+def _lines(path: str | Path) -> list[list[str]]:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise OptionError(f"cannot read tokens from {path}: {getattr(error, 'strerror', None) or error}") from None
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if any(len(line) > 2 for line in lines):
+        raise OptionError(f"{path} has a line of more than a name and a token")
+    return lines
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()

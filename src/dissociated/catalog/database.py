@@ -1,0 +1,483 @@
+"""What the catalog knows: datasets, their versions, the parts of each, and the nodes that hold them.
+
+One SQLite database, in a file or in memory. A commit is one transaction: a dataset is replaced whole or not at all,
+whatever is killed.
+
+    nodes          who serves parts, and until when it is believed to live
+    versions       what a dataset was at one commit; the one that was not replaced is the dataset
+    parts          what one node holds under one ticket; one that no version has is to be released by its node
+    version_parts  a version is its parts, in the order of their numbers; those with one number are copies
+    commits        the key of every commit, so that one that is sent twice is done once
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dissociated.errors import CatalogError, DatasetNotFound
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS nodes (
+    id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
+    seen REAL NOT NULL, lives_until REAL NOT NULL, digest TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS versions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, schema BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
+    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX IF NOT EXISTS the_dataset ON versions (name) WHERE replaced IS NULL;
+CREATE TABLE IF NOT EXISTS parts (
+    id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
+    serial INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_ticket ON parts (ticket);
+CREATE TABLE IF NOT EXISTS version_parts (
+    version INTEGER NOT NULL REFERENCES versions ON DELETE CASCADE, number INTEGER NOT NULL,
+    part TEXT NOT NULL REFERENCES parts ON DELETE CASCADE, PRIMARY KEY (version, number, part)
+);
+CREATE INDEX IF NOT EXISTS by_part ON version_parts (part);
+CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
+"""
+_FORMAT = 1
+_REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
+#: Seconds after which a part that was prepared for a commit which never came is released.
+ABANDONED = 600.0
+FOR_EVER = 1e18
+
+
+@dataclass(frozen=True)
+class Node:
+    """Who serves parts. `lives_until` is when it is taken for dead, if it says nothing until then."""
+
+    id: str
+    host: str
+    boot_id: str
+    flight: str
+    locations: tuple[str, ...]
+    seen: float = 0.0
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one node holds under one ticket.
+
+    `number` is its place among the parts of a version, `serial` grows with every part that the node makes.
+    """
+
+    id: str
+    node: str
+    ticket: bytes
+    rows: int | None = None
+    nbytes: int | None = None
+    number: int = 0
+    serial: int = 0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A version in the store of a node, as the node tells it. `schema` is empty where it cannot be read now."""
+
+    part: Part
+    name: str
+    key: str
+    schema: bytes
+    created: float
+    prepared: bool = False
+    whole: bool = True
+    tags: Mapping[str, str] = field(default_factory=dict)
+    ttl: float | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part, and all nodes that hold it under its ticket."""
+
+    ticket: bytes
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One version of a dataset. Times are seconds since the epoch."""
+
+    version: int
+    name: str
+    schema: bytes
+    rows: int | None
+    nbytes: int | None
+    tags: Mapping[str, str]
+    created: float
+    expires: float | None
+    current: bool
+    parts: tuple[Held, ...]
+
+    def more(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
+        """The tags and the time to live of a version that more is appended to: what is not said stays as it was."""
+        if ttl is None and self.expires is not None:
+            ttl = self.expires - self.created
+        return {**self.tags, **tags}, ttl
+
+
+class Database:
+    """The catalog's state, in the file `path`. Safe to use from many threads. `clock` gives seconds since the epoch.
+
+    Raises CatalogError where the file cannot be used, or another catalog uses it.
+    """
+
+    def __init__(self, path: str = ":memory:", clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._path = path
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+            self._connection.row_factory = sqlite3.Row
+            self._prepare()
+        except sqlite3.Error as error:
+            if hasattr(self, "_connection"):
+                self._connection.close()
+            raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
+
+    def _prepare(self) -> None:
+        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("PRAGMA foreign_keys = ON")
+        (found,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, _FORMAT):
+            raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
+        self._connection.executescript(_SCHEMA)
+        self._connection.execute(f"PRAGMA user_version = {_FORMAT}")
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[float]:
+        """All or nothing, at one moment, which it gives."""
+        with self._lock:
+            now = self._clock()
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                try:
+                    self._expire(now)
+                    yield now
+                except BaseException:
+                    self._connection.execute("ROLLBACK")
+                    raise
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise CatalogError(f"the catalog's database {self._path}: {error}") from None
+
+    def _all(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        return self._connection.execute(sql, values).fetchall()
+
+    def _expire(self, now: float) -> None:
+        """Forget what is over: datasets by their time to live, replaced versions when nobody was promised more."""
+        run = self._connection.execute
+        over = (
+            "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= :now)"
+            " OR (replaced IS NOT NULL AND promised <= :now)"
+        )
+        if run(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", {"now": now}).fetchone():
+            run(f"DELETE FROM versions WHERE {over}", {"now": now})
+
+    # Nodes
+
+    def register(
+        self, node: Node, announced: Sequence[Announced], digest: str, lives_until: float, serial: int = 0
+    ) -> None:
+        """A node says who it is and everything that it holds, of the parts with serials up to `serial`.
+
+        What it does not hold any more is gone. What it published itself and this catalog does not know yet becomes a
+        dataset, unless one of that name was published later.
+        """
+        with self._transaction() as now:
+            self._connection.execute(
+                "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET host = excluded.host,"
+                " boot_id = excluded.boot_id, flight = excluded.flight, locations = excluded.locations,"
+                " seen = excluded.seen, lives_until = excluded.lives_until, digest = excluded.digest",
+                (
+                    node.id,
+                    node.host,
+                    node.boot_id,
+                    node.flight,
+                    json.dumps(node.locations),
+                    now,
+                    lives_until,
+                    digest,
+                ),
+            )
+            there = {one.part.id for one in announced}
+            for row in self._all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
+                if row["id"] not in there:
+                    self._lose(row["id"])
+            for one in sorted(announced, key=lambda one: one.created):
+                if one.whole and not one.prepared and one.schema and not self._known(one):
+                    newer = self._all(
+                        "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND created > ?",
+                        one.name,
+                        one.created,
+                    )
+                    if not newer:
+                        self._publish(one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created)
+
+    def _known(self, one: Announced) -> bool:
+        return bool(
+            self._all("SELECT 1 FROM parts WHERE id = ?", one.part.id)
+            or self._all("SELECT 1 FROM commits WHERE key = ?", one.key)
+        )
+
+    def _lose(self, part: str) -> None:
+        """A part is gone; what has no other copy of it is gone with it."""
+        self._connection.execute(
+            "DELETE FROM versions WHERE id IN (SELECT mine.version FROM version_parts mine WHERE mine.part = ? AND NOT"
+            " EXISTS (SELECT 1 FROM version_parts other WHERE other.version = mine.version AND"
+            " other.number = mine.number AND other.part != mine.part))",
+            (part,),
+        )
+        self._connection.execute("DELETE FROM parts WHERE id = ?", (part,))
+
+    def heard(self, node: str, digest: str, lives_until: float) -> bool:
+        """A node lives, and holds what `digest` stands for. False where this catalog knows it otherwise."""
+        with self._transaction() as now:
+            changed = self._connection.execute(
+                "UPDATE nodes SET seen = ?, lives_until = ? WHERE id = ? AND digest = ?",
+                (now, lives_until, node, digest),
+            )
+            return bool(changed.rowcount)
+
+    def left(self, node: str) -> None:
+        """A node says that it ends."""
+        with self._transaction():
+            self._connection.execute("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
+
+    def nodes(self) -> list[Node]:
+        """Every node that ever registered."""
+        with self._transaction() as now:
+            return [_node(row, now) for row in self._all("SELECT * FROM nodes ORDER BY id")]
+
+    def unwanted(self, node: str, announced: Sequence[Announced] = ()) -> list[str]:
+        """The parts of a node that no version has any more, or that were prepared for a commit that never came."""
+        with self._transaction() as now:
+            rows = self._all(
+                "SELECT id FROM parts WHERE node = ? AND id NOT IN (SELECT part FROM version_parts)",
+                node,
+            )
+            unwanted = {row["id"] for row in rows}
+            for one in announced:
+                if self._all("SELECT 1 FROM parts WHERE id = ?", one.part.id):
+                    continue
+                replaced = self._all("SELECT 1 FROM commits WHERE key = ?", one.key)
+                if replaced or (one.prepared and one.created + ABANDONED < now):
+                    unwanted.add(one.part.id)
+            return sorted(unwanted)
+
+    def wanted(self, node: str) -> dict[str, bool]:
+        """The parts of a node that some version has, and whether one of them is all of its version, the latest."""
+        with self._transaction():
+            rows = self._all(
+                "SELECT part, (SELECT count(DISTINCT number) FROM version_parts WHERE version = latest) = 1 AS whole"
+                " FROM (SELECT part, max(version) AS latest FROM version_parts JOIN parts ON parts.id = part"
+                " WHERE node = ? GROUP BY part)",
+                node,
+            )
+            return {row["part"]: bool(row["whole"]) for row in rows}
+
+    def released(self, parts: Sequence[str]) -> None:
+        """These parts are gone from their node."""
+        with self._transaction():
+            for part in parts:
+                self._lose(part)
+
+    # Datasets
+
+    def publish(
+        self,
+        name: str,
+        key: str,
+        schema: bytes,
+        parts: Sequence[Part],
+        *,
+        append: bool = False,
+        tags: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+        created: float | None = None,
+    ) -> int:
+        """Make these parts the dataset `name`, or with `append` more of it. A repeated `key` changes nothing.
+
+        `created` is when that was, if not now; `ttl` counts from then.
+        Returns the number of the version. Raises CatalogError for parts of unknown nodes, and for another schema than
+        that of what is appended to.
+        """
+        with self._transaction() as now:
+            done = self._all("SELECT version FROM commits WHERE key = ?", key)
+            if done:
+                return int(done[0]["version"])
+            return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now)
+
+    def _publish(
+        self,
+        name: str,
+        key: str,
+        append: bool,
+        schema: bytes,
+        parts: Sequence[Part],
+        tags: Mapping[str, str],
+        ttl: float | None,
+        now: float,
+    ) -> int:
+        run = self._connection.execute
+        before = next(iter(self._all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)), None)
+        rows, nbytes = _total(part.rows for part in parts), _total(part.nbytes for part in parts)
+        if append and before is not None:
+            if before["schema"] != schema:
+                raise CatalogError(
+                    f"what is to be appended to {name!r} has another schema: the columns are not the same"
+                )
+            rows, nbytes = _total((before["rows"], rows)), _total((before["nbytes"], nbytes))
+            tags, ttl = self._record(before, now).more(tags, ttl)
+        if before is not None:
+            run("UPDATE versions SET replaced = ? WHERE id = ?", (now, before["id"]))
+        version = run(
+            "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (name, schema, rows, nbytes, json.dumps(dict(tags)), now, None if ttl is None else now + ttl),
+        ).lastrowid
+        assert version is not None
+        first = 0
+        if append and before is not None:
+            run(
+                "INSERT INTO version_parts SELECT ?, number, part FROM version_parts WHERE version = ?",
+                (version, before["id"]),
+            )
+            (row,) = self._all("SELECT max(number) AS last FROM version_parts WHERE version = ?", version)
+            first = row["last"] + 1
+        for part in parts:
+            try:
+                run(
+                    "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                    (part.id, part.node, part.ticket, part.rows, part.nbytes, part.serial),
+                )
+            except sqlite3.IntegrityError:
+                raise CatalogError(f"no node {part.node!r} has registered at this catalog") from None
+            run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
+        run("INSERT INTO commits VALUES (?, ?, ?)", (key, version, now))
+        run("DELETE FROM commits WHERE at < ?", (now - _REMEMBERED,))
+        self._expire(now)
+        return version
+
+    def committed(self, key: str) -> int | None:
+        """The number of the version that was committed with this key, whatever became of it."""
+        with self._transaction():
+            rows = self._all("SELECT version FROM commits WHERE key = ?", key)
+            return int(rows[0]["version"]) if rows else None
+
+    def drop(self, name: str) -> None:
+        """Forget the dataset `name`, all versions. Raises DatasetNotFound."""
+        with self._transaction():
+            if not self._all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
+                raise DatasetNotFound(f"no dataset {name!r} is published here")
+            self._connection.execute("DELETE FROM versions WHERE name = ?", (name,))
+
+    def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Record]:
+        """The datasets whose names begin with `prefix` and that have all of `tags`, by name."""
+        with self._transaction() as now:
+            found = [
+                row
+                for row in self._all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
+                if row["name"].startswith(prefix) and (tags or {}).items() <= json.loads(row["tags"]).items()
+            ]
+            return [self._record(row, now) for row in found]
+
+    def find(self, name: str, version: int | None = None, promise: float = 0.0) -> Record:
+        """The dataset `name`, or a version of it that is still there. Raises DatasetNotFound.
+
+        `promise` is for how many seconds its tickets shall stay good at least, even if it is replaced.
+        """
+        with self._transaction() as now:
+            if version is None:
+                rows = self._all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
+            else:
+                rows = self._all("SELECT * FROM versions WHERE name = ? AND id = ?", name, version)
+            if not rows:
+                which = f"no dataset {name!r}" if version is None else f"no version {version} of the dataset {name!r}"
+                raise DatasetNotFound(f"{which} is published here")
+            self._promise(rows[0], now, promise)
+            return self._record(rows[0], now)
+
+    def versions(self, name: str) -> list[Record]:
+        """All versions of `name` that can still be read, the oldest first."""
+        with self._transaction() as now:
+            return [
+                self._record(row, now) for row in self._all("SELECT * FROM versions WHERE name = ? ORDER BY id", name)
+            ]
+
+    def _promise(self, version: sqlite3.Row, now: float, promise: float) -> None:
+        if promise and version["promised"] < now + promise:
+            # Somewhat longer than was asked for, so that not every request has to write.
+            until = now + 1.25 * promise
+            self._connection.execute("UPDATE versions SET promised = ? WHERE id = ?", (until, version["id"]))
+
+    def by_ticket(self, ticket: bytes, promise: float = 0.0) -> tuple[Record, Held]:
+        """The version that has a part with this ticket, and that part. Raises DatasetNotFound."""
+        with self._transaction() as now:
+            rows = self._all(
+                "SELECT versions.* FROM versions JOIN version_parts ON version = versions.id"
+                " JOIN parts ON part = parts.id WHERE ticket = ? ORDER BY versions.id DESC",
+                ticket,
+            )
+            if not rows:
+                raise DatasetNotFound(
+                    "no dataset has this ticket: it may have been replaced or dropped; look it up again"
+                )
+            self._promise(rows[0], now, promise)
+            record = self._record(rows[0], now)
+            return record, next(part for part in record.parts if part.ticket == ticket)
+
+    def _record(self, row: sqlite3.Row, now: float) -> Record:
+        held: dict[int, tuple[bytes, list[Node]]] = {}
+        for part in self._all(
+            "SELECT number, ticket, nodes.* FROM version_parts JOIN parts ON part = parts.id"
+            " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
+            row["id"],
+        ):
+            held.setdefault(part["number"], (part["ticket"], []))[1].append(_node(part, now))
+        return Record(
+            version=row["id"],
+            name=row["name"],
+            schema=row["schema"],
+            rows=row["rows"],
+            nbytes=row["nbytes"],
+            tags=json.loads(row["tags"]),
+            created=row["created"],
+            expires=row["expires"],
+            current=row["replaced"] is None,
+            parts=tuple(Held(ticket, tuple(nodes)) for ticket, nodes in held.values()),
+        )
+
+
+def _node(row: sqlite3.Row, now: float) -> Node:
+    return Node(
+        id=row["id"],
+        host=row["host"],
+        boot_id=row["boot_id"],
+        flight=row["flight"],
+        locations=tuple(json.loads(row["locations"])),
+        seen=row["seen"],
+        alive=row["lives_until"] > now,
+    )
+
+
+def _total(numbers: Any) -> int | None:
+    """Their sum; None where one of them is not known."""
+    known = [*numbers]
+    return None if None in known else sum(known)

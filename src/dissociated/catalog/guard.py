@@ -1,0 +1,122 @@
+"""Who may call a catalog: TLS, and a bearer token with each call."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow.flight as flight
+
+from dissociated.access import Security
+from dissociated.errors import AccessDenied, OptionError
+
+_log = logging.getLogger(__name__)
+
+_GUARD = "guard"
+_HEADER = "authorization"
+_SCHEME = "bearer"
+#: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
+_RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
+
+
+def protection(uri: str, security: Security) -> dict[str, Any]:
+    """What makes a Flight server at `uri` ask for tokens and speak TLS. Raises OptionError for files it cannot use."""
+    options: dict[str, Any] = {}
+    if security.authorize is not None or security.peer is not None:
+        options["middleware"] = {_GUARD: Guard(security)}
+    if uri.startswith("grpc+tls:"):
+        if security.certificate is None:
+            raise OptionError(f"a catalog at {uri} needs a certificate and its key: tls_cert and tls_key")
+        options["tls_certificates"] = [tuple(map(_read, security.certificate))]
+    return options
+
+
+class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Lets calls in whose bearer token somebody owns, or a peer: a catalog or a node with the same secret."""
+
+    def __init__(self, security: Security) -> None:
+        self._authorize = security.authorize
+        self._peer = security.peer
+
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> Caller | None:
+        """Refuse the call, or let it go on. Tokens are never logged, nor what was made of them."""
+        tokens = [token for scheme, token in map(_split, headers.get(_HEADER, ())) if scheme == _SCHEME]
+        if self._peer is not None and any(hmac.compare_digest(one.encode(), self._peer.encode()) for one in tokens):
+            return Caller()
+        if self._authorize is None:
+            return None
+        if not tokens:
+            raise _refused(info, "the catalog asks for a token: connect(uri, token=...)")
+        for token in tokens:
+            try:
+                owner = self._authorize(token)
+            except Exception as error:  # it is the operator's code: anything may come out of it, the token too
+                _log.error("a token could not be checked: %s in authorize", type(error).__name__)
+                raise _refused(info, "the catalog could not check the token") from None
+            if owner:
+                known = {"identity": owner} if isinstance(owner, str) else {}
+                _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **known})
+                return None
+        raise _refused(info, "the catalog does not accept this token: it may have been withdrawn")
+
+
+class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    """Comes with the calls of peers alone."""
+
+
+def require_peer(context: Any, security: Security) -> None:
+    """Raises AccessDenied where a call that catalogs and nodes make of each other comes from somebody else.
+
+    Where there are neither tokens nor a secret, whoever reaches the catalog may make it.
+    """
+    guarded = security.authorize is not None or security.peer is not None
+    if guarded and context.get_middleware(_GUARD) is None:
+        raise AccessDenied("only catalogs and nodes call this, and they have the same secret: give both secret")
+
+
+def _refused(info: Any, reason: str) -> flight.FlightUnauthenticatedError:
+    _log.warning("%s was refused: %s", info.method.name, reason, extra={"method": info.method.name})
+    return flight.FlightUnauthenticatedError(reason)
+
+
+def _split(header: str) -> tuple[str, str]:
+    scheme, _, token = header.partition(" ")
+    return scheme.lower(), token.strip()
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise OptionError(f"cannot read {path} for TLS: {error.strerror}") from None
+
+
+class Bearer(flight.ClientMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Sends a token with each call of a client."""
+
+    def __init__(self, token: str) -> None:
+        self._headers = {_HEADER: f"Bearer {token}"}
+
+    def start_call(self, info: Any) -> flight.ClientMiddleware:
+        """What adds the header to one call."""
+        return _Sending(self._headers)
+
+
+class _Sending(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+    def __init__(self, headers: dict[str, str]) -> None:
+        self._headers = headers
+
+    def sending_headers(self) -> dict[str, str]:
+        return self._headers
+
+
+def client_options(token: str | None, tls_roots: str | None) -> dict[str, Any]:
+    """What makes a Flight client send a token, and trust the certificates in the PEM file `tls_roots` alone."""
+    options: dict[str, Any] = {"generic_options": [*_RECONNECT.items()]}
+    if token is not None:
+        options["middleware"] = [Bearer(token)]
+    if tls_roots is not None:
+        options["tls_root_certs"] = _read(tls_roots)
+    return options

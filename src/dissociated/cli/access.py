@@ -1,0 +1,89 @@
+"""What commands have in common: those that ask a catalog prove who they are, and those that serve ask for proof."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from dissociated import log
+from dissociated.access import Tokens, read_secret, read_token
+from dissociated.catalog.client import Client, connect
+
+_TOKEN = "DISSOCIATED_TOKEN"
+_ROOTS = "DISSOCIATED_TLS_ROOTS"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `client` takes."""
+    group = parser.add_argument_group("access")
+    group.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help=f"holds the token that the catalog asks for (or: {_TOKEN}, a token)",
+    )
+    group.add_argument(
+        "--tls-roots",
+        metavar="FILE",
+        help=f"PEM file of the certificates to trust, in place of the system's (or: {_ROOTS})",
+    )
+
+
+def client(catalog: str, arguments: argparse.Namespace) -> Client:
+    """A client of `catalog`, by these options and the environment. No option is a token: all users could see that."""
+    token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN) or None
+    return connect(catalog, token=token, tls_roots=arguments.tls_roots or os.environ.get(_ROOTS) or None)
+
+
+def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:
+    """The options that `serving` and `logging` take; with `peers` those of a catalog that has nodes, and of nodes."""
+    group = parser.add_argument_group("access")
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM file of the certificate, with its chain, that proves us")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM file of its key")
+    group.add_argument(
+        "--token-file", metavar="FILE", help="tokens that the catalog accepts, one a line, each alone or after a name"
+    )
+    group.add_argument(
+        "--ticket-lifetime",
+        type=float,
+        metavar="S",
+        help="sign tickets, and let them expire after so many seconds (default: good until a dataset is replaced)",
+    )
+    if peers:
+        group.add_argument(
+            "--secret-file",
+            metavar="FILE",
+            help="the secret by which a catalog and its nodes know each other, and with which they sign tickets",
+        )
+        group.add_argument(
+            "--tls-roots",
+            metavar="FILE",
+            help="PEM file of the certificates that a catalog and its nodes trust in each other (or: the system's)",
+        )
+    group = parser.add_argument_group("seeing it")
+    group.add_argument("--metrics", metavar="HOST:PORT", help="answer Prometheus there, at /metrics")
+    group.add_argument("--log-format", choices=log.FORMATS, default="text", help="of what is logged, on stderr")
+    group.add_argument("--log-level", choices=log.LEVELS, default="warning", help="from which on it is logged")
+
+
+def serving(arguments: argparse.Namespace, peers: bool = False) -> dict[str, Any]:
+    """What these options mean to `Server`, and with `peers` to `Node` and `security`."""
+    options: dict[str, Any] = {
+        "tls_cert": arguments.tls_cert,
+        "tls_key": arguments.tls_key,
+        "authorize": Tokens.read(arguments.token_file) if arguments.token_file else None,
+        "ticket_lifetime": arguments.ticket_lifetime,
+    }
+    if peers:
+        options["secret"] = read_secret(arguments.secret_file) if arguments.secret_file else None
+        options["tls_roots"] = arguments.tls_roots
+    return options
+
+
+def places(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
+    """Where to serve, and where the catalog answers, if nothing is said."""
+    tls = arguments.tls_cert is not None
+    return (
+        ("shm:", "tls://127.0.0.1:0" if tls else "tcp://127.0.0.1:0"),
+        "grpc+tls://127.0.0.1" if tls else "grpc://127.0.0.1",
+    )

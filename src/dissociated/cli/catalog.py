@@ -1,0 +1,66 @@
+"""dissociated catalog: one catalog for the nodes of many hosts."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from contextlib import ExitStack, closing
+
+from dissociated import log
+from dissociated.cli import access
+
+SUMMARY = "run a catalog for the nodes of many hosts"
+DESCRIPTION = """\
+Run a catalog, Arrow Flight, that holds no data itself: nodes register at it, dissociated node --catalog URI. It runs
+until SIGTERM or Ctrl-C; what it knows is in the database, and is there again when it starts again."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `catalog`."""
+    parser.add_argument("--db", required=True, metavar="FILE", help="its SQLite database, made where there is none")
+    parser.add_argument(
+        "--listen",
+        metavar="URI",
+        help="where it answers (default: grpc://127.0.0.1:8815, or grpc+tls: with a certificate)",
+    )
+    parser.add_argument("--advertise", metavar="HOST", help="what others call this host, for one on all interfaces")
+    parser.add_argument(
+        "--retain",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long tickets of what was replaced stay good (default: %(default)g)",
+    )
+    access.add_serving_arguments(parser, peers=True)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Answer until a signal comes."""
+    from dissociated.access import security
+    from dissociated.catalog.database import Database
+    from dissociated.catalog.service import CatalogService
+
+    log.configure(arguments.log_format, arguments.log_level)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    guarded = security(**access.serving(arguments, peers=True), peers=True)
+    _, flight = access.places(arguments)
+    service = CatalogService(
+        None,
+        arguments.listen or f"{flight}:8815",
+        database=Database(arguments.db),
+        retain=arguments.retain,
+        advertise=arguments.advertise,
+        security=guarded,
+    )
+    with ExitStack() as owned:
+        owned.enter_context(closing(service))
+        if arguments.metrics is not None:
+            from dissociated.metrics import MetricsService
+
+            metrics = owned.enter_context(closing(MetricsService(arguments.metrics, service.status)))
+            print(f"metrics  {metrics.uri}")
+        print(f"catalog  {service.uri}", flush=True)
+        stop.wait()

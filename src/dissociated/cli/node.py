@@ -1,0 +1,120 @@
+"""dissociated node: serve what is committed in a store."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+from dissociated import log
+from dissociated.cli import access, text
+
+SUMMARY = "serve a store of segments, one for each host"
+DESCRIPTION = """\
+Serve whatever is committed in a store, a directory in memory or on disk, until SIGTERM or Ctrl-C. Data in it outlives
+whoever wrote it, and the node: killed and started again, it serves the same datasets under the same tickets.
+
+When the store reaches its limit, the policy says what happens: whoever writes is told (refuse), the oldest datasets
+that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
+
+_TICK = 0.5  # seconds between looks at whether anybody is there
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `node`."""
+    from dissociated.store.node import RETAIN, default_store
+    from dissociated.store.store import Policy
+
+    parser.add_argument(
+        "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=text.parse_size, metavar="SIZE", help="what it may take, as in 8GiB or 500MB")
+    parser.add_argument(
+        "--policy",
+        choices=[policy.value for policy in Policy],
+        default=Policy.REFUSE.value,
+        help="what happens at the limit (default: %(default)s)",
+    )
+    parser.add_argument("--spill", type=Path, metavar="DIR", help="the directory on disk for --policy spill")
+    parser.add_argument(
+        "--listen",
+        action="append",
+        metavar="URI",
+        help="where to serve, may be repeated (default: shm: and tcp://127.0.0.1:0, or tls: with a certificate)",
+    )
+    parser.add_argument(
+        "--flight",
+        metavar="URI",
+        help="where its own catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a "
+        "certificate; port 0 is one that is free)",
+    )
+    parser.add_argument(
+        "--catalog", metavar="URI", help="the catalog that it is a node of, if there is one for several"
+    )
+    parser.add_argument("--advertise", metavar="HOST", help="what others call this host, for a node on all interfaces")
+    parser.add_argument(
+        "--retain",
+        type=float,
+        default=RETAIN,
+        metavar="SECONDS",
+        help="how long tickets of what was replaced stay good (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long those who read may go on after SIGTERM (default: %(default)g)",
+    )
+    parser.add_argument("--idle-exit", type=float, metavar="SECONDS", help="end when nobody was there for so long")
+    access.add_serving_arguments(parser, peers=True)
+    parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
+    parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes."""
+    from dissociated.store.node import Node
+    from dissociated.store.store import Policy, Store
+
+    log.configure(arguments.log_format, arguments.log_level)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    listen, flight = access.places(arguments)
+    options = access.serving(arguments, peers=True)
+    store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill)
+    with Node(
+        store,
+        arguments.listen or listen,
+        flight=arguments.flight or f"{flight}:0",
+        catalog=arguments.catalog,
+        retain=arguments.retain,
+        beat=arguments.beat,
+        advertise=arguments.advertise,
+        metrics=arguments.metrics,
+        **options,
+    ) as node:
+        usage = store.usage()
+        print(f"store    {store.directory}, {len(store.versions())} versions, {text.size(usage.total)}")
+        for uri in node.server.listening():
+            print(f"listens  {uri.partition('?')[0]}")
+        if arguments.metrics:
+            print(f"metrics  {node.server.metrics_uri}")
+        print(f"catalog  {node.uri}", flush=True)
+        if arguments.ready_fd is not None:
+            os.write(arguments.ready_fd, f"{node.uri}\n".encode())
+            os.close(arguments.ready_fd)
+        busy = time.monotonic()
+        while not stop.wait(None if arguments.idle_exit is None else _TICK):
+            if not node.idle:
+                busy = time.monotonic()
+            elif time.monotonic() - busy > arguments.idle_exit:
+                break
+        node.drain(arguments.drain)

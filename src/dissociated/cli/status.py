@@ -1,0 +1,149 @@
+"""dissociated status: what a server is doing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from dissociated.cli import access, text
+from dissociated.errors import DissociatedError
+from dissociated.status import Consumer, DatasetStatus, ServerStatus
+
+SUMMARY = "show what a server is doing"
+DESCRIPTION = """\
+Show what a server, a node or a catalog publishes, who reads it, what they hold and how fast they are.
+
+In a terminal the view is renewed until Ctrl-C; elsewhere, and with --once or --json, it is shown once. Rates are those
+since the last look; at the first look those since a connection began, or the server."""
+
+_CLEAR = "\x1b[H\x1b[J"
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `status`."""
+    parser.add_argument("uri", metavar="URI", help="grpc://HOST:PORT, or grpc+tls://HOST:PORT")
+    parser.add_argument("--once", action="store_true", help="show it once, also in a terminal")
+    parser.add_argument("--json", action="store_true", help="print JSON once, for other programs")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+    )
+    access.add_arguments(parser)
+
+
+def _seconds(value: str) -> float:
+    if not 0.1 <= (seconds := float(value)) <= 3600:
+        raise argparse.ArgumentTypeError("from 0.1 to 3600 seconds")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print it, once or again and again."""
+    catalog, _ = text.split_name(arguments.uri)
+    with access.client(catalog, arguments) as client:
+        now = client.status()
+        if arguments.json:
+            print(json.dumps(now.plain(), indent=2))
+        elif arguments.once or not sys.stdout.isatty():
+            print("\n".join(_view(now, None)))
+        else:
+            _watch(client.status, now, arguments.interval)
+
+
+def _watch(look: Callable[[], ServerStatus], now: ServerStatus, interval: float) -> None:
+    """Show what `look` sees, until interrupted. A server that does not answer is waited for."""
+    before: ServerStatus | None = None
+    trouble = ""
+    sys.stdout.write(_ENTER)
+    try:
+        while True:
+            lines = [*([trouble, ""] if trouble else []), *_view(now, before)]
+            width, height = shutil.get_terminal_size()
+            if len(lines) > height - 1:
+                lines[height - 2 :] = [f"... and {len(lines) - height + 2} more lines"]
+            sys.stdout.write(_CLEAR + "\n".join(line[:width] for line in lines))
+            sys.stdout.flush()
+            time.sleep(interval)
+            try:
+                before, now = now, look()
+                trouble = ""
+            except DissociatedError as error:
+                trouble = f"{time.strftime('%H:%M:%S')} trying again: {error}"
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+
+
+def _view(now: ServerStatus, before: ServerStatus | None) -> list[str]:
+    if before is not None and (before.pid != now.pid or before.seconds >= now.seconds):
+        before = None  # it was started again
+    totals = now.totals
+    since = now.seconds if before is None else now.seconds - before.seconds
+    sent = totals.bytes if before is None else totals.bytes - before.totals.bytes
+    lines = [
+        f"dissociated {now.version} on {now.host}, process {now.pid}, for {text.duration(now.seconds)}",
+        f"sent {text.size(totals.bytes)} in {_number(totals.messages, 'message')} of "
+        f"{_number(totals.streams, 'stream')}, {text.size(sent / since) if since else '-'}/s; "
+        f"{_number(now.leases, 'lease')} held",
+        f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
+        f"{totals.failed:,} failed; over Flight {totals.flight:,}",
+        "",
+    ]
+    listeners = [(one.uri, f"{one.open:,}", f"{one.accepted:,}", f"{one.refused:,}") for one in now.listeners]
+    lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3))
+    nodes = [
+        (one.host, one.catalog, "alive" if one.alive else "silent", text.duration(one.seconds)) for one in now.nodes
+    ]
+    lines += _table(("NODE", "CATALOG", "STATE", "HEARD BEFORE"), nodes, (3,))
+    known = {} if before is None else {one.name: one for one in before.datasets}
+    datasets = [_dataset(one, known.get(one.name), since) for one in now.datasets]
+    head = ("DATASET", "ROWS", "SIZE", "CONSUMERS", "STREAMS", "SENT", "RATE", "LEASES")
+    lines += _table(head, datasets, range(1, 8))
+    seen = {} if before is None else {one.connection: one for one in before.consumers}
+    consumers = [_consumer(one, seen.get(one.connection)) for one in now.consumers]
+    columns = ("#", "CONSUMER", "DATASET", "STATE", "FOR", "MESSAGES", "SENT", "RATE", "LEASES")
+    return lines + _table(columns, consumers, (0, 4, 5, 6, 7, 8))
+
+
+def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float) -> tuple[str, ...]:
+    rate = "-" if before is None or not since else f"{text.size(max(0, now.bytes - before.bytes) / since)}/s"
+    return (
+        now.name,
+        text.count(now.rows),
+        text.size(now.size),
+        text.count(now.consumers),
+        text.count(now.streams),
+        text.size(now.bytes),
+        rate,
+        text.count(now.leases),
+    )
+
+
+def _consumer(now: Consumer, before: Consumer | None) -> tuple[str, ...]:
+    nbytes, seconds = (0, 0.0) if before is None else (before.bytes, before.seconds)
+    rate = (now.bytes - nbytes) / (now.seconds - seconds) if now.seconds > seconds else 0.0
+    return (
+        str(now.connection),
+        now.peer,
+        now.dataset or "-",
+        now.state,
+        text.duration(now.seconds),
+        text.count(now.messages),
+        text.size(now.bytes),
+        f"{text.size(rate)}/s" if now.state == "reading" else "-",
+        text.count(now.leases),
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    return [*text.table(head, rows, right).splitlines(), ""] if rows else []
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

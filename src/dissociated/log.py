@@ -1,0 +1,77 @@
+"""The log, one record a line, as text or as JSON.
+
+The library logs by Python's `logging` and sets up nothing; a program may, with `configure` or in its own way. What a
+record says beside its message stands in attributes of it, which are the FIELDS. Neither tickets nor tokens, nor what
+they were made of, are in any record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+from dissociated.errors import OptionError
+
+#: What records may say beside their message: numbers, and words that hold no secret.
+FIELDS = (
+    "connection",
+    "transport",
+    "peer",
+    "dataset",
+    "outcome",
+    "seconds",
+    "messages",
+    "bytes",
+    "method",
+    "identity",
+)
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def configure(format: str = "text", level: str = "info") -> None:
+    """Write what is logged from `level` on to stderr. Raises OptionError for a format or level there is not."""
+    if format not in FORMATS or level not in LEVELS:
+        raise OptionError(f"a log is {' or '.join(FORMATS)}, from {', '.join(LEVELS)} on; not {format}, {level}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logger = logging.getLogger("dissociated")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What the record says beside its message."""
+    return {name: vars(record)[name] for name in FIELDS if name in vars(record)}
+
+
+class TextFormatter(logging.Formatter):
+    """2026-01-31T12:00:00.000Z INFO the message connection=1 transport=shm"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        told = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in fields(record).items())
+        return " ".join((super().formatMessage(record), *told))
+
+
+class JsonFormatter(logging.Formatter):
+    """{"time": ..., "level": ..., "logger": ..., "message": ...}, the fields, and "exception" where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

@@ -1,0 +1,312 @@
+"""What a server is doing and has done: counted where it happens, and shown as a tree of plain values.
+
+Each connection has a tally that its own thread writes and anybody may read, so that counting takes no lock while data
+flows. When a connection ends, its tally is added to the totals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from dissociated.dataset import Dataset
+from dissociated.errors import FormatError
+from dissociated.store.stage import host_name
+
+T = TypeVar("T")
+
+#: How connections end: the stream was served whole; the client or the network was gone before; what it asked for is
+#: not there or not for it; something else went wrong.
+OUTCOMES = ("done", "gone", "refused", "failed")
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """One open connection. `seconds` is for how long it has been; `dataset` is None until it has asked for one.
+
+    `messages` and `bytes`, those of bodies whether sent inline or by address, are what it was sent; `leases` how many
+    addresses it holds.
+    """
+
+    connection: int
+    transport: str
+    peer: str
+    state: str
+    dataset: str | None
+    seconds: float
+    messages: int
+    bytes: int
+    leases: int
+
+
+@dataclass(frozen=True)
+class DatasetStatus:
+    """What is published under a name, and what came of it. `rows` and `size`, in bytes, may be unknown.
+
+    Older versions of it that are served still are counted with it.
+
+    `streams` counts those that were asked for, `consumers` those of them that are open.
+    """
+
+    name: str
+    rows: int | None
+    size: int | None
+    consumers: int
+    streams: int
+    messages: int
+    bytes: int
+    leases: int
+
+
+@dataclass(frozen=True)
+class ListenerStatus:
+    """Where a server listens, and the connections there: those that are open, and how many there have been."""
+
+    uri: str
+    open: int
+    accepted: int
+    refused: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """All there has been since the server began, datasets that are no more included.
+
+    Connections that ended are counted by outcome. `flight` counts streams over Flight's DoGet, which nothing else does.
+    """
+
+    streams: int
+    messages: int
+    bytes: int
+    flight: int
+    done: int
+    gone: int
+    refused: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node of the catalog: where its own catalog answers, and how many seconds ago it said that it lives."""
+
+    host: str
+    catalog: str
+    alive: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """One moment of a server. `seconds` is for how long it has been running."""
+
+    version: str
+    host: str
+    pid: int
+    seconds: float
+    catalog: str | None
+    leases: int
+    totals: Totals
+    listeners: tuple[ListenerStatus, ...]
+    datasets: tuple[DatasetStatus, ...]
+    consumers: tuple[Consumer, ...]
+    nodes: tuple[NodeStatus, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """The same in dicts, lists, strings and numbers: for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, plain: Any) -> ServerStatus:
+        """The opposite of `plain`. What it does not know it leaves out. Raises FormatError."""
+        try:
+            made = _made(cls, plain)
+            parts = {"totals": _made(Totals, plain["totals"])}
+            for name, kind in (
+                ("listeners", ListenerStatus),
+                ("datasets", DatasetStatus),
+                ("consumers", Consumer),
+                ("nodes", NodeStatus),
+            ):
+                parts[name] = tuple(_made(kind, one) for one in plain[name])  # type: ignore[assignment]
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise FormatError(f"this is not the status of a server: {error!r}") from None
+        return cls(**{**vars(made), **parts})
+
+
+def _made(kind: type[T], plain: Mapping[str, Any]) -> T:
+    return kind(**{field.name: plain[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+
+
+class Tally:
+    """What one connection has done so far. Only its own thread writes."""
+
+    def __init__(self, connection: int, listener: str, peer: str) -> None:
+        self.connection = connection
+        self.listener = listener
+        self.transport = listener.partition(":")[0]
+        self.peer = peer
+        self.dataset: Dataset | None = None
+        self.messages = 0
+        self.bytes = 0
+        self.held: Sized = ()
+        self.sent = False  # all there is
+        self._began = time.monotonic()
+
+    def status(self) -> Consumer:
+        """How it stands now."""
+        state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
+        return Consumer(
+            self.connection,
+            self.transport,
+            self.peer,
+            state,
+            None if self.dataset is None else self.dataset.name,
+            time.monotonic() - self._began,
+            self.messages,
+            self.bytes,
+            len(self.held),
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """What a line of the log says beside its message."""
+        now = self.status()
+        told = {"connection": now.connection, "transport": now.transport, "peer": now.peer}
+        if now.dataset is None:
+            return told
+        return told | {
+            "dataset": now.dataset,
+            "seconds": round(now.seconds, 3),
+            "messages": now.messages,
+            "bytes": now.bytes,
+        }
+
+
+class _Sum:
+    """Streams, messages and bytes, added up."""
+
+    def __init__(self) -> None:
+        self.streams = self.messages = self.bytes = self.consumers = self.leases = 0
+
+    def add(self, tally: Tally) -> None:
+        self.streams += 1
+        self.messages += tally.messages
+        self.bytes += tally.bytes
+
+    def include(self, other: _Sum) -> None:
+        self.streams += other.streams
+        self.messages += other.messages
+        self.bytes += other.bytes
+        self.consumers += other.consumers
+        self.leases += other.leases
+
+    def plus(self, tallies: Iterable[Tally]) -> _Sum:
+        """These and those of connections that are open."""
+        total = _Sum()
+        total.streams, total.messages, total.bytes = self.streams, self.messages, self.bytes
+        for tally in tallies:
+            total.add(tally)
+            total.consumers += 1
+            total.leases += len(tally.held)
+        return total
+
+
+class Activity:
+    """The tallies of a server, and the totals of what has ended."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Tally] = {}
+        self._ended = _Sum()
+        self._of_datasets: WeakKeyDictionary[Dataset, _Sum] = WeakKeyDictionary()  # while each is published or read
+        self._outcomes: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._flight = 0
+
+    def begin(self, listener: str, peer: str) -> Tally:
+        """A connection was accepted by `listener`. It is counted until `end`."""
+        with self._lock:
+            tally = Tally(next(self._numbers), listener, peer)
+            self._accepted[listener] += 1
+            self._open[tally.connection] = tally
+        return tally
+
+    def end(self, tally: Tally, outcome: str) -> None:
+        """The connection is over, and its tally will not change any more."""
+        with self._lock:
+            del self._open[tally.connection]
+            self._outcomes[outcome] += 1
+            if tally.dataset is not None:
+                self._ended.add(tally)
+                self._of_datasets.setdefault(tally.dataset, _Sum()).add(tally)
+
+    def refuse(self, listener: str) -> None:
+        """A connection was turned away, since there are too many."""
+        with self._lock:
+            self._refused[listener] += 1
+
+    def flight(self) -> None:
+        """A stream goes out over Flight."""
+        with self._lock:
+            self._flight += 1
+
+    def status(
+        self,
+        catalog: str | None,
+        listeners: Sequence[str],
+        datasets: Mapping[str, Sequence[Dataset]],
+        nodes: Sequence[NodeStatus] = (),
+    ) -> ServerStatus:
+        """How everything stands now. `datasets` has all that is served under each name, the latest last."""
+        from dissociated import __version__
+
+        with self._lock:
+            tallies = list(self._open.values())
+            asked = [tally for tally in tallies if tally.dataset is not None]
+            at = Counter(tally.listener for tally in tallies)
+            everything = self._ended.plus(asked)
+            return ServerStatus(
+                __version__,
+                host_name(),
+                os.getpid(),
+                time.monotonic() - self._began,
+                catalog,
+                everything.leases,
+                Totals(
+                    everything.streams,
+                    everything.messages,
+                    everything.bytes,
+                    self._flight,
+                    **{outcome: self._outcomes[outcome] for outcome in OUTCOMES},
+                ),
+                tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
+                tuple(self._dataset(versions, asked) for versions in datasets.values()),
+                tuple(tally.status() for tally in tallies),
+                tuple(nodes),
+            )
+
+    def _dataset(self, versions: Sequence[Dataset], asked: Sequence[Tally]) -> DatasetStatus:
+        total = _Sum()
+        for one in versions:
+            known = self._of_datasets.get(one, _Sum())
+            total.include(known.plus(tally for tally in asked if tally.dataset is one))
+        latest = versions[-1]
+        return DatasetStatus(
+            latest.name,
+            latest.rows,
+            latest.nbytes,
+            total.consumers,
+            total.streams,
+            total.messages,
+            total.bytes,
+            total.leases,
+        )

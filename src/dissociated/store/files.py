@@ -1,0 +1,163 @@
+"""New files, which get their names when they are whole, and room before they are written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+#: What a file is called that is being written.
+PART = ".part"
+
+_GRANULE = 1 << 16  # bytes that are reserved ahead
+_MAX_GRANULE = 1 << 26
+
+
+#: Name in the staging directory, bytes needed, bytes wished for -> bytes that there is room for.
+Reserve: TypeAlias = Callable[[str, int, int], int]
+
+
+class NewFile:
+    """A file without a name until `commit`: where its writer is killed, nothing is left.
+
+    Raises OSError, FileExistsError too, where it cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        self._named = False
+        try:
+            self.descriptor = os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # some file systems know no files without a name
+                raise
+            self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._named = True
+
+    def reserve(self, end: int) -> None:
+        """Make sure that bytes up to `end` can be written. Raises OSError or StoreError where they cannot."""
+
+    def commit(self, size: int) -> None:
+        """Give the file, which has `size` bytes, its name, and close it."""
+        self.name()
+        os.close(self.descriptor)
+
+    def name(self) -> None:
+        """Give the file its name."""
+        if not self._named:
+            # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
+            source = f"/proc/self/fd/{self.descriptor}"
+            os.link(source, self.path, src_dir_fd=self.descriptor, follow_symlinks=True)
+            self._named = True
+
+    def abort(self) -> None:
+        """Close and remove it."""
+        os.close(self.descriptor)
+        if self._named:
+            self.path.unlink(missing_ok=True)
+
+
+class StagedFile(NewFile):
+    """A file in the staging directory of a store: its room is reserved there, in steps, before it is written.
+
+    While it is written it is called `path` with ".part", and locked: a part that nobody has locked is the leftover
+    of a writer that was killed. `reserve` is Store.reserve, here or by a call to whoever owns the store. What the
+    store has in its trash is written over, where nobody reads it any more: its pages are there already, which makes
+    writing faster.
+    """
+
+    def __init__(self, path: Path, reserve: Reserve) -> None:
+        self.path = path
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        self._part = path.with_name(path.name + PART)
+        self._reserve = reserve
+        self.descriptor = self._recycled(path.parent.parent / "trash") or self._created()
+        self._reserved = os.fstat(self.descriptor).st_size
+        self._granule = _GRANULE
+
+    def _created(self) -> int:
+        nameless = NewFile(self._part)  # locked before anybody can see it
+        fcntl.flock(nameless.descriptor, fcntl.LOCK_EX)
+        nameless.name()
+        return nameless.descriptor
+
+    def _recycled(self, trash: Path) -> int | None:
+        for entry in trash.iterdir():
+            descriptor = claimed(entry)
+            if descriptor is not None:
+                try:
+                    os.link(entry, self._part)  # unlike a rename, it replaces nothing
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                entry.unlink()
+                return descriptor
+        return None
+
+    def reserve(self, end: int) -> None:
+        if end > self._reserved:
+            self._reserved = self._reserve(self._part.name, end, end + self._granule)
+            self._granule = min(2 * self._granule, _MAX_GRANULE)
+
+    def commit(self, size: int) -> None:
+        os.ftruncate(self.descriptor, size)
+        os.fsync(self.descriptor)
+        os.rename(self._part, self.path)
+        os.close(self.descriptor)
+
+    def abort(self) -> None:
+        self._part.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def claimed(path: Path) -> int | None:
+    """The file open for writing and locked, if it has one name only and nobody else has it open or mapped.
+
+    The kernel knows, of all processes: it grants a lease for writing to nobody else. The caller owns the descriptor.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # somebody else was first
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink == 1:
+            fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, should somebody open it now, would kill
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            return descriptor
+    except OSError:
+        pass  # it is used, or the file system grants no leases
+    os.close(descriptor)
+    return None
+
+
+def abandoned(path: Path) -> bool:
+    """Whether the writer of a part is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def sync_directory(directory: Path) -> None:
+    """Make what was created, renamed and removed in `directory` last through a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

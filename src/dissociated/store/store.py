@@ -1,0 +1,582 @@
+"""A directory of committed segments, which outlives whoever wrote it and whoever serves it.
+
+    STORE/                      one owner at a time, who has it locked
+        id                      tells this store from every other
+        staging/NAME.part       is being written, and locked by its writer
+        staging/NAME            is whole, and waits to be committed
+        staging/VERSION.new/    is being committed
+        segments/VERSION/       is committed: 0000.arrows, 0001.arrows ... and manifest.json
+        trash/                  was removed; somebody may still read it
+
+All segments of a version become visible by one rename. Whatever the moment at which a process is killed, opening the
+store again shows exactly what was committed, and removes the halves of the rest. Segments are Arrow IPC streams that
+any tool can open; they are read-only.
+
+The limit counts the blocks of every segment in the directory, those in the trash too for as long as anybody has them
+mapped: so it is the memory in use, not the memory that is listed. It counts what was handed over by descriptor too:
+sealed memfds, which have no name, and so go when their owner ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+
+from dissociated.errors import StoreError
+from dissociated.ipc.options import WriteOptions
+from dissociated.memory.shared import explained
+from dissociated.store.files import PART, claimed
+from dissociated.store.memfds import Memfds
+from dissociated.store.segment import Segment, SegmentWriter
+from dissociated.store.shelf import MANIFEST, Shelf, Version, file_name
+
+#: Seconds after which a segment that is whole and was never committed is taken for forgotten.
+FORGOTTEN = 86_400.0
+#: Bytes of removed segments that are kept to be written over, and for how many seconds.
+_WARM = 1 << 28
+_WARM_SECONDS = 60.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
+
+
+class Policy(Enum):
+    """What happens when the limit of a store is reached."""
+
+    #: whoever writes is told
+    REFUSE = "refuse"
+    #: the oldest versions that nobody reads are removed
+    EVICT = "evict"
+    #: the oldest versions move to a directory on disk, and are served from there
+    SPILL = "spill"
+
+
+_ADVICE = {
+    Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",
+    Policy.EVICT: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
+    Policy.SPILL: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a store takes, in bytes. `limit` is None where there is none."""
+
+    limit: int | None
+    committed: int
+    staged: int
+    trash: int
+    spilled: int
+
+    @property
+    def total(self) -> int:
+        """What counts against the limit."""
+        return self.committed + self.staged + self.trash
+
+
+class Store:
+    """The one owner of a store's directory, which is made where there is none. Close it, or use it in a `with`.
+
+    `limit` is how many bytes it may take, and `policy` what happens then; `spill` is the directory on disk for
+    Policy.SPILL. `in_use` tells whether anybody reads a version, and `removed` and `moved` are called after one has
+    been removed to make room or has moved to disk: whoever serves the store sets them.
+
+    Raises StoreError where another process owns the directory, or it cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        limit: int | None = None,
+        policy: Policy = Policy.REFUSE,
+        spill: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if (policy is Policy.SPILL) != (spill is not None):
+            raise StoreError("a store that spills needs a directory to spill to, and no other store takes one")
+        self.limit = limit
+        self.policy = policy
+        self.in_use: Callable[[Version], bool] = lambda version: False
+        self.removed: Callable[[Version], None] = lambda version: None
+        self.moved: Callable[[Version], None] = lambda version: None
+        self._lock = threading.RLock()
+        with ExitStack() as undo:
+            self._shelf = undo.enter_context(Shelf(Path(directory)))
+            self._disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
+            self._memfds = undo.enter_context(closing(Memfds()))
+            self._warm = _WARM if _in_memory(self._shelf.directory) else 0
+            self._versions: dict[str, tuple[Version, Shelf | Memfds]] = {}
+            self._serial = 0
+            #: what is committed here and on disk; None where that has changed since it was looked at
+            self._sizes: tuple[dict[int, int], dict[int, int]] | None = None
+            self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
+            for shelf in (self._shelf, *([self._disk] if self._disk else ())):  # what is on disk was moved there
+                self._versions.update({version.id: (version, shelf) for version in shelf.committed()})
+            self._remove_copies()
+            self.sweep()
+            self._undo = undo.pop_all()
+
+    @property
+    def directory(self) -> Path:
+        """Where it is."""
+        return self._shelf.directory
+
+    @property
+    def staging(self) -> Path:
+        """Where writers put segments."""
+        return self._shelf.staging
+
+    @property
+    def id(self) -> str:
+        """Tells this store from every other, for as long as it exists."""
+        return self._shelf.id
+
+    # What is in it
+
+    def versions(self) -> list[Version]:
+        """Everything that is committed, in the order in which it was."""
+        with self._lock:
+            return sorted((version for version, _ in self._versions.values()), key=lambda version: version.number)
+
+    def serial(self) -> int:
+        """A number that is higher than those of all versions before, and lower than those of all to come."""
+        with self._lock:
+            last = max((version.number for version, _ in self._versions.values()), default=0)
+            self._serial = max(self._serial + 1, last + 1, int(time.time() * 1000))  # also of those that are gone
+            return self._serial
+
+    def current(self, name: str) -> Version | None:
+        """The version of `name` that was committed last, if there is one."""
+        found = [one for one in self.versions() if one.name == name and one.whole and not one.prepared]
+        return found[-1] if found else None
+
+    def by_key(self, key: str) -> Version | None:
+        """What was committed with this key, if it is still there."""
+        return next((version for version in self.versions() if version.key == key), None)
+
+    def segments(self, version: Version) -> Sequence[Segment]:
+        """The segments of a version, mapped. They stay readable whatever becomes of the version.
+
+        Raises StoreError where they cannot be read.
+        """
+        with self._lock:
+            opened = self._segments.get(version.id)
+            if opened is None:
+                _, shelf = self._find(version)
+                opened = _Opened(Segment.open(path) for path in shelf.files(version))
+                self._segments[version.id] = opened
+            return opened
+
+    def usage(self) -> Usage:
+        """What it takes now."""
+        with self._lock:
+            shelf = self._shelf
+            if self._sizes is None:
+                self._sizes = _sizes(shelf.segments), _sizes(self._disk.segments) if self._disk else {}
+            committed, spilled = self._sizes
+            staged, trash = _sizes(shelf.staging), _sizes(shelf.trash)
+            staged = {inode: size for inode, size in staged.items() if inode not in committed}
+            trash = {inode: size for inode, size in trash.items() if inode not in committed and inode not in staged}
+            memory = *self._memfds.usage(), 0
+        files = (sum(sizes.values()) for sizes in (committed, staged, trash, spilled))
+        return Usage(self.limit, *(here + held for here, held in zip(files, memory, strict=True)))
+
+    # Writing
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        """A writer of the segment `name` in the staging directory, to be committed. Its room is reserved here."""
+        return SegmentWriter(self._shelf.staged(name), schema, options, self.reserve)
+
+    def reserve(self, name: str, size: int, wish: int = 0) -> int:
+        """Make sure that the file `name` in the staging directory can grow to `size` bytes, or to `wish`.
+
+        Its blocks are allocated, so that neither this store's limit nor a full file system can come between. Returns
+        how many bytes there is room for: more than `size` only where nothing has to go for it. Raises StoreError
+        where there is no room, and none can be made.
+        """
+        path = self._shelf.staged(name)
+        with self._lock, explained(f"reserving room for {path}"):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                has = os.fstat(descriptor).st_blocks * 512
+                size = -(-size // _PAGE) * _PAGE
+                if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
+                    return wish
+                self._allocate(descriptor, name, size, size - has)
+                return size
+            finally:
+                os.close(descriptor)
+
+    def hand_over(self, descriptor: int) -> str:
+        """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
+
+        The descriptor stays yours. The memory counts against the limit, and goes when this store is closed. Raises
+        StoreError where it is not sealed or holds no Arrow IPC stream or file, and where there is no room.
+        """
+        what = "the memory that was handed over"
+        with self._lock, explained(what):
+            memfd = self._memfds.open(descriptor)
+            if memfd is None:
+                raise StoreError(
+                    "what was handed over could still be changed: only memfds that are sealed against writing, "
+                    "shrinking and growing are taken"
+                )
+            try:
+                Segment.open(memfd.path, what)
+                self._admit(what, memfd.size, 0 if self._memfds.knows(memfd) else memfd.size)
+                return self._memfds.stage(memfd)
+            except BaseException:
+                os.close(memfd.descriptor)
+                raise
+
+    def _fits(self, missing: int) -> bool:
+        return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
+
+    def _admit(self, name: str, size: int, missing: int) -> None:
+        """Make room under the limit."""
+        if self.limit is not None and size > self.limit:
+            raise StoreError(f"{self._full(name, missing)}: it would never fit")
+        if not self._fits(missing):
+            self._make_room(lambda: self._fits(missing))
+        if not self._fits(missing):
+            raise StoreError(f"{self._full(name, missing)}: {_ADVICE[self.policy]}")
+
+    def _allocate(self, descriptor: int, name: str, size: int, missing: int) -> None:
+        self._admit(name, size, missing)
+        if not _allocate(descriptor, size):
+            self._make_room(lambda: self._free() >= missing)
+            if not _allocate(descriptor, size):
+                raise StoreError(
+                    f"the file system of {self.directory} is full: {name} needs {missing:,} bytes more and "
+                    f"{self._free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
+                    "--shm-size), or choose another directory"
+                )
+
+    def _free(self) -> int:
+        status = os.statvfs(self.directory)
+        return status.f_bavail * status.f_frsize
+
+    def _full(self, name: str, missing: int) -> str:
+        usage = self.usage()
+        return (
+            f"the store {self.directory} is full: it holds {usage.total:,} bytes of at most {self.limit:,}, and {name} "
+            f"needs {missing:,} more"
+        )
+
+    def _make_room(self, enough: Callable[[], bool]) -> None:
+        """Give memory back until there is enough: what was replaced goes first, then what the policy allows."""
+        self._empty_trash(0)
+        versions = self.versions()
+        known = [version for version in versions if version.whole and not version.prepared]
+        last = {version.name: version for version in known}
+        for version in known:
+            if version is not last[version.name] and not enough() and not self.in_use(version):
+                self._give_up(version)
+        left = {version.name for version in known if version.id in self._versions and version is not last[version.name]}
+        for version in versions:
+            if enough() or self.policy is Policy.REFUSE:
+                return
+            there = self._versions.get(version.id)
+            if there is None or there[1] is self._disk or self.in_use(version):
+                continue
+            if self.policy is Policy.SPILL:
+                self._spill(version)
+                self.moved(version)
+            elif version.name not in left:  # else, after a restart, an older one would be the last
+                self._give_up(version)
+            self._empty_trash(0)
+
+    def _give_up(self, version: Version) -> None:
+        self.remove(version)
+        self.removed(version)
+        self._empty_trash(0)
+
+    def commit(
+        self,
+        name: str,
+        staged: Sequence[str],
+        *,
+        key: str,
+        schema: pa.Schema | None = None,
+        append: bool = False,
+        prepared: bool = False,
+        tags: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+    ) -> Version:
+        """Make these segments in the staging directory a version of `name`, at once and for good.
+
+        With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
+        the dataset is. A repeated call, by its `key`, returns what the first one made. Raises StoreError.
+        """
+        with self._lock:
+            done = self.by_key(key)
+            if done is not None:
+                self._unstage(staged)
+                return done
+            self._check_limit(name)
+            before = self.current(name) if append else None
+            paths = [self._memfds.staged(one) or self._shelf.staged(one) for one in staged]
+            if before is not None:
+                _, shelf = self._find(before)
+                paths = [*shelf.files(before), *paths]
+            if not paths:
+                if schema is None:
+                    raise StoreError(f"{name!r} would have neither segments nor a schema")
+                staged = [f"{secrets.token_hex(8)}.arrows"]
+                self.writer(staged[0], schema).close()
+                paths = [self._shelf.staged(staged[0])]
+            segments = [Segment.open(path) for path in paths]
+            version = self._made(name, segments, key, prepared, tags or {}, ttl)
+            self._commit(version, paths)
+            self._unstage(staged)
+            return version
+
+    def _made(
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        key: str,
+        prepared: bool,
+        tags: Mapping[str, str],
+        ttl: float | None,
+    ) -> Version:
+        for other in segments[1:]:
+            if other.messages[0].header != segments[0].messages[0].header:
+                raise StoreError(
+                    f"the segments of {name!r} do not have one schema: {other.name} differs from the first"
+                )
+        number = self.serial()
+        return Version(
+            id=f"{number:014}-{secrets.token_hex(6)}",
+            number=number,
+            name=name,
+            key=key,
+            ticket=secrets.token_bytes(16),
+            created=time.time(),
+            prepared=prepared,
+            tags=dict(tags),
+            ttl=ttl,
+            rows=sum(segment.rows for segment in segments),
+            nbytes=sum(segment.nbytes for segment in segments),
+        )
+
+    def _check_limit(self, name: str) -> None:
+        """Raise StoreError where somebody has written what was not reserved."""
+        if self.limit is not None and (total := self.usage().total) > self.limit + _ROUNDING:
+            raise StoreError(
+                f"{name!r} is not committed: the store {self.directory} holds {total:,} bytes, and its limit is "
+                f"{self.limit:,}. Drop what is not needed; writers must reserve room before they write"
+            )
+
+    def _commit(self, version: Version, paths: Sequence[Path]) -> None:
+        if self._memfds.has(paths):
+            self._memfds.publish(version, paths)
+            self._versions[version.id] = version, self._memfds
+            return
+        with explained(f"committing {version.name!r} in {self.directory}"):
+            draft = self._shelf.staging / f"{version.id}.new"
+            draft.mkdir(mode=0o700)
+            try:
+                for index, path in enumerate(paths):
+                    file = draft / file_name(index)
+                    try:
+                        os.link(path, file)
+                    except OSError as error:  # what was spilled lies in another file system, and a memfd in none
+                        if error.errno != errno.EXDEV:
+                            raise
+                        self._copy(path, file)
+                    os.chmod(file, 0o400)
+                self._shelf.publish(version, draft)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+        self._versions[version.id] = version, self._shelf
+        if self._sizes is not None:
+            self._sizes[0].update(_sizes(self._shelf.segments / version.id))
+
+    def _copy(self, source: Path, target: Path) -> None:
+        """One file, room for it reserved."""
+        part = self._shelf.staging / f"{secrets.token_hex(8)}{PART}"
+        try:
+            part.touch(0o600)
+            self.reserve(part.name, source.stat().st_size)
+            _copy(source, part)
+            part.rename(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def confirm(self, version: Version, whole: bool) -> None:
+        """A version that was prepared has been published, as the `whole` dataset or as a part of it."""
+        with self._lock:
+            there, shelf = self._find(version)
+            if there.prepared or there.whole != whole:
+                confirmed = replace(there, prepared=False, whole=whole)
+                with explained(f"confirming {version.name!r} in {self.directory}"):
+                    shelf.confirm(confirmed)
+                self._versions[version.id] = confirmed, shelf
+
+    # Removing
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove these segments from the staging directory, as far as they exist."""
+        self._unstage(names)
+
+    def _unstage(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._memfds.unstage(name)
+            self._shelf.staged(name).unlink(missing_ok=True)
+
+    def remove(self, *versions: Version) -> None:
+        """Make versions disappear. Whoever reads them is undisturbed, and keeps their memory for so long.
+
+        Of several, the one that is named last goes last: give them in the order of their commits.
+        """
+        with self._lock:
+            for version in versions:
+                found = self._versions.pop(version.id, None)
+                self._sizes = None
+                if found is not None:
+                    with explained(f"removing {version.name!r} from {self.directory}"):
+                        found[1].remove(version)
+            self._empty_trash(self._warm)
+
+    def _spill(self, version: Version) -> None:
+        assert self._disk is not None
+        _, shelf = self._find(version)
+        with explained(f"moving {version.name!r} to {self._disk.directory}"):
+            draft = self._disk.staging / f"{version.id}.new"
+            draft.mkdir(mode=0o700)
+            try:
+                for index, path in enumerate(shelf.files(version)):
+                    file = draft / file_name(index)
+                    _copy(path, file)
+                    os.chmod(file, 0o400)
+                self._disk.publish(version, draft)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            self._versions[version.id] = version, self._disk
+            self._sizes = None
+            self._segments.pop(version.id, None)
+            shelf.remove(version)
+
+    def _remove_copies(self) -> None:
+        """A version that has moved to disk, and whose mover was killed before the last step, is in both places."""
+        if self._disk is not None:
+            for version, shelf in self._versions.values():
+                if shelf is self._disk and (self._shelf.segments / version.id).exists():
+                    self._shelf.remove(version)
+
+    def spilled(self, version: Version) -> bool:
+        """Whether a version lies in the directory on disk."""
+        with self._lock:
+            return self._find(version)[1] is self._disk
+
+    def sweep(self, forgotten: float = FORGOTTEN) -> None:
+        """Remove what nobody needs: halves whose writer is gone, what was not committed for so many seconds, trash."""
+        with self._lock:
+            self._shelf.sweep(forgotten)
+            self._memfds.sweep(forgotten)
+            if self._disk is not None:
+                self._disk.sweep(0)
+            self._empty_trash(self._warm)
+
+    def _empty_trash(self, keep: int) -> None:
+        """Remove what nobody reads any more from the trash; `keep` bytes of it may be written over for a while."""
+        self._memfds.empty_trash()
+        oldest = time.time() - _WARM_SECONDS
+        for path in self._shelf.trash.iterdir():
+            descriptor = claimed(path)
+            if descriptor is None:
+                continue
+            status = os.fstat(descriptor)
+            if status.st_mtime >= oldest and status.st_size <= keep:
+                keep -= status.st_size
+            else:
+                path.unlink()
+            os.close(descriptor)
+        if self._disk is not None:
+            for path in self._disk.trash.iterdir():
+                path.unlink()
+
+    def _find(self, version: Version) -> tuple[Version, Shelf | Memfds]:
+        found = self._versions.get(version.id)
+        if found is None:
+            raise StoreError(f"{version.name!r} is not in {self.directory} any more")
+        return found
+
+    def close(self) -> None:
+        """Let somebody else own the directory. Everything stays where it is."""
+        self._undo.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Opened(list[Segment]):
+    """The segments of a version, which can be referred to weakly."""
+
+
+def _allocate(descriptor: int, size: int) -> bool:
+    """Give a file blocks up to `size`. False where the file system is full."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return False
+        raise
+    return True
+
+
+def _copy(source: Path, target: Path) -> None:
+    with (
+        source.open("rb") as read,
+        open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb") as written,
+    ):
+        left = os.fstat(read.fileno()).st_size
+        while left:
+            copied = os.sendfile(written.fileno(), read.fileno(), None, left)
+            if not copied:
+                raise StoreError(f"{source} became shorter while it was copied")
+            left -= copied
+        os.fsync(written.fileno())
+
+
+def _sizes(directory: Path) -> dict[int, int]:
+    """What the segments below a directory take, in bytes, by their inodes."""
+    found: dict[int, int] = {}
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            if name == MANIFEST:  # a few kB, which nobody reserves
+                continue
+            with suppress(FileNotFoundError):
+                status = os.lstat(os.path.join(parent, name))
+                found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def _in_memory(directory: Path) -> bool:
+    """Whether a directory lies in a tmpfs."""
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return rest.split()[0] == "tmpfs"
+    return False

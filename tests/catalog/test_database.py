@@ -1,0 +1,268 @@
+"""What the catalog knows: whole commits, in one order, that outlive the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from dissociated.catalog.database import ABANDONED, FOR_EVER, Announced, Database, Node, Part
+from dissociated.errors import CatalogError, DatasetNotFound
+from helpers import PATIENCE, leaving_nothing
+
+A = Node("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
+B = Node("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
+SCHEMA = b"schema"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def database(clock: Clock) -> Database:
+    made = Database(clock=clock)
+    for node in (A, B):
+        made.register(node, [], "", FOR_EVER)
+    return made
+
+
+def part(name: str, node: str = "a", number: int = 0, rows: int | None = 1, serial: int = 1) -> Part:
+    return Part(name, node, f"ticket {name}".encode(), rows, 8, number, serial)
+
+
+def announced(name: str, dataset: str, *, prepared: bool = False, created: float = 1.0, node: str = "a") -> Announced:
+    return Announced(part(name, node), dataset, f"key {name}", SCHEMA, created, prepared)
+
+
+def tickets(database: Database, name: str) -> list[bytes]:
+    return [held.ticket for held in database.find(name).parts]
+
+
+def test_a_dataset_is_its_parts_in_order(database: Database) -> None:
+    database.publish("d", "k", SCHEMA, [part("2", "b", 1), part("1", "a", 0)], tags={"x": "y"})
+    found = database.find("d")
+    assert (found.name, found.schema, found.rows, found.nbytes, found.tags) == ("d", SCHEMA, 2, 16, {"x": "y"})
+    assert [(held.ticket, [node.id for node in held.nodes]) for held in found.parts] == [
+        (b"ticket 1", ["a"]),
+        (b"ticket 2", ["b"]),
+    ]
+
+
+def test_copies_of_a_part_are_one_part(database: Database) -> None:
+    copies = [Part("1", "a", b"t"), Part("2", "b", b"t")]
+    database.publish("d", "k", SCHEMA, copies)
+    (held,) = database.find("d").parts
+    assert [node.id for node in held.nodes] == ["a", "b"]
+    database.released(["1"])
+    (held,) = database.find("d").parts
+    assert [node.id for node in held.nodes] == ["b"]
+    database.released(["2"])
+    with pytest.raises(DatasetNotFound):
+        database.find("d")
+
+
+def test_replacing_is_at_once_and_a_repeated_commit_does_nothing(database: Database) -> None:
+    first = database.publish("d", "1", SCHEMA, [part("1")])
+    second = database.publish("d", "2", SCHEMA, [part("2")])
+    assert database.publish("d", "1", SCHEMA, [part("1")]) == first
+    assert tickets(database, "d") == [b"ticket 2"]
+    assert second > first
+    assert database.unwanted("a") == ["1"]
+    database.released(["1"])
+    assert database.unwanted("a") == []
+
+
+def test_append_keeps_the_parts_and_wants_the_schema(database: Database) -> None:
+    database.publish("d", "1", SCHEMA, [part("1")], append=True)
+    database.publish("d", "2", SCHEMA, [part("2")], append=True)
+    assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
+    assert database.find("d").rows == 2
+    assert database.unwanted("a") == []
+    with pytest.raises(CatalogError, match="another schema"):
+        database.publish("d", "3", b"other", [part("3")], append=True)
+    assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
+
+
+def test_a_commit_of_unknown_nodes_changes_nothing(database: Database) -> None:
+    database.publish("d", "1", SCHEMA, [part("1")])
+    with pytest.raises(CatalogError, match="no node 'z' has registered"):
+        database.publish("d", "2", SCHEMA, [part("2"), part("3", "z", 1)])
+    assert tickets(database, "d") == [b"ticket 1"]
+    assert database.publish("d", "2", SCHEMA, [part("2")])  # the key was not used up
+
+
+def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Database, clock: Clock) -> None:
+    database.publish("d", "1", SCHEMA, [part("1")])
+    old = database.find("d", promise=60).version
+    database.publish("d", "2", SCHEMA, [part("2")])
+    clock.now += 59
+    assert database.find("d", old).current is False
+    assert database.by_ticket(b"ticket 1", promise=60)[0].version == old  # renewed
+    assert database.unwanted("a") == []
+    clock.now += 59
+    assert [record.version == old for record in database.versions("d")] == [True, False]
+    clock.now += 20
+    with pytest.raises(DatasetNotFound, match=f"no version {old} of the dataset 'd'"):
+        database.find("d", old)
+    with pytest.raises(DatasetNotFound, match="look it up again"):
+        database.by_ticket(b"ticket 1")
+    assert database.unwanted("a") == ["1"]
+
+
+def test_a_time_to_live(database: Database, clock: Clock) -> None:
+    database.publish("d", "0", SCHEMA, [part("0")])
+    database.find("d", promise=60)
+    database.publish("d", "1", SCHEMA, [part("1")], ttl=10)
+    clock.now += 9.9
+    assert database.find("d", promise=60).expires == 1010.0
+    clock.now += 0.2
+    assert database.datasets() == database.versions("d") == []  # with what it replaced: that shall not come back
+    assert database.unwanted("a") == ["0", "1"]
+
+
+def test_drop(database: Database) -> None:
+    database.publish("d", "1", SCHEMA, [part("1")])
+    database.find("d", promise=60)
+    database.publish("d", "2", SCHEMA, [part("2")])
+    database.drop("d")
+    assert database.unwanted("a") == ["1", "2"]
+    with pytest.raises(DatasetNotFound, match="no dataset 'd'"):
+        database.drop("d")
+
+
+def test_listing_by_prefix_and_tags(database: Database) -> None:
+    for name, tags in (("a%/1", {"x": "1"}), ("a%/2", {"x": "2", "y": "3"}), ("ab", {})):
+        database.publish(name, name, SCHEMA, [part(name)], tags=tags)
+
+    def names(*arguments: object) -> list[str]:
+        return [record.name for record in database.datasets(*arguments)]  # type: ignore[arg-type]
+
+    assert names() == ["a%/1", "a%/2", "ab"]
+    assert names("a%/") == ["a%/1", "a%/2"]
+    assert names("", {"x": "2"}) == ["a%/2"]
+    assert names("ab", {"x": "2"}) == []
+
+
+# Nodes
+
+
+def test_nodes_come_and_go(database: Database, clock: Clock) -> None:
+    database.register(B, [], "digest", clock.now + 10)
+    assert [(node.id, node.alive) for node in database.nodes()] == [("a", True), ("b", True)]
+    clock.now += 11
+    assert [(node.id, node.alive) for node in database.nodes()] == [("a", True), ("b", False)]
+    assert database.heard("b", "other", clock.now + 10) is False
+    assert database.heard("b", "digest", clock.now + 10) is True
+    assert database.nodes()[1].alive
+    assert database.heard("stranger", "digest", clock.now + 10) is False
+    database.left("b")
+    assert not database.nodes()[1].alive
+
+
+def test_what_a_node_published_itself_becomes_known_when_it_registers(database: Database) -> None:
+    database.publish("newer", "k", SCHEMA, [part("n", "b")])
+    mine = [announced("1", "d"), announced("2", "d", created=2.0), announced("o", "newer")]
+    database.register(A, mine, "", FOR_EVER, serial=9)
+    assert tickets(database, "d") == [b"ticket 2"]
+    assert tickets(database, "newer") == [b"ticket n"]
+    assert database.unwanted("a", mine) == ["1"]  # what is merely older than another node's stays
+
+
+def test_what_a_node_has_lost_is_gone_but_not_what_it_made_since(database: Database) -> None:
+    database.publish("old", "1", SCHEMA, [part("1", serial=5)])
+    database.publish("two", "2", SCHEMA, [part("2", serial=6), part("3", "b", 1)])
+    database.publish("new", "4", SCHEMA, [part("4", serial=8)])
+    database.register(A, [], "", FOR_EVER, serial=7)
+    assert [record.name for record in database.datasets()] == ["new"]
+    assert database.unwanted("b") == ["3"]  # a dataset that lacks a part is none
+
+
+def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
+    database: Database, clock: Clock
+) -> None:
+    mine = [announced("1", "d", prepared=True, created=clock.now)]
+    database.register(A, mine, "", FOR_EVER, serial=9)
+    assert database.datasets() == []
+    assert database.unwanted("a", mine) == []
+    clock.now += ABANDONED + 1
+    assert database.unwanted("a", mine) == ["1"]
+    database.publish("d", "key 1", SCHEMA, [mine[0].part])
+    assert database.unwanted("a", mine) == []
+    assert database.wanted("a") == {"1": True}
+    database.publish("d", "more", SCHEMA, [part("2")], append=True)
+    assert database.wanted("a") == {"1": False, "2": False}
+
+
+# The file
+
+
+def test_what_was_committed_is_in_the_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "catalog.db")
+    with leaving_nothing():
+        database = Database(path)
+        database.register(A, [], "", FOR_EVER)
+        database.publish("d", "k", SCHEMA, [part("1")])
+        with pytest.raises(CatalogError, match="is another catalog using it"):
+            Database(path)
+        database.close()
+        database = Database(path)
+        assert tickets(database, "d") == [b"ticket 1"]
+        database.publish("d", "k", SCHEMA, [part("1")])
+        assert len(database.versions("d")) == 1
+        database.close()
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    path.write_text("precious " * 1000)
+    with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: file is not a database"):
+        Database(str(path))
+    with leaving_nothing(), pytest.raises(CatalogError, match="unable to open"):
+        Database(str(tmp_path / "no" / "catalog.db"))
+
+
+COMMITTER = """
+import itertools, sys
+from dissociated.catalog.database import FOR_EVER, Database, Node, Part
+database = Database(sys.argv[1])
+database.register(Node("a", "h", "b", "f", ()), [], "", FOR_EVER, serial=-1)
+for n in itertools.count(int(sys.argv[2])):
+    parts = [Part(f"{n}-{k}", "a", f"{n}-{k}".encode(), 1, 1, k) for k in range(3)]
+    database.publish("log", str(n), b"s", parts, append=True)
+    print(n, flush=True)
+"""
+
+
+def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path) -> None:
+    path = str(tmp_path / "catalog.db")
+    told = -1
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(COMMITTER), path, str(told + 1)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for _ in range(5):
+            told = int(process.stdout.readline())
+        process.kill()
+        printed, _ = process.communicate(timeout=PATIENCE)
+        told = max([told, *(int(line) for line in printed.splitlines(keepends=True) if line.endswith("\n"))])
+        database = Database(path)
+        found = tickets(database, "log")
+        database.close()
+        last = len(found) // 3 - 1
+        assert found == [f"{n}-{k}".encode() for n in range(last + 1) for k in range(3)]
+        assert last - told in (0, 1)  # the last may not have been told any more
+        told = last

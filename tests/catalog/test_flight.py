@@ -1,0 +1,312 @@
+"""Every call that a catalog answers, by a client that knows nothing but Arrow Flight."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.database import Database
+from dissociated.catalog.service import REUSE_CONNECTION, CatalogService
+from dissociated.store.node import Node
+from dissociated.store.stage import boot_id
+from dissociated.store.store import Store
+from helpers import clients_end, descriptors, wait_until
+
+TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
+RETAIN = 60.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with Node(Store(tmp_path / "store"), retain=RETAIN) as running:
+        yield running
+
+
+@pytest.fixture
+def plain(node: Node) -> Iterator[flight.FlightClient]:
+    with flight.FlightClient(node.uri) as client:
+        yield client
+
+
+def command(**asked: Any) -> flight.FlightDescriptor:
+    return flight.FlightDescriptor.for_command(json.dumps(asked))
+
+
+def path(name: str) -> flight.FlightDescriptor:
+    return flight.FlightDescriptor.for_path(name)
+
+
+def put(client: flight.FlightClient, descriptor: flight.FlightDescriptor, table: pa.Table) -> None:
+    writer, _ = client.do_put(descriptor, table.schema)
+    with writer:
+        writer.write_table(table)
+
+
+def read(client: flight.FlightClient, descriptor: flight.FlightDescriptor) -> list[int]:
+    info = client.get_flight_info(descriptor)
+    return [n for endpoint in info.endpoints for n in client.do_get(endpoint.ticket).read_all()["n"].to_pylist()]
+
+
+def act(client: flight.FlightClient, name: str, body: bytes) -> bytes:
+    (result,) = client.do_action(flight.Action(name, body))
+    return bytes(result.body.to_pybytes())
+
+
+def request(message: bytes) -> bytes:
+    """A message of Flight.proto whose first field is another one."""
+    length, size = b"", len(message)
+    while size > 0x7F:
+        length += bytes([size & 0x7F | 0x80])
+        size >>= 7
+    return b"\x0a" + length + bytes([size]) + message
+
+
+def test_put_list_describe_and_get(plain: flight.FlightClient) -> None:
+    put(plain, path("d"), TABLE)
+    (info,) = plain.list_flights()
+    assert (info.descriptor.path, info.total_records, info.schema) == ([b"d"], 3, TABLE.schema)
+    assert plain.get_schema(path("d")).schema == TABLE.schema
+    assert read(plain, path("d")) == [1, 2, 3]
+    put(plain, path("d"), TABLE.slice(1))  # replaced
+    assert read(plain, path("d")) == [2, 3]
+    put(plain, command(name="d", mode="append"), TABLE)
+    assert read(plain, path("d")) == [2, 3, 1, 2, 3]
+    assert read(plain, flight.FlightDescriptor.for_command("d")) == [2, 3, 1, 2, 3]
+
+
+def test_a_put_with_one_key_counts_once(plain: flight.FlightClient) -> None:
+    for _ in range(2):
+        put(plain, command(name="d", mode="append", key="k"), TABLE)
+    assert read(plain, path("d")) == [1, 2, 3]
+
+
+def test_criteria(plain: flight.FlightClient) -> None:
+    put(plain, command(name="a/1", tags={"team": "x"}), TABLE)
+    put(plain, command(name="a/2"), TABLE)
+    put(plain, command(name="b", tags={"team": "x"}), TABLE)
+
+    def names(**criteria: Any) -> list[bytes]:
+        return [info.descriptor.path[0] for info in plain.list_flights(json.dumps(criteria).encode())]
+
+    assert names(prefix="a/") == [b"a/1", b"a/2"]
+    assert names(tags={"team": "x"}) == [b"a/1", b"b"]
+    assert names(prefix="a/", tags={"team": "x"}) == [b"a/1"]
+    assert json.loads(next(plain.list_flights()).app_metadata)["tags"] == {"team": "x"}
+    for criteria in (b"a/", b"[]", b"\xff"):
+        with pytest.raises(flight.FlightServerError, match="criteria are JSON"):
+            list(plain.list_flights(criteria))
+
+
+def test_readers_of_a_replaced_version_finish_and_its_tickets_stay_good(plain: flight.FlightClient) -> None:
+    put(plain, path("d"), TABLE)
+    old = plain.get_flight_info(path("d"))
+    version = json.loads(old.app_metadata)["version"]
+    expires = old.endpoints[0].expiration_time.as_py().timestamp()
+    assert RETAIN - 10 < expires - time.time() <= RETAIN
+    put(plain, path("d"), TABLE.slice(2))
+    assert plain.do_get(old.endpoints[0].ticket).read_all() == TABLE
+    assert read(plain, command(name="d", version=version)) == [1, 2, 3]
+    assert [one["current"] for one in json.loads(act(plain, "versions", b'{"name": "d"}'))["versions"]] == [False, True]
+    with pytest.raises(KeyError, match="no version 99 of the dataset 'd'"):
+        plain.get_flight_info(command(name="d", version=99))
+
+
+def test_endpoints_are_renewed_as_flight_defines_it(plain: flight.FlightClient) -> None:
+    put(plain, path("d"), TABLE)
+    (endpoint,) = plain.get_flight_info(path("d")).endpoints
+    answer = act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
+    renewed = flight.FlightEndpoint.deserialize(answer)
+    assert renewed.ticket == endpoint.ticket
+    assert renewed.expiration_time.as_py() >= endpoint.expiration_time.as_py()
+    act(plain, "drop", b'{"name": "d"}')
+    with pytest.raises(KeyError, match="no dataset has this ticket"):
+        act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
+    for body in (b"", b"\x0a", b"\x0a\x05abc", b"\x12\x00", b"\x0a\xff\xff\xff\xff\xff\xff"):
+        with pytest.raises(flight.FlightServerError, match="is not what it takes"):
+            act(plain, "RenewFlightEndpoint", body)
+
+
+def test_endpoints_expire_no_later_than_their_dataset(plain: flight.FlightClient) -> None:
+    put(plain, command(name="d", ttl=30), TABLE)
+    info = plain.get_flight_info(path("d"))
+    (endpoint,) = info.endpoints
+    renewed = flight.FlightEndpoint.deserialize(act(plain, "RenewFlightEndpoint", request(endpoint.serialize())))
+    expires = json.loads(info.app_metadata)["expires"]
+    for one in (endpoint, renewed):
+        assert one.expiration_time.as_py().timestamp() == pytest.approx(expires, abs=0.01)
+
+
+def test_endpoints_of_the_catalog_in_a_server_expire_and_are_renewed_where_it_retains() -> None:
+    with dis.Server(["shm:"], retain=RETAIN) as server, flight.FlightClient(server.catalog_uri) as plain:
+        server.publish("d", TABLE)
+        (endpoint,) = plain.get_flight_info(path("d")).endpoints
+        server.publish("d", TABLE.slice(2))
+        assert plain.do_get(endpoint.ticket).read_all() == TABLE  # again and again, until it is over
+        assert dis.open_stream(endpoint.locations[0].uri.decode(), endpoint.ticket.ticket).read_all() == TABLE
+        renewed = flight.FlightEndpoint.deserialize(act(plain, "RenewFlightEndpoint", request(endpoint.serialize())))
+        for one in (endpoint, renewed):
+            assert RETAIN - 10 < one.expiration_time.as_py().timestamp() - time.time() <= RETAIN
+        assert renewed.expiration_time.as_py() >= endpoint.expiration_time.as_py()
+        assert read(plain, path("d")) == [3]
+
+
+def test_what_was_replaced_goes_when_its_tickets_expire() -> None:
+    with dis.Server(["shm:"], retain=0.5) as server, flight.FlightClient(server.catalog_uri) as plain:
+        server.publish("d", TABLE)
+        (endpoint,) = plain.get_flight_info(path("d")).endpoints
+        server.publish("d", TABLE.slice(2))
+
+        def there() -> bool:
+            try:
+                return bool(plain.do_get(endpoint.ticket).read_all() == TABLE)
+            except KeyError:
+                return False
+
+        assert there()
+        wait_until(lambda: not there(), "the old one is gone")
+        assert time.time() >= endpoint.expiration_time.as_py().timestamp()
+
+
+def test_a_server_that_retains_nothing_promises_nothing() -> None:
+    with dis.Server(["shm:"]) as server, flight.FlightClient(server.catalog_uri) as plain:
+        server.publish("d", TABLE)
+        (endpoint,) = plain.get_flight_info(path("d")).endpoints
+        assert endpoint.expiration_time is None
+        with pytest.raises(flight.FlightServerError, match="promises nothing"):
+            act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
+
+
+def test_there_is_nothing_to_cancel(plain: flight.FlightClient) -> None:
+    put(plain, path("d"), TABLE)
+    info = plain.get_flight_info(path("d"))
+    assert act(plain, "CancelFlightInfo", request(info.serialize())) == b"\x08\x03"  # NOT_CANCELLABLE
+    assert plain.do_get(info.endpoints[0].ticket).read_all() == TABLE
+
+
+def test_a_time_to_live(plain: flight.FlightClient) -> None:
+    put(plain, command(name="d", ttl=0.0), TABLE)
+    with pytest.raises(KeyError, match="no dataset 'd'"):
+        plain.get_flight_info(path("d"))
+    assert list(plain.list_flights()) == []
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "why"),
+    [
+        (command(name="d", mode="sideways"), "neither overwrite nor append"),
+        (command(mode="append"), "or JSON with its name"),
+        (flight.FlightDescriptor.for_path("a", "b"), "a path of one part"),
+        (flight.FlightDescriptor.for_command("{nonsense"), "a command is a name, or JSON"),
+    ],
+)
+def test_a_put_that_makes_no_sense_publishes_nothing(
+    node: Node, plain: flight.FlightClient, descriptor: flight.FlightDescriptor, why: str
+) -> None:
+    with pytest.raises(flight.FlightServerError, match=why):
+        put(plain, descriptor, TABLE)
+    assert list(plain.list_flights()) == []
+    assert list(node.store.staging.iterdir()) == []
+
+
+def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightClient) -> None:
+    put(plain, path("d"), TABLE)
+    with pytest.raises(flight.FlightServerError, match="do not have one schema"):
+        put(plain, command(name="d", mode="append"), pa.table({"s": ["a"]}))
+    assert read(plain, path("d")) == [1, 2, 3]
+    assert list(node.store.staging.iterdir()) == []
+
+
+# Several nodes
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[CatalogService, list[Node]]]:
+    """A catalog that holds nothing, and two nodes of it. At the end nothing of theirs is open or mapped."""
+    catalog = CatalogService(None, "grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=RETAIN)
+    nodes = []
+    try:
+        for name in "ab":
+            nodes.append(Node(Store(tmp_path / name), catalog=catalog.uri, beat=0.2))  # noqa: PERF401
+        yield catalog, nodes
+    finally:
+        for node in nodes:
+            node.close()
+        catalog.close()
+    clients_end()
+    gc.collect()
+    assert not [target for target in descriptors().values() if target.startswith(str(tmp_path))]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_catalog_alone_forwards_what_is_put_and_read(cluster: tuple[CatalogService, list[Node]]) -> None:
+    catalog, nodes = cluster
+    with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
+        put(plain, path("d"), TABLE)
+        assert read(plain, path("d")) == [1, 2, 3]
+        assert ours.read("d", "shm").read_all() == TABLE
+        for node in nodes:  # each node answers for the catalog
+            with flight.FlightClient(node.uri) as there:
+                assert [info.descriptor.path for info in there.list_flights()] == [[b"d"]]
+                assert there.get_schema(path("d")).schema == TABLE.schema
+                assert read(there, path("d")) == [1, 2, 3]
+        ours.drop("d")
+        assert list(plain.list_flights()) == []
+
+
+def write(node: Node, name: str, *numbers: int) -> dict[str, str]:
+    with node.store.writer(name, TABLE.schema) as writer:
+        writer.write(pa.record_batch({"n": pa.array(numbers, pa.int64())}))
+    return {"node": node.store.id, "segment": name}
+
+
+def test_a_dataset_of_parts_on_several_nodes_is_one(cluster: tuple[CatalogService, list[Node]]) -> None:
+    catalog, (a, b) = cluster
+    with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
+        ours.commit("d", [write(a, "1", 1, 2), write(b, "2", 3)], "overwrite", TABLE.schema)
+        assert read(plain, path("d")) == [1, 2, 3]
+        assert ours.read("d").read_all()["n"].to_pylist() == [1, 2, 3]
+        ours.commit("d", [write(b, "3", 4)], "append", TABLE.schema)
+        assert ours.describe("d").rows == 4
+        assert ours.read("d", "tcp").read_all()["n"].to_pylist() == [1, 2, 3, 4]
+        with pytest.raises(dis.errors.CatalogError, match="no node 'z' has registered"):
+            ours.commit("d", [{"node": "z", "segment": "s"}], "append", TABLE.schema)
+
+
+def test_locations_are_ordered_for_who_asks(cluster: tuple[CatalogService, list[Node]]) -> None:
+    catalog, (a, _) = cluster
+    with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
+        ours.commit("d", [write(a, "1", 1)], "overwrite", TABLE.schema)
+
+        def schemes(**asking: str) -> list[str]:
+            (endpoint,) = plain.get_flight_info(command(name="d", **asking)).endpoints
+            return [location.uri.decode().partition(":")[0] for location in endpoint.locations]
+
+        reuse = REUSE_CONNECTION.partition(":")[0]
+        assert schemes() == ["shm", "tcp", "grpc", reuse]
+        assert schemes(host="here", boot_id=boot_id()) == ["shm", "tcp", "grpc", reuse]
+        assert schemes(host="far", boot_id="another") == ["tcp", "grpc", reuse]
+
+
+def test_the_endpoints_of_a_node_that_left_are_marked(cluster: tuple[CatalogService, list[Node]]) -> None:
+    catalog, (a, b) = cluster
+    with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
+        ours.commit("d", [write(a, "1", 1), write(b, "2", 2)], "overwrite", TABLE.schema)
+        b.close()
+        first, second = plain.get_flight_info(path("d")).endpoints
+        assert first.locations
+        assert list(second.locations) == []
+        assert [one["alive"] for one in json.loads(second.app_metadata)["nodes"]] == [False]
+        with pytest.raises(flight.FlightServerError, match="says nothing any more"):
+            plain.do_get(second.ticket).read_all()
+        with pytest.raises(dis.errors.CatalogError, match="whose node says nothing any more"):
+            ours.read("d")
+        assert [node["alive"] for node in ours.nodes() if node["id"] in (a.store.id, b.store.id)].count(False) == 1

@@ -1,0 +1,35 @@
+"""Certificates for tests, made anew in each run: nothing here is worth keeping secret."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import trustme
+
+
+class Certificates(NamedTuple):
+    """PEM files: what a server shows, and what clients trust."""
+
+    cert: str
+    key: str
+    roots: str
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What a Server is told."""
+        return {"tls_cert": self.cert, "tls_key": self.key}
+
+
+def certificates(directory: Path, *hosts: str) -> Certificates:
+    """A certificate for `hosts`, the local ones unless they are named, from an authority of its own."""
+    authority = trustme.CA()
+    issued = authority.issue_cert(*(hosts or ("127.0.0.1", "::1", "localhost")))
+    made = Certificates(*(str(directory / name) for name in ("cert.pem", "key.pem", "roots.pem")))
+    for blob in issued.cert_chain_pems:
+        blob.write_to_path(made.cert, append=True)
+    os.close(os.open(made.key, os.O_CREAT | os.O_WRONLY, 0o600))
+    issued.private_key_pem.write_to_path(made.key)
+    authority.cert_pem.write_to_path(made.roots)
+    return made

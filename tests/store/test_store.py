@@ -1,0 +1,491 @@
+"""What is committed stays, whatever is killed; what is not goes; and there is a limit to both."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from dissociated.errors import StoreError
+from dissociated.store.files import claimed
+from dissociated.store.segment import SegmentWriter
+from dissociated.store.shelf import Version
+from dissociated.store.store import Policy, Store
+from helpers import PATIENCE, leaving_nothing
+
+SCHEMA = pa.schema([("n", pa.int64())])
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A place in memory for a store."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory) / "store"
+
+
+def batch(*numbers: int) -> pa.RecordBatch:
+    return pa.record_batch({"n": pa.array(numbers, pa.int64())})
+
+
+def write(store: Store, name: str, *numbers: int) -> str:
+    with store.writer(name, SCHEMA) as writer:
+        writer.write(batch(*numbers))
+    return name
+
+
+def write_large(store: Store, name: str, mib: int) -> str:
+    with store.writer(name, SCHEMA) as writer:
+        for _ in range(mib):
+            writer.write(batch(*[7] * (MIB // 8)))
+    return name
+
+
+def put(store: Store, name: str, *numbers: int, append: bool = False) -> Version:
+    key = os.urandom(8).hex()
+    return store.commit(name, [write(store, key, *numbers)], key=key, append=append)
+
+
+def numbers(store: Store, version: Version | None) -> list[int]:
+    """By libarrow, from the files as they lie there."""
+    assert version is not None
+    found: list[int] = []
+    for place in (store.directory, Path(f"{store.directory}-disk")):
+        for path in sorted((place / "segments" / version.id).glob("*.arrows")):
+            found += pa.ipc.open_stream(path.read_bytes()).read_all()["n"].to_pylist()
+    return found
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+# What is committed
+
+
+def test_what_is_committed_is_there_when_the_store_is_opened_again(memory: Path) -> None:
+    with leaving_nothing():
+        with Store(memory) as store:
+            names = [write(store, "a", 1, 2), write(store, "b", 3)]
+            version = store.commit("some", names, key="k", tags={"of": "x"}, ttl=7.0)
+            assert os.listdir(store.staging) == []
+            identity = store.id
+        with Store(memory) as store:
+            assert store.id == identity
+            assert store.versions() == [version]
+            assert (version.name, version.rows, version.tags, version.ttl) == ("some", 3, {"of": "x"}, 7.0)
+            assert len(version.ticket) == 16
+            assert numbers(store, version) == [1, 2, 3]
+            assert [segment.rows for segment in store.segments(version)] == [2, 1]
+
+
+def test_everything_is_closed_to_others_and_segments_are_read_only(memory: Path) -> None:
+    with Store(memory) as store:
+        version = put(store, "some", 1)
+        for parent, directories, names in os.walk(memory):
+            for name in directories:
+                assert stat.S_IMODE(os.stat(os.path.join(parent, name)).st_mode) == 0o700
+            for name in names:
+                assert stat.S_IMODE(os.stat(os.path.join(parent, name)).st_mode) in (0o600, 0o400)
+        segment = memory / "segments" / version.id / "0000.arrows"
+        assert stat.S_IMODE(segment.stat().st_mode) == 0o400
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(StoreError, match="closed to others"), Store(tmp_path):
+        pass
+
+
+def test_a_store_has_one_owner(memory: Path) -> None:
+    with Store(memory), pytest.raises(StoreError, match="belongs to another process"):
+        Store(memory)
+    Store(memory).close()
+
+
+def test_a_repeated_commit_does_nothing(memory: Path) -> None:
+    with Store(memory) as store:
+        name = write(store, "a", 1)
+        first = store.commit("some", [name], key="k")
+        assert store.commit("some", [name], key="k") == first
+        assert store.versions() == [first]
+    with Store(memory) as store:
+        assert store.commit("some", [name], key="k") == first
+
+
+def test_append_keeps_what_was_there_in_one_more_version(memory: Path) -> None:
+    with Store(memory) as store:
+        first = put(store, "some", 1)
+        second = put(store, "some", 2, append=True)
+        assert (numbers(store, first), numbers(store, second)) == ([1], [1, 2])
+        assert store.current("some") == second
+        once = store.usage().committed
+        store.remove(first)  # its segment lies in both
+        assert store.usage().committed == pytest.approx(once, abs=8192)
+        assert numbers(store, second) == [1, 2]
+        assert store.usage().trash == 0
+
+
+def test_no_segments_still_make_a_dataset(memory: Path) -> None:
+    with Store(memory) as store:
+        version = store.commit("none", [], key="k", schema=SCHEMA)
+        (segment,) = store.segments(version)
+        assert (segment.rows, segment.schema) == (0, SCHEMA)
+
+
+def test_a_commit_that_cannot_be_leaves_what_was_staged(memory: Path) -> None:
+    with Store(memory) as store:
+        name = write(store, "a", 1)
+        with store.writer("b", pa.schema([("s", pa.string())])):
+            pass
+        for names, why in ([[name, "missing"], "No such file"], [[name, "b"], "do not have one schema"]):
+            with pytest.raises(StoreError, match=why):
+                store.commit("some", names, key="k")  # type: ignore[arg-type]
+        assert sorted(os.listdir(store.staging)) == ["a", "b"]
+        assert store.versions() == []
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "a/b", "..", ".", ""])
+def test_only_what_lies_in_the_staging_directory_can_be_named(memory: Path, name: str) -> None:
+    with Store(memory) as store:
+        for act in (
+            lambda: store.discard([name]),
+            lambda: store.commit("some", [name], key="k"),
+            lambda: store.reserve(name, 1),
+            lambda: store.writer(name, SCHEMA),
+        ):
+            with pytest.raises(StoreError, match="is not the name of a file"):
+                act()
+
+
+def test_a_manifest_that_is_damaged_is_named(memory: Path) -> None:
+    with Store(memory) as store:
+        version = put(store, "some", 1)
+    manifest = memory / "segments" / version.id / "manifest.json"
+    manifest.chmod(0o600)
+    for content in (b"", b"{}", b"[]", b'{"format": 99}', b"\xff"):
+        manifest.write_bytes(content)
+        with leaving_nothing(), pytest.raises(StoreError, match=f"{manifest} is damaged"):
+            Store(memory)
+
+
+# Removing, and who still reads
+
+
+def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(memory: Path) -> None:
+    with Store(memory) as store:
+        version = store.commit("some", [write_large(store, "a", 3)], key="k")
+        segments = list(store.segments(version))
+        mapped = segments[0].region.memory
+        store.remove(version)
+        assert store.versions() == []
+        del segments
+        assert store.usage().trash >= 3 * MIB  # our mapping
+        assert pa.ipc.open_stream(mapped).read_all()["n"].to_pylist()[-1] == 7
+        del mapped
+        store.sweep()
+        assert claimed(next(store.directory.glob("trash/*"))) is not None  # kept a while to be written over
+
+
+def test_the_pages_of_what_was_removed_are_written_over_only_when_nobody_reads_them(memory: Path) -> None:
+    with Store(memory) as store:
+        version = store.commit("some", [write(store, "a", 1, 2, 3)], key="1")
+        (path,) = store.directory.glob("segments/*/*.arrows")
+        inode = path.stat().st_ino
+        reader = pa.memory_map(str(path))  # any tool
+        store.remove(version)
+        again = store.commit("some", [write(store, "a", 9)], key="2")
+        (path,) = store.directory.glob(f"segments/{again.id}/*.arrows")
+        assert path.stat().st_ino != inode
+        assert pa.ipc.open_stream(reader).read_all()["n"].to_pylist() == [1, 2, 3]
+        reader.close()
+        del reader
+        third = store.commit("some", [write(store, "a", 10)], key="3")
+        (path,) = store.directory.glob(f"segments/{third.id}/*.arrows")
+        assert path.stat().st_ino == inode
+        assert numbers(store, third) == [10]
+
+
+# Processes that are killed
+
+
+#: Writes a segment into the store's staging directory, and says what it has done; then it waits to be killed.
+WRITER = """
+import sys, pyarrow as pa
+from pathlib import Path
+from dissociated.store.store import Store
+from dissociated.store.segment import SegmentWriter
+store, stage = sys.argv[1:]
+path = Path(store) / "staging" / "w"
+writer = SegmentWriter(path, pa.schema([("n", pa.int64())]), reserve=lambda name, size, wish: wish)
+writer.write(pa.record_batch({"n": pa.array([5], pa.int64())}))
+if stage == "after":
+    writer.close()
+print("reached", flush=True)
+sys.stdin.read()
+"""
+
+#: Owns the store, commits for ever, and tells each commit once it has returned.
+COMMITTER = """
+import itertools, os, sys, pyarrow as pa
+from dissociated.store.store import Store
+schema = pa.schema([("n", pa.int64())])
+with Store(sys.argv[1]) as store:
+    start = len(store.versions())
+    print("reached", flush=True)
+    for n in itertools.count(start):
+        staged = f"{n}-{os.getpid()}"
+        with store.writer(staged, schema) as writer:
+            writer.write(pa.record_batch({"n": pa.array([n], pa.int64())}))
+        before = store.current("log")
+        store.commit("log", [staged], key=str(n), append=True)
+        if before is not None and n % 3 == 0:
+            store.remove(before)
+        print(n, flush=True)
+"""
+
+
+def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reached\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> str:
+    process.send_signal(signal.SIGKILL)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    return str(printed)
+
+
+def test_a_writer_killed_before_its_segment_is_whole_leaves_nothing(memory: Path) -> None:
+    with Store(memory) as store:
+        writer = spawn(WRITER, memory, "before")
+        assert os.listdir(store.staging) == ["w.part"]
+        store.sweep()
+        assert os.listdir(store.staging) == ["w.part"]  # it lives
+        kill(writer)
+        store.sweep()
+        assert os.listdir(store.staging) == []
+
+
+def test_the_segment_of_a_writer_killed_after_it_was_whole_can_be_committed(memory: Path) -> None:
+    with Store(memory):
+        pass
+    kill(spawn(WRITER, memory, "after"))
+    with Store(memory) as store:
+        assert os.listdir(store.staging) == ["w"]
+        assert numbers(store, store.commit("some", ["w"], key="k")) == [5]
+        assert os.listdir(store.staging) == []
+
+
+def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> None:
+    with Store(memory) as store:
+        write(store, "a", 1)
+        store.sweep()
+        assert os.listdir(store.staging) == ["a"]
+        store.sweep(forgotten=-1)
+        assert os.listdir(store.staging) == []
+
+
+def test_an_owner_killed_at_any_moment_leaves_exactly_what_was_committed(memory: Path) -> None:
+    said: list[int] = []
+    for round_ in range(6):
+        process = spawn(COMMITTER, memory)
+        assert process.stdout is not None
+        said += [int(process.stdout.readline()) for _ in range(5 + round_)]
+        said += [int(line) for line in kill(process).splitlines(keepends=True) if line.endswith("\n")]
+        with Store(memory) as store:
+            found = numbers(store, store.current("log"))
+            assert found == list(range(len(found)))  # every commit is there once, and none in part
+            assert len(found) - len(said) in (0, 1)  # the last may not have been told any more
+            said = found
+            for directory in (store.staging, store.directory / "trash"):
+                assert not [path for path in directory.iterdir() if path.suffix in (".new", ".gone", ".part")]
+            # Versions are numbered as they are committed, so the next round goes on from here.
+            for version in store.versions()[:-1]:
+                store.remove(version)
+            assert len(files(memory / "segments")) == len(found) + 1
+            keep = store.current("log")
+            assert keep is not None
+        _pad(memory, len(found))
+
+
+def _pad(memory: Path, count: int) -> None:
+    """So many versions as there were commits: COMMITTER begins by counting them."""
+    with Store(memory) as store:
+        while len(store.versions()) < count:
+            key = os.urandom(8).hex()
+            store.commit(f"pad{key}", [], key=key, schema=SCHEMA)
+
+
+# Room
+
+
+def test_a_full_store_refuses_with_numbers_and_says_what_to_do(memory: Path) -> None:
+    with Store(memory, limit=8 * MIB) as store:
+        store.commit("a", [write_large(store, "a", 3)], key="a")
+        with pytest.raises(StoreError, match=r"is full: it holds [\d,]+ bytes of at most 8,388,608.*drop datasets"):
+            write_large(store, "b", 6)
+        with pytest.raises(StoreError, match="it would never fit"), store.writer("c", SCHEMA) as writer:
+            writer.write(batch(*[7] * (2 * MIB)))
+        store.sweep()
+        assert store.usage().total <= 8 * MIB
+        store.commit("b", [write_large(store, "b", 3)], key="b")
+        assert [version.name for version in store.versions()] == ["a", "b"]
+
+
+def test_the_limit_holds_for_writers_in_other_processes_and_for_what_is_staged(memory: Path) -> None:
+    with Store(memory, limit=12 * MIB) as store:
+        first = SegmentWriter(store.staging / "x", SCHEMA, reserve=store.reserve)
+        second = SegmentWriter(store.staging / "y", SCHEMA, reserve=store.reserve)
+        first.write(batch(*[1] * (5 * MIB // 8)))
+        with pytest.raises(StoreError, match="is full"):
+            second.write(batch(*[1] * (8 * MIB // 8)))
+        second.abort()
+        first.close()
+        assert store.usage().staged <= 6 * MIB  # what was reserved and not written is given back
+
+
+def test_what_was_written_without_reserving_is_not_committed(memory: Path) -> None:
+    with Store(memory, 4 * MIB) as store:
+        with SegmentWriter(store.staging / "large", SCHEMA) as writer:
+            for _ in range(6):
+                writer.write(batch(*[7] * (MIB // 8)))
+        with pytest.raises(StoreError, match="its limit is 4,194,304"):
+            store.commit("d", ["large"], key="k")
+        assert store.versions() == []
+        store.discard(["large"])
+        assert numbers(store, put(store, "d", 1, 2)) == [1, 2]
+
+
+def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:
+    with Store(memory, limit=14 * MIB) as store:
+        gone: list[Version] = []
+        store.removed = gone.append
+        old = store.commit("a", [write_large(store, "1", 5)], key="1")
+        new = store.commit("a", [write_large(store, "2", 5)], key="2")
+        store.commit("b", [write_large(store, "3", 5)], key="3")
+        assert gone == [old]
+        assert [version.name for version in store.versions()] == ["a", "b"]
+        assert store.current("a") == new
+
+
+def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
+    with Store(memory, limit=14 * MIB, policy=Policy.EVICT) as store:
+        gone: list[str] = []
+        store.removed = lambda version: gone.append(version.name)
+        store.in_use = lambda version: version.name == "a"
+        for name in "abc":
+            store.commit(name, [write_large(store, name, 5)], key=name)
+        assert gone == ["b"]
+        store.in_use = lambda version: True
+        with pytest.raises(StoreError, match="what is left is being read"):
+            write_large(store, "d", 10)
+        assert [version.name for version in store.versions()] == ["a", "c"]
+        assert store.usage().total <= 14 * MIB
+
+
+def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path, tmp_path: Path) -> None:
+    disk = memory.with_name("store-disk")
+    with Store(memory, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
+        moved: list[str] = []
+        store.moved = lambda version: moved.append(version.name)
+        a = store.commit("a", [write_large(store, "a", 5)], key="a")
+        before = store.segments(a)[0].region.memory
+        reader = pa.ipc.open_stream(before)
+        for name in "bc":
+            store.commit(name, [write_large(store, name, 5)], key=name)
+        assert moved[0] == "a"
+        assert reader.read_all().num_rows == 5 * MIB // 8  # a reader that was there before is undisturbed
+        assert store.usage().trash >= 5 * MIB
+        del before, reader
+        store.commit("d", [write_large(store, "d", 5)], key="d")
+        assert moved == ["a", "b"]
+        assert [version.name for version in store.versions()] == ["a", "b", "c", "d"]
+        assert str(disk) in store.segments(a)[0].name
+        assert pa.ipc.open_stream(store.segments(a)[0].region.memory).read_all().num_rows == 5 * MIB // 8
+        assert store.usage().spilled >= 10 * MIB
+        assert store.usage().total <= 14 * MIB
+        grown = store.commit("a", [write(store, "more", 1)], key="more", append=True)  # from disk, by a copy
+        assert grown.rows == 5 * MIB // 8 + 1
+    with Store(memory, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
+        assert [version.name for version in store.versions()] == ["a", "b", "c", "d", "a"]
+        assert numbers(store, a) == [7] * (5 * MIB // 8)
+
+
+def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
+    disk = memory.with_name("store-disk")
+    with Store(memory) as store:
+        version = put(store, "a", 1, 2)
+    for directory in (disk, disk / "segments", disk / "staging"):
+        directory.mkdir(0o700)
+    shutil.copytree(memory / "segments" / version.id, disk / "segments" / version.id)  # all but the removal is done
+    with Store(memory, policy=Policy.SPILL, spill=disk) as store:
+        assert store.versions() == [version]
+        assert numbers(store, version) == [1, 2]
+        assert not (memory / "segments" / version.id).exists()
+
+
+#: In a namespace of its own, a tmpfs of 8 MiB as Docker would give one of 64.
+SMALL = """
+import os, sys
+import pyarrow as pa
+from dissociated.errors import StoreError
+from dissociated.store.store import Policy, Store
+
+schema = pa.schema([("n", pa.int64())])
+batch = pa.record_batch({"n": pa.array([7] * (1 << 17), pa.int64())})
+root = sys.argv[1]
+
+def write(store, name, mib):
+    with store.writer(name, schema) as writer:
+        for _ in range(mib):
+            writer.write(batch)
+    return name
+
+with Store(root + "/store") as store:
+    store.commit("a", [write(store, "a", 3)], key="a")
+    try:
+        write(store, "b", 30)
+    except StoreError as error:
+        print(error)
+    print(os.listdir(store.staging))
+    (segment,) = store.segments(store.current("a"))
+    print(pa.ipc.open_stream(segment.region.memory).read_all().num_rows)
+    del segment
+with Store(root + "/store", policy=Policy.EVICT) as store:
+    store.commit("b", [write(store, "b", 5)], key="b")
+    print([version.name for version in store.versions()])
+"""
+
+
+def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_path: Path) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    mount = f'mount -t tmpfs -o size=8m,mode=700 tmpfs "{root}" && exec "$0" -c "$1" "{root}"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, sys.executable]
+    probe = subprocess.run([*command[:4], "mount", "-t", "tmpfs", "tmpfs", str(root)], capture_output=True)
+    if probe.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {probe.stderr.decode().strip()}")
+    done = subprocess.run([*command, textwrap.dedent(SMALL)], capture_output=True, text=True, timeout=PATIENCE)
+    assert not done.returncode, done.stderr
+    sentence, staged, rows, left = done.stdout.splitlines()
+    assert f"the file system of {root}/store is full" in sentence
+    assert "in Docker, --shm-size" in sentence
+    assert (staged, rows, left) == ("[]", str(3 << 17), "['b']")
