@@ -36,6 +36,8 @@ _LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
+_TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
+_PAUSE = 0.001  # seconds in which others can take it
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
 
@@ -302,7 +304,9 @@ class NativeConnection(Connection):
                     if not self._under_way:
                         self._lock.wait(_LOOK_AGAIN)
                     else:
-                        self._drive(self._moved, _LOOK_AGAIN)
+                        end = time.monotonic() + _TURN
+                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, _LOOK_AGAIN)  # type: ignore[misc]
+                        self._lock.wait(_PAUSE)  # somebody else's turn, whatever the peer goes on to do
             except TransportError:
                 pass  # whoever uses the connection next hears of it
             except RemoteProtocolError as error:
