@@ -38,7 +38,7 @@ MEDIA = {
 #: One connection; two to one server; metadata from one server and bodies from another.
 ARRANGEMENTS = ("one", "two", "apart")
 #: Connecting over these takes its time. Here are those ways alone in which more than what is below messages differs;
-#: tests/transport has all media.
+#: tests/transport has all media, and REST one dataset over each.
 FEWER = {
     "tcp6": ("one",),
     "tls": ("one", "apart"),
@@ -75,6 +75,8 @@ WAYS = [
     for arrangement in FEWER.get(medium, ARRANGEMENTS)
     for bodies in BODIES.get(medium, ("any",))
 ]
+#: Of the media that have no way of their own, for one dataset each.
+REST = [Way(medium) for medium in MEDIA if not FEWER.get(medium, ARRANGEMENTS)]
 
 
 class Route:
@@ -183,6 +185,12 @@ def _any_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterato
 def route(_any_route: Route) -> Iterator[Route]:
     """Every way there is. No test leaves a connection to the next one."""
     yield from _check(_any_route)
+
+
+@pytest.fixture(params=REST, ids=str)
+def rest(request: pytest.FixtureRequest) -> Iterator[Route]:
+    """The media that no other fixture has."""
+    yield from _run(request.param)
 
 
 @pytest.fixture(scope="module", params=[way for way in WAYS if way.arrangement == "one"], ids=str)

@@ -21,6 +21,13 @@ def numbers(*ranges: range) -> list[pa.RecordBatch]:
     return [pa.record_batch([pa.array(some, pa.int64()), [str(n) for n in some]], schema=NUMBERS) for some in ranges]
 
 
+def test_a_dataset_over_every_other_medium(rest: Route) -> None:
+    sent = pa.Table.from_batches(numbers(range(3), range(3, 100_000), range(0)))
+    rest.publish(sent)
+    assert rest.open().read_all() == sent
+    assert rest.connections == 0
+
+
 @pytest.mark.parametrize("live", [False, True], ids=["table", "callable"])
 def test_no_batches(route: Route, live: bool) -> None:
     schema, arrived = route.read((lambda: stream(NUMBERS, [])) if live else NUMBERS.empty_table())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import signal
 import struct
 import subprocess
@@ -219,52 +218,6 @@ def test_addresses_outside_of_what_the_uri_names_are_not_fetched(serve: Serve) -
     moved = f"{before}remote_memory={int(base, 16) + (1 << 20):x}-{rest}"
     with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
         dis.open_stream(moved, good.server.ticket("good"), allow_rma=True).read_all()
-
-
-#: Says how far it has come, and at its end how much memory it ever had, in kB.
-STREAMING = """
-import re, sys
-import numpy as np
-import pyarrow as pa
-import dissociated as dis
-
-COUNT, ROWS = 256, 1 << 20
-
-def source():
-    for number in range(COUNT):
-        print(number, flush=True)
-        yield pa.record_batch({"n": np.full(ROWS, number)})
-
-schema = pa.schema([("n", pa.int64())])
-with dis.Server([sys.argv[1]], catalog=None) as server:
-    server.publish("stream", lambda: pa.RecordBatchReader.from_batches(schema, source()))
-    print(server.ticket("stream").hex(), server.locations("stream")[0], flush=True)
-    sys.stdin.readline()
-    print(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1], flush=True)
-"""
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_server_of_a_slow_client_stays_small(spawn: Spawn, mode: str) -> None:
-    # 2 GB, of which the server may have 64 MB under way.
-    process = spawn("-c", STREAMING, f"ucx:?err_mode={mode}")
-    assert process.stdout is not None
-    assert process.stdin is not None
-    ticket, uri = line(process).split()
-    reader = dis.open_stream(uri, bytes.fromhex(ticket))
-    first = reader.read_next_batch()
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
-    produced = 0
-    while poll.poll(500):  # the client sleeps, until the server has had enough
-        produced = int(line(process))
-    assert 0 < produced < 20
-    drain = threading.Thread(target=lambda: [line(process) for _ in range(255 - produced)])
-    drain.start()
-    assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(256))
-    drain.join(PATIENCE)
-    process.stdin.write("end\n")
-    assert int(line(process)) < 500_000
 
 
 def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:

@@ -10,9 +10,11 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.message import Message
+from dissociated.transport.ucx import UcxConnection
 from helpers import PATIENCE, connections_left, leaving_nothing
 
-from .double import COMMAND, ReferenceClient, ReferenceFlight, ReferenceServer
+from .double import COMMAND, WANT_DATA, WANT_METADATA, ReferenceClient, ReferenceFlight, ReferenceServer
 
 _RANDOM = np.random.default_rng(1)
 
@@ -49,6 +51,32 @@ def test_our_client_reads_from_the_reference(table: pa.Table, reference: Referen
         arrived.validate(full=True)
         assert arrived == table
     assert sorted(reference.asked) == ["bodies", "metadata"]
+
+
+def test_our_client_asks_and_closes_in_the_order_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata first."""
+    asked: list[int | None] = []
+    on: list[UcxConnection] = []
+    closed: list[UcxConnection] = []
+    send, close = UcxConnection.send, UcxConnection.close
+
+    def sending(connection: UcxConnection, messages: list[Message], timeout: float) -> None:
+        asked.append(messages[0].tag)
+        on.append(connection)
+        send(connection, messages, timeout)
+
+    def closing_one(connection: UcxConnection) -> None:
+        if connection not in closed:
+            closed.append(connection)
+        close(connection)
+
+    monkeypatch.setattr(UcxConnection, "send", sending)
+    monkeypatch.setattr(UcxConnection, "close", closing_one)
+    with closing(ReferenceServer(TABLES["numbers"])) as reference:
+        assert dis.open_stream(reference.locations, COMMAND, timeout=PATIENCE).read_all() == TABLES["numbers"]
+    assert asked == [WANT_METADATA, WANT_DATA]
+    assert len(set(on)) == 2
+    assert closed == on
 
 
 def test_our_client_finds_what_the_reference_has_through_flight(reference: ReferenceServer, table: pa.Table) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -192,6 +193,13 @@ def test_a_silent_peer_exceeds_the_deadline_and_may_speak_later(ends: Ends) -> N
         ends.client.receive(0.01, allocate)
     ends.server.send([Message(None, (b"late",))], PATIENCE)
     assert plain(receive(ends.client)) == (None, b"late")
+
+
+def test_waiting_takes_no_processor_time(ends: Ends) -> None:
+    before = time.process_time()
+    with pytest.raises(DeadlineExceeded):
+        ends.client.receive(0.5, allocate)
+    assert time.process_time() - before < 0.1
 
 
 def test_a_peer_that_takes_nothing_exceeds_the_deadline(ends: Ends) -> None:

@@ -246,7 +246,12 @@ class Ofi:
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DEFINITIONS)
         self.path, self.lib = _load(self.ffi)
-        number = self.lib.fi_version()
+        try:
+            number = self.lib.fi_version()
+        except AttributeError:
+            raise TransportError(
+                f"fabric: {self.path} is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"
+            ) from None
         found = number >> 16, number & 0xFFFF
         self.version = "{}.{}".format(*found)
         if found < _OLDEST:

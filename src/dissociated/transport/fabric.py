@@ -17,12 +17,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
+    DissociatedError,
     LocalProtocolError,
     RemoteError,
     RemoteProtocolError,
@@ -66,6 +68,8 @@ _HEARTBEAT = 2.0  # seconds
 _KNOWN = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
 _STAGING = 4  # pieces of memory that are kept to join messages in
+_LOOKS = 256  # messages that are taken before somebody else's turn
+_BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _ROUNDS = 16  # of completions that are looked at before somebody else is
 _LOOK_AGAIN = 1.0  # seconds, should libfabric ever forget to wake us
 
@@ -388,11 +392,12 @@ class FabricConnection(NativeConnection):
         kind = tag & _KINDS
         if kind == Kind.CREDIT and len(data) == _consumed.size:
             (consumed,) = _consumed.unpack(data)
-            if not self._peer_consumed <= consumed <= self._sent:
+            if consumed > self._sent:
                 self._broken = RemoteProtocolError(f"{self._peer} says that it consumed more than it was sent")
-            self._happened |= consumed != self._peer_consumed
-            self._peer_consumed = consumed
-            self._in_flight = self._sent - consumed
+            elif consumed > self._peer_consumed:  # one that was looked for may come after the next
+                self._happened = True
+                self._peer_consumed = consumed
+                self._in_flight = self._sent - consumed
             return
         self._happened = True
         if kind == Kind.WELCOME and not self._accepted:
@@ -412,7 +417,9 @@ class FabricConnection(NativeConnection):
         return bool(self._receiving) or self._endpoint.look() is not None
 
     def _take(self, allocate: Allocate) -> bool:
-        while self._receiving_bytes < _AHEAD and (found := self._endpoint.look()) is not None:
+        for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
+            if self._receiving_bytes >= _AHEAD or (found := self._endpoint.look()) is None:
+                break
             if found.length > self._endpoint.whole and not self._connected():
                 return True
             try:
@@ -481,6 +488,8 @@ class FabricConnection(NativeConnection):
         if self._stirred == self._endpoint.ended:
             self._heard = True  # a part of a large message, behind which heartbeats must wait
         self._stirred = None
+        if self._asleep and self._endpoint.found is None and self._endpoint.look() is not None:
+            self._happened = True  # for the one who sleeps: libfabric will not wake it for what it has shown us
         happened, self._happened = self._happened, False  # here, or while looking
         return happened
 
@@ -489,7 +498,6 @@ class FabricConnection(NativeConnection):
         found, endpoint = self._endpoint.found, self._endpoint
         if endpoint.look() is not found or endpoint.ended != self._ended_before:
             self._ended_before = endpoint.ended
-            self._advance()
             self._lock.notify_all()
             return False
         return endpoint.arm()
@@ -500,11 +508,18 @@ class FabricConnection(NativeConnection):
         self._stirred = ended if woken and self._receiving else None
 
     def beat(self) -> None:
-        """Tell the peer that we are here, and see whether it is."""
-        with self._lock:
-            if self._closed or self._gone:
+        """Tell the peer that we are here, and see whether it is.
+
+        Also see to it that a client which sends without end while nobody here receives is not kept for: each time
+        libfabric works it takes some of that.
+        """
+        if not self._lock.acquire(timeout=_BUSY):
+            return  # whoever has it is at work; the hearts of others must beat
+        try:
+            if self._closed or self._over:
                 return
-            happened = self._advance()
+            self._advance()
+            self._has(lambda: False)
             self._missed = 0 if self._heard else self._missed + 1
             self._heard = False
             if self._missed >= _MISSED:
@@ -512,8 +527,12 @@ class FabricConnection(NativeConnection):
                 self._lose()
             elif self._to is not None and not self._unsent:
                 self._tell_consumed()
-            if self._asleep and (happened or self._gone or self._endpoint.look() is not None):
+        except RemoteProtocolError as error:
+            self._broken = error
+        finally:
+            if self._asleep and self._over:
                 self._waker.set()
+            self._lock.release()
 
     def _lose_by(self, error: int) -> None:
         if not self._gone:
@@ -535,11 +554,12 @@ class FabricConnection(NativeConnection):
             # Until the answer comes there is something to read: closing over that could take our last words back.
             self._say(Kind.BYE)
             end = time.monotonic() + _LAST
-            while not self._gone and time.monotonic() < end:
-                if self._endpoint.look() is not None:
-                    self._endpoint.discard()
-                elif not self._progress() and self._endpoint.arm():
-                    self._endpoint.sleep(self._waker, _RETRY)
+            with suppress(TransportError):
+                while not self._gone and time.monotonic() < end:
+                    if self._endpoint.look() is not None:
+                        self._endpoint.discard()
+                    elif not self._progress() and self._endpoint.arm():
+                        self._endpoint.sleep(self._waker, _RETRY)
         self._unsent.clear()
         self._endpoint.close()
 
@@ -580,7 +600,7 @@ class _Pulse:
                 self._changed.release()
                 try:
                     connection.beat()
-                except TransportError as error:
+                except DissociatedError as error:
                     _log.info("%r: %s", connection, error)
                 finally:
                     self._changed.acquire()

@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dissociated.errors import (
@@ -35,6 +36,8 @@ _LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
+_TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
+_PAUSE = 0.001  # seconds in which others can take it
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
 
@@ -147,7 +150,11 @@ class NativeConnection(Connection):
                 self._check_open()
                 self._start(message)
             if not self._accepted:
-                self._settle_until(lambda: not self._under_way, timeout)
+                # What a client has to say is little. A server that sends without end shall not keep it here.
+                end = time.monotonic() + timeout
+                self._settle_until(lambda: not self._under_way or time.monotonic() >= end, timeout)
+                if self._under_way:
+                    raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
             elif self._under_way:
                 self._advance()
                 self._keep_moving()
@@ -192,8 +199,8 @@ class NativeConnection(Connection):
 
     def finish(self, timeout: float) -> None:
         # Closing while the last messages are in the network, or in the peer's queue, would lose them.
-        with self._lock:
-            self._drive(lambda: self._without(lambda: self._gone or self._interrupted), timeout)
+        with self._lock, suppress(DissociatedError):
+            self._drive(lambda: self._has(lambda: self._over), timeout)
 
     def abort(self, reason: str) -> None:
         with self._lock:
@@ -224,18 +231,27 @@ class NativeConnection(Connection):
                 self._waker.set()
                 self._lock.notify_all()
                 self._lock.wait()
-            self._release()
-            self._under_way.clear()
-            self._arrived.clear()
-            self._waker.close()
+            try:
+                self._release()
+            finally:
+                self._under_way.clear()
+                self._arrived.clear()
+                self._waker.close()
 
     @property
     def _ended(self) -> bool:
         return self._gone or self._reason is not None
 
+    @property
+    def _over(self) -> bool:
+        """Whether there is no sense in sending more."""
+        return self._gone or self._interrupted or self._broken is not None
+
     def _check_open(self) -> None:
         if self._interrupted or self._closed:
             raise ConnectionClosed("this side closed the connection")
+        if self._broken is not None:
+            raise self._broken
         if self._gone:
             raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
@@ -245,8 +261,7 @@ class NativeConnection(Connection):
 
     def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
         """Wait until enough has been sent, taking in meanwhile what a client sends."""
-
-        if not self._drive(lambda: self._has(enough) or self._gone or self._interrupted, timeout):
+        if not self._drive(lambda: self._has(enough) or self._over, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
 
@@ -263,19 +278,14 @@ class NativeConnection(Connection):
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
         return False
 
-    def _without(self, done: Callable[[], bool]) -> bool:
-        """The same where nothing more is to be sent: of a client that sends without end, everything is dropped."""
-        try:
-            return self._has(done)
-        except RemoteProtocolError:
-            self._arrived.clear()
-            self._arrived_bytes = 0
-            return False
-
     def _end(self, done: Callable[[], bool], seconds: float) -> None:
-        """Let the medium work until `done`, but no longer than this, whatever the peer does."""
+        """Let the medium work until `done`, but no longer than this, whatever the peer does. Never raises.
+
+        One who breaks the rules now is not worth waiting for.
+        """
         end = time.monotonic() + seconds
-        self._drive(lambda: self._without(done) or time.monotonic() >= end, seconds)
+        with suppress(DissociatedError):
+            self._drive(lambda: self._has(done) or time.monotonic() >= end, seconds)
 
     def _keep_moving(self) -> None:
         """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
@@ -290,11 +300,13 @@ class NativeConnection(Connection):
     def _move(self) -> None:
         with self._lock:
             try:
-                while not self._interrupted and not self._gone:
+                while not self._over:
                     if not self._under_way:
                         self._lock.wait(_LOOK_AGAIN)
                     else:
-                        self._drive(self._moved, _LOOK_AGAIN)
+                        end = time.monotonic() + _TURN
+                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, _LOOK_AGAIN)  # type: ignore[misc]
+                        self._lock.wait(_PAUSE)  # somebody else's turn, whatever the peer goes on to do
             except TransportError:
                 pass  # whoever uses the connection next hears of it
             except RemoteProtocolError as error:
@@ -304,7 +316,7 @@ class NativeConnection(Connection):
                 self._lock.notify_all()
 
     def _moved(self) -> bool:
-        return self._has(lambda: not self._under_way) or self._gone or self._interrupted
+        return self._has(lambda: not self._under_way) or self._over
 
     def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
         """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
@@ -358,6 +370,8 @@ class NativeConnection(Connection):
     def _arrive(self, incoming: Incoming) -> None:
         self._arrived.append(incoming)
         self._arrived_bytes += _OVERHEAD + len(incoming.data)
+        if self._asleep:
+            self._waker.set()  # it may wait for this, which another thread has found
 
     def _lose(self) -> None:
         """The peer is gone."""

@@ -30,6 +30,7 @@ import pyarrow as pa
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
+    DissociatedError,
     RemoteProtocolError,
     TransportError,
     UriError,
@@ -355,7 +356,7 @@ class UcxConnection(NativeConnection):
                 len(data),
                 pointer,
             )
-        except ConnectionClosed:
+        except DissociatedError:
             return False
         return True
 
@@ -387,7 +388,7 @@ class UcxConnection(NativeConnection):
             memory = bytearray(length)
             view = u.ffi.from_buffer(memory)
             self._receive_into(self._lib.ucp_am_recv_data_nbx(worker, data, view, length, self._plain), None, memory)
-        while self._receiving_bytes < _AHEAD:
+        while self._receiving_bytes + self._arrived_bytes < _AHEAD:
             message = self._lib.ucp_tag_probe_nb(worker, 0, 0, 1, self._info)
             if not message:
                 break

@@ -1,0 +1,150 @@
+"""Clients over UCX and libfabric that send without end, or sleep: those media keep whatever nobody receives."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import dissociated as dis
+
+from .peer import PATIENCE
+from .test_death import line
+
+Spawn = Callable[..., subprocess.Popen[str]]
+
+WHERE = {"ucx": "ucx:", "ucx, none": "ucx:?err_mode=none", "fabric": "fabric:?heartbeat=0.05"}
+
+#: kB that it may cost until a client is cut off. libfabric takes 32 messages in whenever one is looked for, and 16 kB
+#: for each, empty or not.
+ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric": 1_000_000}
+
+#: Says on request how much memory it ever had, in kB.
+SERVER = """
+import re, sys, threading
+import pyarrow as pa
+import dissociated as dis
+
+batch = pa.record_batch({"n": pa.array(range(1 << 21), pa.int64())})
+forever = threading.Event()
+
+def paused():
+    yield batch.slice(0, 1)
+    forever.wait(20)
+
+server = dis.Server([sys.argv[1]], catalog=None, stall_timeout=2, handshake_timeout=2)
+server.publish("small", batch.slice(0, 1))
+server.publish("large", pa.Table.from_batches([batch] * 4))
+server.publish("paused", lambda: pa.RecordBatchReader.from_batches(batch.schema, paused()))
+for name in ("small", "large", "paused"):
+    print(server.ticket(name).hex(), server.locations(name)[0], flush=True)
+for _ in sys.stdin:
+    print(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1], server.connections, flush=True)
+forever.set()
+server.close()
+"""
+
+#: Sends for two seconds, or until it is cut off, and never receives.
+FLOOD = """
+import sys, time
+from dissociated.errors import DissociatedError
+from dissociated.message import Message
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+
+uri, ticket, tag, size = Uri.parse(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+connection = transport(uri.scheme).connect(uri, 20)
+if ticket:
+    connection.send([Message(uri.want_data, (ticket,))], 20)
+end = time.monotonic() + 2
+try:
+    while time.monotonic() < end:
+        connection.send([Message(tag if tag >= 0 else None, (bytes(size),))] * 16, 0.5)
+except DissociatedError:
+    pass
+print("ended", flush=True)
+sys.stdin.read()
+"""
+
+#: What is asked for, if anything; the tag and size of what is sent then.
+FLOODS = {
+    "before want_data": ("", 1, 4096),
+    "instead of want_data, without tags": ("", -1, 4096),
+    "while nothing is left to be sent": ("small", 1, 4096),
+    "while a large dataset is sent": ("large", 1, 4096),
+    "while a large dataset is sent, without tags": ("large", -1, 4096),
+    "large messages": ("large", 1, 1 << 20),
+    "empty messages": ("large", 1, 0),
+    "while the source takes its time": ("paused", 1, 4096),
+    "while the source takes its time, without tags": ("paused", -1, 4096),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_one_who_sends_without_end_costs_a_server_no_memory(spawn: Spawn, where: str) -> None:
+    server = spawn("-c", SERVER, WHERE[where])
+    assert server.stdin is not None
+    published = dict(zip(("small", "large", "paused"), (line(server).split() for _ in range(3)), strict=True))
+
+    def memory() -> int:
+        assert server.stdin is not None
+        server.stdin.write("\n")
+        return int(line(server).split()[0])
+
+    before = memory()
+    for stage, (name, tag, size) in FLOODS.items():
+        ticket, uri = published[name or "small"]
+        client = spawn("-c", FLOOD, uri, ticket if name else "", str(tag), str(size))
+        assert line(client) == "ended"
+        assert memory() - before < ENOUGH[where], stage
+        client.kill()
+        client.wait(PATIENCE)
+
+
+#: Says how far it has come, and at its end how much memory it ever had, in kB.
+STREAMING = """
+import re, sys
+import numpy as np
+import pyarrow as pa
+import dissociated as dis
+
+COUNT, ROWS = 256, 1 << 20
+
+def source():
+    for number in range(COUNT):
+        print(number, flush=True)
+        yield pa.record_batch({"n": np.full(ROWS, number)})
+
+schema = pa.schema([("n", pa.int64())])
+with dis.Server([sys.argv[1]], catalog=None) as server:
+    server.publish("stream", lambda: pa.RecordBatchReader.from_batches(schema, source()))
+    print(server.ticket("stream").hex(), server.locations("stream")[0], flush=True)
+    sys.stdin.readline()
+    print(re.search(r"VmHWM:[^0-9]+([0-9]+)", open("/proc/self/status").read())[1], flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_server_of_a_slow_client_stays_small(spawn: Spawn, where: str) -> None:
+    # 2 GB, of which the server may have 64 MB under way.
+    process = spawn("-c", STREAMING, WHERE[where])
+    assert process.stdout is not None
+    assert process.stdin is not None
+    ticket, uri = line(process).split()
+    reader = dis.open_stream(uri, bytes.fromhex(ticket))
+    first = reader.read_next_batch()
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    produced = 0
+    while poll.poll(500):  # the client sleeps, until the server has had enough
+        produced = int(line(process))
+    assert 0 < produced < 20
+    drain = threading.Thread(target=lambda: [line(process) for _ in range(255 - produced)])
+    drain.start()
+    assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(256))
+    drain.join(PATIENCE)
+    process.stdin.write("end\n")
+    assert int(line(process)) < 500_000

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from dissociated.errors import RemoteProtocolError
+from dissociated.message import Message
+from dissociated.transport import _ofi
+from dissociated.transport.base import Listener
+from dissociated.transport.fabric import FabricConnection, Kind
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+from helpers import PATIENCE, leaving_nothing
+
+SAY = "\nexcept dis.errors.TransportError as error:\n    print(error)\n"
+SERVE = "dis.Server(['fabric:'], catalog=None)"
+
+
+def said(script: str, **environment: str) -> str:
+    """What a program that cannot use libfabric ends with: one line."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import dissociated as dis\ntry:\n" + textwrap.indent(script, "    ") + SAY],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not run.returncode, run.stderr
+    (line,) = run.stdout.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+@pytest.mark.parametrize(
+    ("library", "sentence"),
+    [
+        (
+            "/nowhere/libfabric.so.1",
+            "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]'",
+        ),
+        ("libc.so.6", "libc.so.6 is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"),
+    ],
+    ids=["no library", "no libfabric"],
+)
+def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, sentence: str) -> None:
+    script = SERVE if side == "server" else "dis.open_stream('fabric://127.0.0.1:1?want_data=1', b'')"
+    assert sentence in said(script, DISSOCIATED_FABRIC_LIBRARY=library)
+
+
+def test_a_library_that_is_too_old_is_refused() -> None:
+    old = "from dissociated.transport import _ofi\n_ofi._OLDEST = (99, 0)\n"
+    assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in said(old + SERVE)
+
+
+def test_a_library_with_other_structures_is_refused() -> None:
+    other = "from dissociated.transport import _ofi\n_ofi._SIZES['struct fi_msg'] += 8\n"
+    assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in said(other + SERVE)
+
+
+def test_without_cffi_it_is_said_what_to_install() -> None:
+    assert said("import sys\nsys.modules['cffi'] = None\n" + SERVE) == (
+        "fabric: needs cffi: pip install 'dissociated[fabric]'"
+    )
+
+
+def test_the_library_that_is_named_comes_before_the_systems_and_that_before_the_wheels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DISSOCIATED_FABRIC_LIBRARY", raising=False)
+    assert list(_ofi._candidates()) == ["libfabric.so.1", *map(str, _ofi.wheel_libraries())]
+    monkeypatch.setenv("DISSOCIATED_FABRIC_LIBRARY", "/opt/libfabric.so.1")
+    assert list(_ofi._candidates()) == ["/opt/libfabric.so.1"]
+
+
+def connected(listener: Listener) -> tuple[FabricConnection, FabricConnection]:
+    """A client's end, and the server's."""
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(transport("fabric").connect, listener.uri, PATIENCE)
+        server = listener.accept()
+        assert isinstance(server, FabricConnection)
+        while not connecting.done():
+            server.arrived()
+        client = connecting.result()
+        assert isinstance(client, FabricConnection)
+        return client, server
+
+
+@pytest.mark.parametrize(("told", "more"), [([512, 256, 0], False), ([256, 1 << 40], True)], ids=["late", "too much"])
+def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it_was_sent(
+    told: list[int], more: bool
+) -> None:
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+        client, server = connected(listener)
+        with client, server:
+            server.send([Message(1, (b"",))] * 2, PATIENCE)
+            for consumed in told:
+                client._say(Kind.CREDIT, struct.pack("<Q", consumed))
+            client.send([Message(2, (b"said",))], PATIENCE)
+            arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
+            assert arrived is not None
+            if more:
+                with pytest.raises(RemoteProtocolError, match="consumed more than it was sent"):
+                    server.send([Message(1, (b"",))], PATIENCE)
+            else:
+                server.send([Message(1, (b"",))], PATIENCE)
