@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 
@@ -62,6 +62,14 @@ def descriptors() -> dict[int, str]:
         except FileNotFoundError:
             pass  # the one that lists the directory
     return found
+
+
+def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+    """Wait until `condition` holds; fail with `what` where it does not in time."""
+    deadline = monotonic() + patience
+    while not condition():
+        assert monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
+        sleep(0.005)
 
 
 @contextmanager

@@ -58,6 +58,8 @@ class Stock(ABC):
     id: str
     #: Whether writers must `reserve` before they write.
     limited = False
+    #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
+    handover = ""
 
     @property
     @abstractmethod
@@ -200,6 +202,10 @@ class StoreStock(Stock):
     def serial(self) -> int:
         """See Store.serial."""
         return self._store.serial()
+
+    def hand_over(self, descriptor: int) -> str:
+        """See Store.hand_over."""
+        return self._store.hand_over(descriptor)
 
     def discard(self, names: Iterable[str]) -> None:
         self._store.discard(names)
