@@ -493,6 +493,8 @@ def test_a_dissociated_stream(transport: str, serve: Serve) -> None:
             async with await dis.open_stream_async(uri, server.ticket(name), columns=["n", "f"]) as reader:
                 assert reader.schema.names == ["n", "f"]
                 assert [batch async for batch in reader] == [batch.select(["n", "f"]) for batch in BATCHES]
+            async with await dis.open_stream_async(uri, server.ticket(name), batches=(1, 3)) as reader:
+                assert [batch async for batch in reader] == BATCHES[1:3]
             batches = async_batches(dis.open_stream(uri, server.ticket(name)), custom_metadata=True)
             assert [batch async for batch, _ in batches] == BATCHES
             async with await dis.open_stream_async(uri, server.ticket(name)) as reader:
