@@ -53,10 +53,12 @@ def view(array: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_decimal128(array.type) and array.type.precision <= 18:
         words = np.frombuffer(array.buffers()[1], "<i8", 2 * len(array), 16 * array.offset)
         return words[::2]  # the upper half of each repeats the sign
-    try:
-        return np.from_dlpack(array.view(pa.int32()) if pa.types.is_date32(array.type) else array)
-    except pa.ArrowTypeError as error:
-        raise ValueError(f"{array.type} has no view in NumPy") from error
+    if pa.types.is_date32(array.type):
+        array = array.view(pa.int32())
+    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+        raise ValueError(f"{array.type} has no view in NumPy")
+    kind = np.dtype(array.type.to_pandas_dtype())
+    return np.frombuffer(array.buffers()[1], kind, len(array), kind.itemsize * array.offset)
 
 
 def tensors() -> Convert | None:
