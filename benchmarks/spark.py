@@ -66,10 +66,9 @@ def _compare(
         "publish": lambda: publish(frame, name, catalog),
         "toArrow": frame.toArrow,
         "toPandas": frame.toPandas,
-        "Parquet, and pyarrow": lambda: (frame.write.mode("overwrite").parquet(parquet), pq.read_table(parquet)),
+        "Parquet, and pyarrow": lambda: _through(frame, parquet),
         "second process": lambda: _opened(reader, name),
     }
-    frame.write.mode("overwrite").parquet(parquet)
     calls["Spark reads Parquet"] = lambda: _consume(spark.read.parquet(parquet))
     back = spark.read.format("dissociated").option("catalog", catalog)
     if _readable(back, name):
@@ -102,6 +101,11 @@ def _floor(frame: DataFrame) -> None:
         yield pa.record_batch({"rows": [sum(batch.num_rows for batch in batches)]})
 
     frame.mapInArrow(count, "rows long").write.format("noop").mode("overwrite").save()
+
+
+def _through(frame: DataFrame, parquet: str) -> pa.Table:
+    frame.write.mode("overwrite").parquet(parquet)
+    return pq.read_table(parquet)
 
 
 def _consume(frame: DataFrame) -> None:
