@@ -124,13 +124,16 @@ def _readable(reader: Any, name: str) -> bool:
 
 
 def _growth(call: Callable[[], Any]) -> int:
-    """By how much this process is larger, with what the call gives, than before."""
+    """By how much this process is larger, with what the call gives, than before; or what Arrow holds, if that is more.
+
+    What Arrow holds may lie in memory that this process had already.
+    """
     pa.default_memory_pool().release_unused()
-    before = own_memory()
+    resident, allocated = own_memory(), pa.total_allocated_bytes()
     result = call()
-    after = own_memory()
+    grown = max(0, own_memory() - resident, pa.total_allocated_bytes() - allocated)
     del result
-    return max(0, after - before)
+    return grown
 
 
 @contextmanager

@@ -136,7 +136,9 @@ def main() -> None:
     plot(arguments.plot, steps, arguments.scale)
     seconds = time.perf_counter() - started
     checked = sum(step.facts.get("checked", 0) for lane in steps.values() for step in lane)
-    console.print(f"  Done in {seconds:.0f} s: {checked} values computed outside of Spark equal Spark's.")
+    console.print(
+        f"  Done in {seconds:.0f} s: {checked} values computed outside of Spark equal Spark's.", highlight=False
+    )
     console.print(f"  {arguments.plot} shows what happened when.", highlight=False)
 
 

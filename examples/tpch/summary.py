@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,6 +13,9 @@ from rich.table import Table
 import dissociated as dis
 from dissociated.cli import text
 from examples.tpch.steps import Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Steps = Mapping[str, Sequence[Step]]
 
@@ -42,6 +46,7 @@ def print_tables(console: Console, steps: Steps, published: Sequence[dis.Dataset
 
 
 _WORK = ("q1", "q6", "epoch 1", "epoch 2")
+_COLOURS = {"data": "C7", "spark": "C0", "polars": "C2", "duckdb": "C8", "loader": "C9", "transports": "C1"}
 _WAYS = {"grpc": "Flight DoGet", "shm": "shm, in place"}
 
 
@@ -62,28 +67,20 @@ def _rate(step: Step) -> str:
 
 
 def plot(path: Path, steps: Steps, scale: float) -> None:
-    """Draw when each process did what, and how long it took to open lineitem each way."""
+    """Draw when each process did what, the consumers once more by themselves, and how long opening lineitem took."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure = Figure(figsize=(13, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    when, ways = figure.subplots(2, 1, height_ratios=[3, 2])
+    axes = figure.subplot_mosaic([["all", "zoom"], ["ways", "ways"]], width_ratios=[3, 2], height_ratios=[3, 2])
+    figure.suptitle(f"TPC-H at scale {scale:g}: Spark publishes, others go on where the data lies")
     lanes = [lane for lane in ("data", "spark", *CONSUMERS, "transports") if lane in steps]
-    origin = min(step.begun for lane in lanes for step in steps[lane])
-    span = max(step.begun + step.seconds for lane in lanes for step in steps[lane]) - origin
-    for row, lane in enumerate(lanes):
-        for number, step in enumerate(steps[lane]):
-            colour = f"C{row}"
-            when.barh(row, step.seconds, left=step.begun - origin, color=colour, alpha=0.95 if number % 2 else 0.6)
-            if step.seconds > span * 0.02:
-                at = step.begun - origin + step.seconds / 2
-                when.text(at, row, step.name, ha="center", va="center", fontsize=8, rotation=_turned(step, span))
-    when.set_yticks(range(len(lanes)), lanes)
-    when.invert_yaxis()
-    when.set_xlabel("seconds")
-    when.set_title(f"TPC-H at scale {scale:g}: Spark publishes, others go on where the data lies", loc="left")
-
+    _draw_steps(axes["all"], {lane: steps[lane] for lane in lanes}, 1.0)
+    axes["all"].set_title("when each process did what, seconds", loc="left")
+    _draw_steps(axes["zoom"], {lane: steps[lane] for lane in CONSUMERS}, 1e3)
+    axes["zoom"].set_title("the consumers, milliseconds", loc="left")
+    ways = axes["ways"]
     bars = [(f"{lane}, in place", _of(steps[lane], "open").seconds, "C2") for lane in CONSUMERS]
     copies = [step for step in steps["transports"] if step.name != "shm"]
     bars += [(f"copy over {_WAYS.get(step.name, step.name)}", step.seconds, "C1") for step in copies]
@@ -97,11 +94,21 @@ def plot(path: Path, steps: Steps, scale: float) -> None:
     rows, nbytes = (_of(steps["polars"], "open").facts[key] for key in ("rows", "nbytes"))
     ways.set_title(f"until there is a Table of lineitem: {rows:,} rows, {text.size(nbytes)}", loc="left")
     ways.set_xlabel("milliseconds, logarithmic")
-    for axes in (when, ways):
-        axes.spines[["top", "right"]].set_visible(False)
+    for each in axes.values():
+        each.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
 
-def _turned(step: Step, span: float) -> int:
-    """Names stand upright where the bar is narrow."""
-    return 0 if step.seconds > span * 0.012 * len(step.name) else 90
+def _draw_steps(axes: Axes, steps: Steps, per_second: float) -> None:
+    """One row for each process, one bar for each of its steps; a name stands upright where its bar is narrow."""
+    origin = min(step.begun for lane in steps.values() for step in lane)
+    span = max(step.begun + step.seconds for lane in steps.values() for step in lane) - origin
+    for row, (name, lane) in enumerate(steps.items()):
+        for number, step in enumerate(lane):
+            begin, width = (step.begun - origin) * per_second, step.seconds * per_second
+            axes.barh(row, width, left=begin, color=_COLOURS[name], alpha=0.95 if number % 2 else 0.6)
+            if step.seconds > span * 0.025:
+                turned = 0 if step.seconds > span * 0.018 * len(step.name) else 90
+                axes.text(begin + width / 2, row, step.name, ha="center", va="center", fontsize=8, rotation=turned)
+    axes.set_yticks(range(len(steps)), [*steps])
+    axes.invert_yaxis()
