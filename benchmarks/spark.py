@@ -131,7 +131,7 @@ def _growth(call: Callable[[], Any]) -> int:
     pa.default_memory_pool().release_unused()
     resident, allocated = own_memory(), pa.total_allocated_bytes()
     result = call()
-    grown = max(0, own_memory() - resident, pa.total_allocated_bytes() - allocated)
+    grown: int = max(0, own_memory() - resident, pa.total_allocated_bytes() - allocated)
     del result
     return grown
 
