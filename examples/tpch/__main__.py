@@ -66,7 +66,8 @@ class Running:
                 case {"failed": sentence}:
                     why = sentence
         if self._process.wait():
-            raise Failed(why or [*self._log.read_text(errors="replace").splitlines(), "it died"][-2])
+            said = self._log.read_text(errors="replace").splitlines() or ["it died, and said nothing"]
+            raise Failed(why or said[-1])
         return steps
 
     def __enter__(self) -> Running:
