@@ -2,10 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+SCALE ?= 0.01
+
+.PHONY: demo flights test lint bench clean
 
 demo: .venv/demo.stamp
-	$(BIN)/python examples/flights/demo.py $(ARGS)
+	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
+
+flights: .venv/demo.stamp
+	$(BIN)/python -m examples.flights.demo $(ARGS)
 
 test: .venv/dev.stamp lint
 	$(BIN)/python -m pytest $(ARGS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import fabric, ipc, live, transfer, ucx
+from benchmarks import fabric, ipc, live, spark, transfer, ucx
 
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
     "live": "a stream through shared memory of a limited size.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
+    "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
 
@@ -27,9 +28,12 @@ def main() -> None:
         "--limit", type=int, default=256, help="live: megabytes of shared memory (default: %(default)s)"
     )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
+    parser.add_argument("--scale", type=float, default=0.1, help="spark: of TPC-H (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
+    elif arguments.part == "spark":
+        spark.run(arguments.scale, arguments.rounds)
     else:
         {"transfer": transfer, "ipc": ipc, "fabric": fabric, "ucx": ucx}[arguments.part].run(
             arguments.gigabytes, arguments.rounds

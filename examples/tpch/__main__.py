@@ -1,0 +1,152 @@
+"""The demo: Spark answers queries of TPC-H and publishes them with lineitem; three processes go on with them at once.
+
+    pip install 'dissociated[spark,demo]'
+    python -m examples.tpch [--scale 1] [--transport ucx|fabric] [--plot tpch.png]
+
+This process serves. What Spark's tasks have written into shared memory Polars, DuckDB and a batch loader open in
+place, all at the same time, compute by themselves, and compare with what Spark has computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+import dissociated as dis
+from examples.tpch.data import TABLES, generate, generator
+from examples.tpch.queries import QUERIES
+from examples.tpch.screen import Lane, Screen
+from examples.tpch.steps import Step
+from examples.tpch.summary import CONSUMERS, plot, print_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NEEDS = ("pyspark", "duckdb", "polars", "numpy", "matplotlib")
+TRANSPORTS = ["shm", "tcp"]
+STEPS = {"spark": 2 + len(QUERIES), "polars": 6, "duckdb": 6, "loader": 6}
+
+
+class Failed(Exception):
+    """A part of the demo ended with an error, and said why."""
+
+
+class Running:
+    """A part of the demo, as a process of its own, which is told to end when the `with` does."""
+
+    def __init__(self, lane: Lane, module: str, *arguments: str, log: Path) -> None:
+        self._lane = lane
+        self._log = log
+        with log.open("wb") as errors:  # Spark is chatty
+            command = [sys.executable, "-m", f"examples.tpch.{module}", *arguments]
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+    def steps(self) -> list[Step]:
+        """Show what the process does until it ends, and return it. Raises Failed."""
+        assert self._process.stdout is not None
+        steps, why = [], ""
+        for line in self._process.stdout:
+            match json.loads(line):
+                case {"begins": name}:
+                    self._lane.begins(name)
+                case {"share": share}:
+                    self._lane.share(share)
+                case {"done": done}:
+                    steps.append(Step(**done))
+                    self._lane.done(steps[-1])
+                case {"failed": sentence}:
+                    why = sentence
+        if self._process.wait():
+            said = self._log.read_text(errors="replace").splitlines() or ["it died, and said nothing"]
+            raise Failed(why or said[-1])
+        return steps
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        with self._process:
+            self._lane.ends()
+
+
+def run(scale: float, transports: list[str], scratch: Path, console: Console) -> dict[str, list[Step]]:
+    """Everything, one after the other; the consumers at once."""
+    steps: dict[str, list[Step]] = {}
+    with dis.Server([f"{transport}:" for transport in transports]) as server, Screen(console) as screen:
+        catalog = server.catalog_uri
+
+        def start(lane: str, module: str, *arguments: str, of: int) -> Running:
+            told = [*arguments, "--catalog", catalog]
+            return Running(screen.process(lane, of), module, *told, log=scratch / f"{lane}.log")
+
+        steps["data"] = [make(scale, scratch / "data", screen.process("data", 1))]
+        with start("spark", "pipeline", "--data", str(scratch / "data"), of=STEPS["spark"]) as spark:
+            steps["spark"] = spark.steps()
+        with ExitStack() as processes, ThreadPoolExecutor(len(CONSUMERS)) as threads:
+            consumers = {
+                name: processes.enter_context(start(name, "consumers", name, of=STEPS[name])) for name in CONSUMERS
+            }
+            steps.update(zip(consumers, threads.map(Running.steps, consumers.values()), strict=True))
+        ways = [*transports, "grpc"]
+        with start("transports", "consumers", "transports", "--transports", *ways, of=len(ways)) as all_ways:
+            steps["transports"] = all_ways.steps()
+        with dis.connect(catalog) as client:
+            published = client.list()
+    print_tables(console, steps, published)
+    return steps
+
+
+def make(scale: float, directory: Path, lane: Lane) -> Step:
+    """Have the data generated, at full speed by all cores."""
+    lane.begins("generate")
+    made = Step("generate", time.time())
+    started = time.perf_counter()
+    generate(scale, directory)
+    made.seconds = time.perf_counter() - started
+    nbytes = sum(path.stat().st_size for path in directory.rglob("*.parquet"))
+    made.says = f"TPC-H at scale {scale:g}: {len(TABLES)} tables, {nbytes / 1e6:,.1f} MB as Parquet"
+    lane.done(made)
+    lane.ends()
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.tpch", description="TPC-H from Spark to its consumers.")
+    parser.add_argument("--scale", type=float, default=0.01, help="of TPC-H; 1 is a gigabyte (default: %(default)s)")
+    parser.add_argument("--transport", choices=["ucx", "fabric"], help="a transport to read over beside shm and tcp")
+    parser.add_argument("--plot", type=Path, default=Path("tpch.png"), help="where to draw (default: %(default)s)")
+    arguments = parser.parse_args()
+    missing = [module for module in NEEDS if not find_spec(module)] + ([] if generator() else ["tpchgen-cli"])
+    if missing:
+        sys.exit(f"tpch: {', '.join(missing)} not installed: pip install 'dissociated[spark,demo]'")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    transports = [*TRANSPORTS, *([arguments.transport] if arguments.transport else [])]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="tpch-") as scratch:
+        steps = run(arguments.scale, transports, Path(scratch), console)
+    plot(arguments.plot, steps, arguments.scale)
+    seconds = time.perf_counter() - started
+    checked = sum(step.facts.get("checked", 0) for lane in steps.values() for step in lane)
+    console.print(
+        f"  Done in {seconds:.0f} s: {checked} values computed outside of Spark equal Spark's.", highlight=False
+    )
+    console.print(f"  {arguments.plot} shows what happened when.", highlight=False)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (dis.DissociatedError, Failed, OSError) as error:
+        sys.exit(f"tpch: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

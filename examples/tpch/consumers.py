@@ -1,0 +1,180 @@
+"""The consumers, each a process without Spark: find what was published, open it in place, work, compare with Spark.
+
+python -m examples.tpch.consumers polars --catalog URI
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+import dissociated as dis
+from examples.tpch.loader import Loader, tensors
+from examples.tpch.memory import Mapped, own_memory
+from examples.tpch.queries import QUERIES
+from examples.tpch.steps import fail, step
+
+Ask = Callable[[str], pa.Table]
+
+BATCH = 4096  # rows that the loader gives at once
+LINEITEM_QUERIES = ("q1", "q6")
+
+
+class Differs(Exception):
+    """A consumer got another answer than Spark."""
+
+
+def in_polars(lineitem: pa.Table) -> tuple[Ask, pa.Table]:
+    """What answers SQL over the table, and the table as Polars holds it.
+
+    It makes views of strings, and copies decimals that do not lie at multiples of 16 bytes: Java's do at those of 8.
+    """
+    frame = pl.from_arrow(lineitem, rechunk=False)
+    assert isinstance(frame, pl.DataFrame)
+    context = pl.SQLContext(lineitem=frame)
+    return lambda sql: context.execute(sql, eager=True).to_arrow(), frame.to_arrow(compat_level=pl.CompatLevel.newest())
+
+
+def in_duckdb(lineitem: pa.Table) -> tuple[Ask, pa.Table]:
+    """What answers SQL over the table, and the table as DuckDB holds it: as it is."""
+    database = duckdb.connect()
+    database.register("lineitem", lineitem)
+    return lambda sql: database.sql(sql).to_arrow_table(), lineitem
+
+
+ENGINES = {"polars": in_polars, "duckdb": in_duckdb}
+
+
+def opened(client: dis.Client) -> tuple[pa.Table, int]:
+    """lineitem, and how much memory of its own this process had before."""
+    client.read("q6").read_all()  # connects, and loads what reading needs
+    before = own_memory()
+    with step("open") as current:
+        table = client.read("lineitem").read_all()
+        current.says = f"{table.num_rows:,} rows, {table.nbytes / 1e6:,.0f} MB"
+        current.facts = {"rows": table.num_rows, "nbytes": table.nbytes}
+    return table, before
+
+
+def query(client: dis.Client, engine: Callable[[pa.Table], tuple[Ask, pa.Table]]) -> None:
+    """Let an engine answer over the published lineitem what Spark has answered over Parquet."""
+    lineitem, before = opened(client)
+    with step("adopt") as current:
+        ask, held = engine(lineitem)
+        in_place, own = Mapped().share(held), max(0, own_memory() - before)
+        current.says = f"{in_place:.0%} of it in place, {own / 1e6:.1f} MB of its own"
+        current.facts = {"in_place": in_place, "own": own}
+    for name in LINEITEM_QUERIES:
+        with step(name) as current:
+            answer = ask(QUERIES[name])
+        compare(client, name, [column.to_pylist() for column in answer.columns])
+
+
+def load(client: dis.Client) -> None:
+    """Two epochs over lineitem, in an order each of its own, in batches that are views; each gives Q6."""
+    columns = ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"]
+    convert = tensors()
+    lineitem, before = opened(client)
+    with step("adopt") as current:
+        loader = Loader(lineitem, columns, BATCH, convert=convert or np.asarray)
+        mapped = Mapped()
+        outside = sum(not mapped.holds(*extent(array)) for batch in loader for array in batch.values())
+        if outside:
+            raise Differs(f"{outside:,} arrays of {len(loader) * len(columns):,} are copies")
+        own = max(0, own_memory() - before)
+        what = "tensors" if convert else "arrays"
+        current.says = f"all {len(loader) * len(columns):,} {what} in place, {own / 1e6:.1f} MB of their own"
+        current.facts = {"in_place": 1.0, "own": own}
+    for epoch in (1, 2):
+        with step(f"epoch {epoch}") as current:
+            revenue = sum(q6(batch) for batch in loader)
+            current.says = f"{len(loader):,} batches, {lineitem.num_rows:,} rows"
+        compare(client, "q6", [[Decimal(revenue).scaleb(-4)]])
+
+
+def extent(array: Any) -> tuple[int, int]:
+    """The address of an array or tensor, and how many bytes it spans."""
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data, (len(array) - 1) * array.strides[0] + array.itemsize
+    return array.data_ptr(), ((len(array) - 1) * array.stride(0) + 1) * array.element_size()
+
+
+def q6(batch: dict[str, Any]) -> int:
+    """The revenue that Q6 finds in a batch, in hundredths of cents: the same for arrays and for tensors."""
+    shipped, discount, quantity = batch["l_shipdate"], batch["l_discount"], batch["l_quantity"]
+    wanted = (shipped >= days(1994)) & (shipped < days(1995)) & (discount >= 5) & (discount <= 7) & (quantity < 2400)
+    return int((batch["l_extendedprice"][wanted] * discount[wanted]).sum())
+
+
+def days(year: int) -> int:
+    """The first of January of a year, as Arrow counts."""
+    return (datetime.date(year, 1, 1) - datetime.date(1970, 1, 1)).days
+
+
+def compare(client: dis.Client, name: str, answer: list[list[Any]]) -> None:
+    """Compare columns with what Spark has published: equal, and averages to the six digits that Spark gives.
+
+    Raises Differs with the first difference.
+    """
+    with step(f"check {name}") as current:
+        published = client.read(name).read_all()
+        theirs = [column.to_pylist() for column in published.columns]
+        if [*map(len, answer)] != [*map(len, theirs)]:
+            raise Differs(f"{name} has another number of rows or columns here than in Spark")
+        for column, here, spark in zip(published.column_names, answer, theirs, strict=True):
+            for row, (mine, its) in enumerate(zip(here, spark, strict=True)):
+                if not same(mine, its):
+                    raise Differs(f"{column} of {name} is {mine} in row {row} here, {its} in Spark")
+        values = sum(map(len, answer))
+        current.says = f"{values} values equal Spark's"
+        current.facts = {"checked": values}
+
+
+def same(mine: Any, its: Any) -> bool:
+    """Whether two values are one; Spark's averages of decimals end after six digits, others are floats."""
+    if isinstance(mine, float):
+        return math.isclose(mine, its, rel_tol=1e-12, abs_tol=1e-6)
+    return bool(mine == its)
+
+
+def read_by(client: dis.Client, transports: list[str]) -> None:
+    """Open lineitem by every way there is, and compare each with what lies in shared memory."""
+    in_place = client.read("lineitem", "shm").read_all()
+    for transport in transports:
+        with step(transport) as current:
+            table = client.read("lineitem", transport).read_all()
+            current.facts = {"nbytes": table.nbytes}
+        if not table.equals(in_place):
+            raise Differs(f"lineitem over {transport} is not what it is over shm")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Work with what Spark has published.")
+    parser.add_argument("consumer", choices=[*ENGINES, "loader", "transports"])
+    parser.add_argument("--catalog", required=True, help="URI of the catalog to look in")
+    parser.add_argument("--transports", nargs="+", default=["shm", "tcp", "grpc"], help="ways to read lineitem")
+    arguments = parser.parse_args()
+    try:
+        with dis.connect(arguments.catalog) as client:
+            match arguments.consumer:
+                case "loader":
+                    load(client)
+                case "transports":
+                    read_by(client, arguments.transports)
+                case engine:
+                    query(client, ENGINES[engine])
+    except (dis.DissociatedError, pa.ArrowException, Differs, OSError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The pipeline, in Spark: reads Parquet, answers queries, publishes the answers and lineitem.
+
+python -m examples.tpch.pipeline --data DIRECTORY --catalog URI
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+
+from dissociated import DissociatedError
+from dissociated.spark import publish, session
+from examples.tpch.data import TABLES
+from examples.tpch.queries import QUERIES
+from examples.tpch.steps import fail, step, tell
+
+_INTERVAL = 0.1  # seconds between two looks at Spark's tasks
+
+
+@contextmanager
+def watched(context: SparkContext) -> Iterator[None]:
+    """Tell how many of Spark's tasks are done, as long as this lasts."""
+    over = threading.Event()
+
+    def watch() -> None:
+        tracker = context.statusTracker()
+        while not over.wait(_INTERVAL):
+            jobs = filter(None, map(tracker.getJobInfo, tracker.getActiveJobsIds()))
+            stages = [*filter(None, (tracker.getStageInfo(stage) for job in jobs for stage in job.stageIds))]
+            if tasks := sum(stage.numTasks for stage in stages):
+                tell(share=sum(stage.numCompletedTasks for stage in stages) / tasks)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def run(data: Path, catalog: str) -> None:
+    """Answer every query and publish what it gives under its name; publish lineitem, whole."""
+    with step("start") as current:
+        spark = session("tpch", **{"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "8"})
+        for table in TABLES:
+            spark.read.parquet(str(data / table)).createOrReplaceTempView(table)
+        current.says = f"Spark {spark.version}, {spark.sparkContext.defaultParallelism} cores"
+    for name, sql in {**QUERIES, "lineitem": "SELECT * FROM lineitem"}.items():
+        with step(name) as current, watched(spark.sparkContext):
+            publish(spark.sql(sql), name, catalog)
+            current.says = "published"
+    spark.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Answer queries of TPC-H in Spark and publish the answers.")
+    parser.add_argument("--data", type=Path, required=True, help="the directory of the tables")
+    parser.add_argument("--catalog", required=True, help="URI of the catalog to publish in")
+    arguments = parser.parse_args()
+    try:
+        run(arguments.data, arguments.catalog)
+    except (DissociatedError, PySparkException, OSError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    main()

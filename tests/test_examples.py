@@ -1,0 +1,96 @@
+"""The parts of the TPC-H demo that need no Spark; what Spark would publish is published by DuckDB."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dissociated as dis
+
+pytest.importorskip("duckdb", reason="the demo's packages are not installed")
+pytest.importorskip("polars", reason="the demo's packages are not installed")
+
+from examples.tpch.data import generate, generator
+from examples.tpch.loader import Loader, view
+from examples.tpch.queries import QUERIES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def lineitem(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    if generator() is None:
+        pytest.skip("tpchgen-cli is not installed")
+    directory = tmp_path_factory.mktemp("tpch")
+    generate(0.001, directory, ["lineitem"], parts=1)
+    return pq.read_table(directory / "lineitem")
+
+
+@pytest.fixture
+def server(lineitem: pa.Table) -> Iterator[dis.Server]:
+    import duckdb
+
+    with dis.Server(["shm:"]) as server, duckdb.connect() as database:
+        server.publish("lineitem", lineitem)
+        database.register("lineitem", lineitem)
+        for name in ("q1", "q6"):
+            server.publish(name, database.sql(QUERIES[name]).to_arrow_table())
+        yield server
+
+
+def consume(consumer: str, server: dis.Server) -> tuple[int, list[dict[str, object]]]:
+    command = [sys.executable, "-m", "examples.tpch.consumers", consumer, "--catalog", server.catalog_uri]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=100)
+    return run.returncode, [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("consumer", ["polars", "duckdb", "loader"])
+def test_a_consumer_finds_what_was_published(server: dis.Server, consumer: str) -> None:
+    status, told = consume(consumer, server)
+    assert status == 0
+    assert not [event for event in told if "failed" in event]
+
+
+def test_a_wrong_answer_is_found_and_said(server: dis.Server) -> None:
+    server.publish("q6", pa.table({"revenue": [Decimal("1.0000")]}))
+    status, told = consume("duckdb", server)
+    assert status == 1
+    assert str(told[-1]["failed"]).startswith("revenue of q6 is ")
+
+
+def test_values_are_seen_where_they_lie() -> None:
+    prices = pa.array([Decimal("1.25"), Decimal("-3.10"), Decimal("7.00")], pa.decimal128(15, 2))
+    seen = view(prices[1:])
+    assert seen.tolist() == [-310, 700]
+    assert seen.ctypes.data == prices.buffers()[1].address + 16
+    dates = pa.array([datetime.date(1970, 1, 5), datetime.date(1969, 12, 31)])
+    assert view(dates).tolist() == [4, -1]
+    assert view(dates).ctypes.data == dates.buffers()[1].address
+    assert view(pa.array([1.5, 2.5])[1:]).tolist() == [2.5]
+
+
+@pytest.mark.parametrize(
+    "array", [pa.array(["a"]), pa.array([True]), pa.array([1, None]), pa.array([Decimal(1)], pa.decimal128(30, 2))]
+)
+def test_what_numpy_cannot_see_in_place_is_refused(array: pa.Array) -> None:
+    with pytest.raises(ValueError, match="no view in NumPy"):
+        view(array)
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+    batches = [pa.record_batch({"n": np.arange(begin, begin + 250)}) for begin in range(0, 1000, 250)]
+    loader = Loader(pa.Table.from_batches(batches), ["n"], size=100)
+    first, second = ([int(n) for batch in loader for n in batch["n"]] for _ in range(2))
+    assert len(loader) == 12
+    assert sorted(first) == sorted(second) == list(range(1000))
+    assert first != second
