@@ -20,6 +20,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
+from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request
 from dissociated.spark.streaming import Rows, StreamOptions, StreamReader
 from dissociated.store.node import Node
@@ -301,7 +302,7 @@ def reader(node: Node) -> Iterator[StreamReader]:
 
 
 def reading(node: Node, **options: str) -> StreamReader:
-    return StreamReader(Request(node.uri, "in"), SCHEMA, StreamOptions.parse(options))
+    return StreamReader(Request(Catalog(node.uri), "in"), SCHEMA, StreamOptions.parse(options))
 
 
 def leases(node: Node) -> int:
@@ -416,7 +417,7 @@ def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: Str
 
 def test_a_live_source_is_refused(server: dis.Server) -> None:
     server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
-    reader = StreamReader(Request(server.catalog_uri, "in"), SCHEMA, StreamOptions(ALL))
+    reader = StreamReader(Request(Catalog(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
     with pytest.raises(CatalogError, match="not a source that is read live"):
         reader.latestOffset(reader.initialOffset(), ALL)
     reader.stop()

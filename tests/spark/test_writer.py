@@ -20,7 +20,8 @@ from pyspark import TaskContext
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
-from dissociated.spark.writer import Catalog, DatasetWriter, Written
+from dissociated.spark.catalog import Catalog
+from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.node import Node, running
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until

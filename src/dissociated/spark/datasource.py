@@ -12,10 +12,11 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from dissociated.errors import CatalogError
+from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request
 from dissociated.spark.streaming import StreamOptions, StreamReader, StreamWriter
 from dissociated.spark.types import arrow_schema
-from dissociated.spark.writer import Catalog, DatasetWriter
+from dissociated.spark.writer import DatasetWriter
 
 
 class DissociatedDataSource(DataSource):
@@ -54,11 +55,7 @@ class DissociatedDataSource(DataSource):
         return self._request().reader(schema)
 
     def _request(self) -> Request:
-        return Request.parse(
-            self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
-            self._option("path", 'the dataset is: .load("NAME")'),
-            self.options,
-        )
+        return Request.parse(self._catalog(), self._option("path", 'the dataset is: .load("NAME")'), self.options)
 
     def _catalog(self) -> Catalog:
         return Catalog(

@@ -22,10 +22,10 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from dissociated.access import read_token
-from dissociated.catalog.client import Client, DatasetInfo, Endpoint, connect, locations
+from dissociated.catalog.client import Client, DatasetInfo, Endpoint, locations
 from dissociated.client import takes_selections
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
+from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import Filters
 
@@ -38,7 +38,7 @@ _ROWS = 10_000  # that Spark is given at once: it takes larger batches more slow
 class Request:
     """What is to be read, and how: the options of `spark.read.format("dissociated")`, checked."""
 
-    catalog: str
+    catalog: Catalog
     name: str
     columns: tuple[str, ...] | None = None
     version: int | None = None
@@ -46,11 +46,9 @@ class Request:
     partitions: int | None = None
     nanoseconds: str = "refuse"
     filters: Filters | None = None
-    token_file: str | None = None
-    tls_roots: str | None = None
 
     @classmethod
-    def parse(cls, catalog: str, name: str, options: Any) -> Request:
+    def parse(cls, catalog: Catalog, name: str, options: Any) -> Request:
         """Raises OptionError for a value that makes no sense."""
         return cls(
             catalog,
@@ -61,18 +59,11 @@ class Request:
             partitions=_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
             filters=None if options.get("filters") is None else Filters.parse(options["filters"]),
-            token_file=options.get("token_file"),
-            tls_roots=options.get("tls_roots"),
         )
-
-    def connect(self) -> Client:
-        """A client of the catalog. The token is read where it is needed: this object is copied to every task."""
-        token = None if self.token_file is None else read_token(self.token_file)
-        return connect(self.catalog, token=token, tls_roots=self.tls_roots)
 
     def schema(self) -> StructType:
         """What there is to read. Raises DatasetNotFound, WrongKind, ColumnNotFound and SourceError."""
-        with self.connect() as client:
+        with self.catalog.connect() as client:
             return spark_schema(self.describe(client).schema, self.columns)
 
     def describe(self, client: Client, version: int | None = None) -> DatasetInfo:
@@ -123,7 +114,7 @@ class DatasetReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """One for each endpoint, or for each slice of one where those can be requested."""
-        with self.request.connect() as client:
+        with self.request.catalog.connect() as client:
             info = self.request.describe(client)
             _Selected(self.request, self.schema, info.schema)  # what does not fit is told before any task
             return [
@@ -135,7 +126,7 @@ class DatasetReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the rows of one partition. Closed early, it gives back what it holds."""
         assert isinstance(partition, Part), "Spark gives what partitions has made"
-        with self.request.connect() as client:
+        with self.request.catalog.connect() as client:
             info = self._planned(client, partition.version)
             selected = _Selected(self.request, self.schema, info.schema)
             reader = client.read_endpoint(

@@ -41,13 +41,14 @@ def session(
         return builder.getOrCreate()
 
 
-def publish(df: DataFrame, name: str, catalog: str, mode: str = "overwrite") -> None:
+def publish(df: DataFrame, name: str, catalog: str, mode: str = "overwrite", **options: str) -> None:
     """Publish `df` as the dataset `name` of the catalog at the URI `catalog`.
 
     Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The
-    dataset changes at once and whole, or not at all. `mode` is "overwrite" or "append".
+    dataset changes at once and whole, or not at all. `mode` is "overwrite" or "append",
+    `options` are those of the data source: `token_file`, `tls_roots`.
     """
-    df.write.format("dissociated").option("catalog", catalog).mode(mode).save(name)
+    df.write.format("dissociated").option("catalog", catalog).options(**options).mode(mode).save(name)
 
 
 def read(

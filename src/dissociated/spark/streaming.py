@@ -34,9 +34,10 @@ from pyspark.sql.types import StructType
 
 from dissociated.catalog.client import Client, DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
+from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns
 from dissociated.spark.reader import Request
-from dissociated.spark.writer import Catalog, Written, commit, write_segment
+from dissociated.spark.writer import Written, commit, write_segment
 
 # Spark tells tasks which query and batch they work for, and nobody else.
 _QUERY = "sql.streaming.queryId"
@@ -225,7 +226,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _connected(self) -> Client:
         if self._client is None:
-            self._client = self.request.connect()
+            self._client = self.request.catalog.connect()
         return self._client
 
     def _describe(self) -> DatasetInfo | None:
@@ -255,7 +256,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, Rows)
         rows = range(partition.first, partition.end)
-        with self.request.connect() as client:
+        with self.request.catalog.connect() as client:
             reader = client.read(self.name, self.request.transport, self.schema.fieldNames(), rows=rows)
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.

@@ -24,29 +24,14 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from dissociated.access import read_token
-from dissociated.catalog.client import Client, connect
 from dissociated.errors import CatalogUnreachable, DeadlineExceeded
+from dissociated.spark.catalog import Catalog
 from dissociated.spark.types import conform
 from dissociated.store.here import stage_here
 from dissociated.store.segment import SegmentWriter
 
 _PATIENCE = 60.0  # seconds for a catalog that was killed to be there again
 _PAUSE = 0.5
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """How to reach the catalog, from the driver and from every task: so it names files, and holds no token."""
-
-    uri: str
-    token_file: str | None = None
-    tls_roots: str | None = None
-
-    def connect(self, uri: str | None = None) -> Client:
-        """A client of the catalog, or of one of its nodes."""
-        token = None if self.token_file is None else read_token(self.token_file)
-        return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
 
 
 @dataclass(frozen=True)
