@@ -330,7 +330,7 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     assert read(listen, "d") == [1, 2]
     wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "a has released what was replaced")
     assert len(segments(memory / "b" / "segments")) == 1
-    assert staged(memory / "a") == staged(memory / "b") == []
+    wait_until(lambda: staged(memory / "a") == staged(memory / "b") == [], "nothing half is left")
     with dis.connect(listen) as client:
         client.drop("d")
     for node, name in ((a, "a"), (b, "b")):
