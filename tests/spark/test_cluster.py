@@ -305,8 +305,13 @@ def test_a_node_that_is_killed_comes_back_with_the_next_write_and_serves_the_sam
     with dis.connect(two_hosts.uri) as client:
         before = [endpoint.ticket for endpoint in client.describe("kept").endpoints]
         os.kill(address.pid, signal.SIGKILL)
-        two_hosts.run("plain", "next", rows=100_000, partitions=8)
-        assert running(two_hosts.stores[HOSTS[1]]) not in (None, address)
+
+        def back() -> bool:
+            two_hosts.run("plain", "next", rows=100_000, partitions=8)
+            return running(two_hosts.stores[HOSTS[1]]) not in (None, address)
+
+        wait_until(back, "a task on that host has started it", 120)  # not one that was killed for being slow
+        wait_until(lambda: all(one.locations for one in client.describe("kept").endpoints), "it is heard again")
         assert [endpoint.ticket for endpoint in client.describe("kept").endpoints] == before
     assert two_hosts.read("kept") == two_hosts.read("next") == [*range(100_000)]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -278,6 +280,18 @@ def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> N
     with suppress(ChildProcessError):
         os.waitpid(again.pid, 0)
     assert len(segments(store / "segments")) == 1
+
+
+def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
+    store = memory / "store"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "dissociated", "node", "--store", str(store), "--ready-fd", str(write_end)]
+    with subprocess.Popen(command, pass_fds=(write_end,), stdout=subprocess.DEVNULL) as node:
+        os.close(write_end)
+        wait_until(lambda: running(store) is not None, "it answers")
+        node.terminate()
+    assert node.returncode == 0
 
 
 def test_a_node_that_cannot_start_says_why(memory: Path) -> None:

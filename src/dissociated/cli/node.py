@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dissociated import log
@@ -116,7 +117,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"metrics  {node.server.metrics_uri}")
         print(f"catalog  {node.uri}", flush=True)
         if arguments.ready_fd is not None:
-            os.write(arguments.ready_fd, f"{node.uri}\n".encode())
+            with suppress(BrokenPipeError):  # whoever started it may have been killed: others wait for it too
+                os.write(arguments.ready_fd, f"{node.uri}\n".encode())
             os.close(arguments.ready_fd)
         busy = time.monotonic()
         while not stop.wait(None if arguments.idle_exit is None else _TICK):
