@@ -188,9 +188,9 @@ def route(_any_route: Route) -> Iterator[Route]:
 
 
 @pytest.fixture(params=REST, ids=str)
-def rest(request: pytest.FixtureRequest) -> Iterator[Route]:
+def rest(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
     """The media that no other fixture has."""
-    yield from _run(request.param)
+    yield from _run(request.param, trusted)
 
 
 @pytest.fixture(scope="module", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
