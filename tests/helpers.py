@@ -53,14 +53,6 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         thread.join(max(0.0, end - monotonic()))
 
 
-def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Look again and again, for what no event tells. `what` is waited for."""
-    deadline = monotonic() + patience
-    while not condition():
-        assert monotonic() < deadline, f"waited in vain: {what}"
-        sleep(0.02)
-
-
 def descriptors() -> dict[int, str]:
     """The open descriptors of this process, and what they refer to."""
     found = {}
@@ -70,6 +62,14 @@ def descriptors() -> dict[int, str]:
         except FileNotFoundError:
             pass  # the one that lists the directory
     return found
+
+
+def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+    """Wait until `condition` holds; fail with `what` where it does not in time."""
+    deadline = monotonic() + patience
+    while not condition():
+        assert monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
+        sleep(0.005)
 
 
 @contextmanager

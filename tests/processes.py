@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import dissociated as dis
 from helpers import PATIENCE
 
 
@@ -48,6 +49,11 @@ class Process:
     def wait(self) -> int:
         self._process.communicate(timeout=PATIENCE)
         return self._process.returncode
+
+    def leases(self) -> int:
+        """How many addresses its clients hold."""
+        with dis.connect(self.uri) as client:
+            return client.status().leases
 
     def open_files(self, below: Path) -> list[str]:
         """What it has open or mapped below a directory, but for directories."""

@@ -29,7 +29,7 @@ from dissociated.dataset import Dataset, Source, open_source, source_blamed
 from dissociated.errors import DissociatedError, OptionError, SourceError
 from dissociated.ipc.columns import only, selected
 from dissociated.ipc.join import Messages, join
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.live import LiveMemory, LiveRegion
 from dissociated.message import Buffer, FileSpan
@@ -132,6 +132,9 @@ class Broadcast(Dataset):
     """
 
     def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
+        if not isinstance(live, Live):
+            raise OptionError(f"live is a dissociated.Live, not {live!r}")
+        given(options, WriteOptions)
         self._reader: pa.RecordBatchReader | None = open_source(name, source)
         super().__init__(name, self._reader.schema)
         self._live = live

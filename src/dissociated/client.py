@@ -13,9 +13,9 @@ from dissociated.errors import ConnectionClosed, OptionError, RemoteProtocolErro
 from dissociated.ipc.columns import selected, sliced
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.reader import read_schema
-from dissociated.message import Buffer, Message
+from dissociated.message import MAX_BODY, Buffer, Message
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.run import Batches
 from dissociated.protocol.selection import PARAMETER, Selection
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 #: Seconds that a server may be silent.
 TIMEOUT = 60.0
-#: The largest body that is taken, in bytes.
-MAX_BODY = 1 << 34
 
 #: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
 _MAX_SEEN = 1 << 16
@@ -63,7 +61,7 @@ def open_stream(
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
     RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
     """
-    options = options or ReadOptions()
+    options = given(options, ReadOptions)
     selection = selection_of(columns, options, batches)
     uris = located(uri)
     asked = selection is not None and all(takes_selections(one) for one in uris)

@@ -21,7 +21,7 @@ import pyarrow as pa
 from dissociated.errors import DissociatedError, FormatError, OptionError, SourceError
 from dissociated.ipc.columns import only, selected, sliced
 from dissociated.ipc.files import open_either
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.split import SplitMessage, split
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.memory.shared import Backing
@@ -496,6 +496,8 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
 
     Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
     """
+    if options is not None:
+        given(options, WriteOptions)
     made = _dataset(name, source, options)
     if options is not None:
         options.check_depth(made.schema)

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 #: Anything with the buffer protocol, C-contiguous: bytes, memoryview, pyarrow.Buffer. (PEP 688 needs Python 3.12.)
 Buffer: TypeAlias = Any
 
+#: The largest body that is taken, in bytes, unless somebody says otherwise.
+MAX_BODY = 1 << 34
+
 
 class FileSpan:
     """Bytes that lie in a file: a part of a message for connections that can send them from there.

@@ -69,6 +69,9 @@ class Server:
     at grpc+tls: and for listeners of tls:. `metrics` is HOST:PORT, where Prometheus may ask for /metrics, and anybody
     else. See docs/access.md.
 
+    `retain` is for how many seconds tickets that the catalog gives out stay good, and so for how long what they are for
+    stays in memory after it has been replaced: the expiry of endpoints that Flight knows. With 0 nothing is promised.
+
     Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
 
     Use it as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen.
@@ -79,6 +82,7 @@ class Server:
         listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
         *,
         catalog: str | None = "grpc://127.0.0.1:0",
+        retain: float = 0.0,
         handshake_timeout: float = 10.0,
         stall_timeout: float = 300.0,
         lease_timeout: float = 86_400.0,
@@ -130,7 +134,7 @@ class Server:
                 from dissociated.catalog.service import CatalogService
                 from dissociated.store.stock import StageStock
 
-                self._catalog = CatalogService(self, catalog, stock=StageStock(), security=guarded)
+                self._catalog = CatalogService(self, catalog, stock=StageStock(), retain=retain, security=guarded)
             if metrics is not None:
                 from dissociated.metrics import MetricsService
 
@@ -166,7 +170,7 @@ class Server:
         otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
 
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
-        these options.
+        these options, OptionError where `options` or `live` are something else.
         """
         made = (
             dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)

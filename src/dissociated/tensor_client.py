@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
-from dissociated.client import MAX_BODY, TIMEOUT, located, request
+from dissociated.client import TIMEOUT, located, request
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.ipc.tensor import Tensor, cut, join_tensor
+from dissociated.message import MAX_BODY
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 from dissociated.stream import Stream

@@ -209,6 +209,27 @@ def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
 # The file
 
 
+def test_commits_are_over_when_they_were_done_or_aborted_for_as_long_as_is_remembered(
+    database: Database, clock: Clock
+) -> None:
+    database.publish("d", "done", SCHEMA, [part("1")])
+    for key in ("done", "aborted", "aborted"):
+        database.abort(key)
+    assert database.over(["done", "aborted", "to come"]) == ["done", "aborted"]
+    assert database.committed("aborted") is None
+    assert tickets(database, "d") == [b"ticket 1"]
+    clock.now += 31 * 86_400
+    database.publish("d", "another", SCHEMA, [part("2")])
+    assert database.over(["done", "aborted", "another"]) == ["another"]
+
+
+def test_a_part_prepared_for_an_aborted_commit_is_released_at_once(database: Database, clock: Clock) -> None:
+    prepared = announced("1", "d", prepared=True, created=clock.now)
+    assert database.unwanted("a", [prepared]) == []
+    database.abort("key 1")
+    assert database.unwanted("a", [prepared]) == ["1"]
+
+
 def test_what_was_committed_is_in_the_file(tmp_path: Path) -> None:
     path = str(tmp_path / "catalog.db")
     with leaving_nothing():

@@ -19,7 +19,7 @@ from dissociated.catalog.service import REUSE_CONNECTION, CatalogService
 from dissociated.store.node import Node
 from dissociated.store.stage import boot_id
 from dissociated.store.store import Store
-from helpers import clients_end, descriptors
+from helpers import clients_end, descriptors, wait_until
 
 TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
 RETAIN = 60.0
@@ -133,6 +133,56 @@ def test_endpoints_are_renewed_as_flight_defines_it(plain: flight.FlightClient) 
     for body in (b"", b"\x0a", b"\x0a\x05abc", b"\x12\x00", b"\x0a\xff\xff\xff\xff\xff\xff"):
         with pytest.raises(flight.FlightServerError, match="is not what it takes"):
             act(plain, "RenewFlightEndpoint", body)
+
+
+def test_endpoints_expire_no_later_than_their_dataset(plain: flight.FlightClient) -> None:
+    put(plain, command(name="d", ttl=30), TABLE)
+    info = plain.get_flight_info(path("d"))
+    (endpoint,) = info.endpoints
+    renewed = flight.FlightEndpoint.deserialize(act(plain, "RenewFlightEndpoint", request(endpoint.serialize())))
+    expires = json.loads(info.app_metadata)["expires"]
+    for one in (endpoint, renewed):
+        assert one.expiration_time.as_py().timestamp() == pytest.approx(expires, abs=0.01)
+
+
+def test_endpoints_of_the_catalog_in_a_server_expire_and_are_renewed_where_it_retains() -> None:
+    with dis.Server(["shm:"], retain=RETAIN) as server, flight.FlightClient(server.catalog_uri) as plain:
+        server.publish("d", TABLE)
+        (endpoint,) = plain.get_flight_info(path("d")).endpoints
+        server.publish("d", TABLE.slice(2))
+        assert plain.do_get(endpoint.ticket).read_all() == TABLE  # again and again, until it is over
+        assert dis.open_stream(endpoint.locations[0].uri.decode(), endpoint.ticket.ticket).read_all() == TABLE
+        renewed = flight.FlightEndpoint.deserialize(act(plain, "RenewFlightEndpoint", request(endpoint.serialize())))
+        for one in (endpoint, renewed):
+            assert RETAIN - 10 < one.expiration_time.as_py().timestamp() - time.time() <= RETAIN
+        assert renewed.expiration_time.as_py() >= endpoint.expiration_time.as_py()
+        assert read(plain, path("d")) == [3]
+
+
+def test_what_was_replaced_goes_when_its_tickets_expire() -> None:
+    with dis.Server(["shm:"], retain=0.5) as server, flight.FlightClient(server.catalog_uri) as plain:
+        server.publish("d", TABLE)
+        (endpoint,) = plain.get_flight_info(path("d")).endpoints
+        server.publish("d", TABLE.slice(2))
+
+        def there() -> bool:
+            try:
+                return bool(plain.do_get(endpoint.ticket).read_all() == TABLE)
+            except KeyError:
+                return False
+
+        assert there()
+        wait_until(lambda: not there(), "the old one is gone")
+        assert time.time() >= endpoint.expiration_time.as_py().timestamp()
+
+
+def test_a_server_that_retains_nothing_promises_nothing() -> None:
+    with dis.Server(["shm:"]) as server, flight.FlightClient(server.catalog_uri) as plain:
+        server.publish("d", TABLE)
+        (endpoint,) = plain.get_flight_info(path("d")).endpoints
+        assert endpoint.expiration_time is None
+        with pytest.raises(flight.FlightServerError, match="promises nothing"):
+            act(plain, "RenewFlightEndpoint", request(endpoint.serialize()))
 
 
 def test_there_is_nothing_to_cancel(plain: flight.FlightClient) -> None:

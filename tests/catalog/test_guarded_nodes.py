@@ -24,7 +24,7 @@ from dissociated.store.store import Store
 TABLE = pa.table({"n": [1, 2, 3], "s": ["a", "b", "c"]})
 SECRET = bytes(range(32))
 TLS = "grpc+tls://127.0.0.1:0"
-BETWEEN = ("prepare", "register", "heartbeat", "leave")
+BETWEEN = ("prepare", "over", "register", "heartbeat", "leave")
 RETAIN = 60.0
 
 

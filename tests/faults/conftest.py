@@ -16,19 +16,12 @@ import pytest
 
 import dissociated as dis
 from certificates import Certificates
+from helpers import wait_until
 
 from . import peer
 from .peer import PATIENCE, RawServer, Script
 
 ROWS = 1000
-
-
-def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `condition` holds; fail with `what` where it does not in time."""
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
-        time.sleep(0.005)
 
 
 # What is left behind
@@ -131,9 +124,15 @@ class Good:
                 assert read.equals(self._table)
         # What it held is given back by now, or soon.
 
+    @property
+    def leases(self) -> int:
+        """How many addresses clients hold."""
+        return self.server.status().leases
+
     def alone(self) -> bool:
-        """Whether the server has no connection any more."""
-        return self.server.connections == 0
+        """Whether the server has no connection any more, and nobody holds anything of what it publishes."""
+        idle = not self.server.connections and not self.leases
+        return idle and all(self.server.dataset(name).readers == 0 for name in self.server.names())
 
 
 @pytest.fixture

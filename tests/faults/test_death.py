@@ -298,9 +298,11 @@ def test_client_is_killed_while_it_holds_leases(serve: Serve, spawn: Spawn) -> N
     process = spawn(PEER, "client", "shm", uri.partition("://")[2].partition("?")[0], say=json.dumps(steps))
     assert line(process) == "reached"
     good.check()
-    assert good.server.connections >= 1
+    wait_until(lambda: good.server.connections == 1, "the good client has gone")
+    assert good.leases == 3 * 4  # three batches of integers and of strings with validity and offsets
     process.kill()
     process.wait(PATIENCE)
+    wait_until(lambda: good.leases == 0, "its leases have ended")
     wait_until(good.alone, "the server has noticed")
 
 
@@ -334,10 +336,16 @@ def test_real_clients_are_killed_within_a_live_stream(serve: Serve, spawn: Spawn
     for process in processes:
         assert line(process) == "reached"
     good.check()
-    assert good.server.connections >= 2
+    wait_until(lambda: good.server.connections == 2, "the good client has gone")
+
+    def held() -> list[int]:
+        return [one.leases for one in good.server.status().consumers]
+
+    if bodies == "any":
+        wait_until(lambda: held() == [4, 4], "each holds all that fits")
     processes[0].kill()
     processes[0].wait(PATIENCE)
-    wait_until(lambda: good.server.connections == 1, "the server has noticed")
+    wait_until(lambda: held() == ([4] if bodies == "any" else [0]), "its leases have ended, and no others")
     good.check()
     processes[1].send_signal(signal.SIGKILL)
     processes[1].wait(PATIENCE)

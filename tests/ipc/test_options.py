@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+import dissociated as dis
 from dissociated.errors import FormatError, OptionError
-from dissociated.ipc import FileWriter, ReadOptions, StreamWriter, WriteOptions
+from dissociated.ipc import (
+    CollectListener,
+    FileWriter,
+    ReadOptions,
+    StreamDecoder,
+    StreamWriter,
+    WriteOptions,
+    open_file,
+    open_stream,
+    write_tensor,
+)
 from dissociated.protocol.header import buffer_extents, parse_header
 
 V4, V5 = pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5
@@ -50,6 +62,37 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
 def test_nonsense_is_refused_with_a_sentence(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(OptionError) as raised:
         WriteOptions(**fields)
+    assert sentence in str(raised.value)
+
+
+TABLE = pa.table({"n": [1]})
+OTHERS = pa.ipc.IpcWriteOptions()  # of another library
+
+
+def _publish(**given: Any) -> None:
+    with dis.Server(["inproc:"], catalog=None) as server:
+        server.publish("n", TABLE.to_reader(), **given)
+
+
+TAKES_OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
+    "publish": (lambda: _publish(options=OTHERS), "WriteOptions"),
+    "publish live": (lambda: _publish(options=OTHERS, live=dis.Live()), "WriteOptions"),
+    "publish no Live": (lambda: _publish(live=True), "live is a dissociated.Live, not True"),
+    "StreamWriter": (lambda: StreamWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),  # type: ignore[arg-type]
+    "FileWriter": (lambda: FileWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),  # type: ignore[arg-type]
+    "write_tensor": (lambda: write_tensor(pa.Tensor.from_numpy(np.zeros(2)), io.BytesIO(), OTHERS), "WriteOptions"),
+    "ipc.open_stream": (lambda: open_stream(io.BytesIO(), options=OTHERS), "ReadOptions"),
+    "ipc.open_file": (lambda: open_file(io.BytesIO(), options=OTHERS), "ReadOptions"),
+    "StreamDecoder": (lambda: StreamDecoder(CollectListener(), OTHERS), "ReadOptions"),  # type: ignore[arg-type]
+    "open_stream": (lambda: dis.open_stream("tcp://h:1?want_data=1", b"", options=OTHERS), "ReadOptions"),
+}
+
+
+@pytest.mark.parametrize("call", TAKES_OPTIONS)
+def test_options_of_another_library_are_refused_with_a_sentence(call: str) -> None:
+    give, sentence = TAKES_OPTIONS[call]
+    with pytest.raises(OptionError) as raised:
+        give()
     assert sentence in str(raised.value)
 
 

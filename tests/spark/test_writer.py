@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shlex
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +18,10 @@ import pytest
 from pyspark import TaskContext
 
 import dissociated as dis
-from dissociated.errors import CatalogError, CatalogUnreachable
+from certificates import Certificates
+from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.spark.writer import Catalog, DatasetWriter, Written
-from dissociated.store.node import Node
+from dissociated.store.node import Node, running
 from dissociated.store.store import Store
 from helpers import wait_until
 from processes import Start, free_port
@@ -156,3 +162,173 @@ def test_a_catalog_that_is_not_there_is_told_before_any_task() -> None:
 def outer(tmp_path: Path, start: Start) -> str:
     """A catalog that has no node yet."""
     return start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0").uri
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path) -> Iterator[Callable[[str], Path]]:
+    """Be on a host of that name from here on; gives the store of the node that is started there."""
+    stores = []
+
+    def be(host: str) -> Path:
+        stores.append(memory / host)
+        monkeypatch.setenv("DISSOCIATED_HOST", host)
+        monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / host} --beat 0.5")
+        return memory / host
+
+    yield be
+    for store in {*stores}:
+        address = running(store)
+        if address is not None:
+            os.kill(address.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(address.pid, 0)
+
+
+OnHost = Callable[[str], Path]
+
+
+def test_a_task_writes_into_the_node_of_its_own_host_and_starts_it(outer: str, run: Run, on_host: OnHost) -> None:
+    writer = writing(outer)
+    here = on_host("one")
+    messages = [run(writer, 1, 2, partition=0), run(writer, 3, partition=1)]
+    there = on_host("two")
+    messages.append(run(writer, 4, partition=2))
+    assert [len(staged(store / "staging")) for store in (here, there)] == [2, 1]
+    assert len({message.node for message in messages}) == 2
+    writer.commit(messages)
+    with dis.connect(outer) as client:
+        near, far = (client.describe("x").endpoints[part].locations[0] for part in (1, 0))
+        assert (near.partition(":")[0], far.partition(":")[0]) == ("shm", "tcp")
+    assert numbers(outer) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_no_rows_at_all_are_on_the_node_of_the_driver(outer: str, run: Run, on_host: OnHost, mode: str) -> None:
+    on_host("one")
+    for _ in range(2):
+        writer = writing(outer, mode)
+        writer.commit([run(writer)])
+    assert numbers(outer) == []
+    more = writing(outer, "append")
+    more.commit([run(more, 1)])
+    assert numbers(outer) == [1]
+
+
+def test_losers_on_every_host_go_when_their_job_is_over(outer: str, run: Run, on_host: OnHost) -> None:
+    done, failed = writing(outer), writing(outer)
+    stores = [on_host("one")]
+    lost = [run(writer, 1, attempt=1) for writer in (done, failed)]
+    stores.append(on_host("two"))
+    won = run(done, 1, attempt=2)
+    assert [len(staged(store / "staging")) for store in stores] == [2, 1]
+    done.commit([won])
+    failed.abort(lost)
+    run(failed, 5, attempt=3)  # it did not know
+    wait_until(lambda: not any(staged(store / "staging") for store in stores), "the nodes have heard")
+    assert numbers(outer) == [1]
+
+
+def test_a_node_that_runs_already_is_taken(outer: str, run: Run, on_host: OnHost, memory: Path, start: Start) -> None:
+    unused = on_host("one")
+    start("node", "--store", memory / "service", "--catalog", outer)
+    message = run(writing(outer), 1)
+    assert staged(memory / "service" / "staging") == [message.segment]
+    assert not unused.exists()
+
+
+def test_a_node_that_was_killed_is_started_again_with_what_it_had(outer: str, run: Run, on_host: OnHost) -> None:
+    store = on_host("one")
+    writer = writing(outer)
+    writer.commit([run(writer, 1, 2)])
+    address = running(store)
+    assert address is not None
+    os.kill(address.pid, signal.SIGKILL)
+    more = writing(outer, "append")
+    more.commit([run(more, 3)])
+    assert numbers(outer, "shm") == [1, 2, 3]
+
+
+def test_a_node_that_cannot_be_started_is_told_by_the_task(
+    outer: str, run: Run, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {memory / 'store'} --policy spill")
+    with pytest.raises(StoreError, match=r"no node could be started for .*a store that spills needs a directory"):
+        run(writing(outer), 1)
+
+
+def test_what_is_prepared_for_a_commit_that_is_aborted_is_released(
+    outer: str, run: Run, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writing(outer)
+    store = on_host("one")
+    messages = [run(writer, 1)]
+    gone = Written(1, "no such node", "nothing", 1, 1)
+    with pytest.raises(CatalogError, match="no node 'no such node'"):
+        writer.commit([*messages, gone])
+    assert len([*store.glob("segments/*/*.arrows")]) == 1
+    writer.abort(messages)
+    wait_until(lambda: not any(store.glob("segments/*")), "the node has released its part")
+
+
+def test_a_catalog_that_is_killed_before_the_commit_is_waited_for(
+    memory: Path, run: Run, on_host: OnHost, start: Start
+) -> None:
+    arguments = ("catalog", "--db", memory / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
+    catalog = start(*arguments)
+    on_host("one")
+    writer = writing(catalog.uri)
+    message = run(writer, 1, 2)
+    catalog.kill()
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(writer.commit, [message])
+        start(*arguments)
+        committing.result(PATIENCE)
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: client.describe("x").endpoints[0].locations, "the node is heard again")
+    assert numbers(catalog.uri) == [1, 2]
+
+
+def test_segments_of_a_driver_that_died_are_forgotten(
+    outer: str, run: Run, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = on_host("one")
+    monkeypatch.setenv("DISSOCIATED_NODE", f"--store {store} --beat 0.1 --forget 0.5")
+    writer = writing(outer)
+    message = run(writer, 1)
+    wait_until(lambda: staged(store / "staging") == [], "it is forgotten")
+    with pytest.raises(CatalogError, match="No such file"):
+        writer.commit([message])
+    with dis.connect(outer) as client:
+        assert client.list() == []
+
+
+def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
+    tmp_path: Path,
+    memory: Path,
+    run: Run,
+    on_host: OnHost,
+    start: Start,
+    certified: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret, token, tokens = tmp_path / "secret", tmp_path / "token", tmp_path / "tokens"
+    secret.write_text(secrets.token_hex(32))
+    token.write_text("sesame\n")
+    tokens.write_text("ali sesame\n")
+    for file in (secret, token, tokens):
+        file.chmod(0o600)
+    protection = [
+        *("--tls-cert", certified.options["tls_cert"], "--tls-key", certified.options["tls_key"]),
+        *("--tls-roots", certified.roots, "--token-file", str(tokens), "--secret-file", str(secret)),
+        *("--ticket-lifetime", "3600"),
+    ]
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc+tls://127.0.0.1:0", *protection)
+    place = on_host("one")
+    writer = DatasetWriter(Catalog(catalog.uri, str(token), certified.roots), "x", SCHEMA, "overwrite")
+    with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
+        run(writer, 1)
+    where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]
+    monkeypatch.setenv("DISSOCIATED_NODE", shlex.join(["--store", str(place), *where, *protection]))
+    writer.commit([run(writer, 1, 2)])
+    with dis.connect(catalog.uri, token="sesame", tls_roots=certified.roots) as client:
+        assert client.read("x", "tls").read_all()["id"].to_pylist() == [1, 2]

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-import textwrap
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -26,82 +21,20 @@ from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
 from processes import Start, free_port
 
-SCHEMA = pa.schema([("n", pa.int64())])
-MIB = 1 << 20
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
-def table(*numbers: int) -> pa.Table:
-    return pa.table({"n": pa.array(numbers, pa.int64())})
-
-
-def put(uri: str, name: str, data: pa.Table, **options: object) -> None:
-    with dis.connect(uri) as client:
-        client.put(name, data.to_reader(), **options)  # type: ignore[arg-type]
-
-
-def read(uri: str, name: str, transport: str | None = None) -> list[int]:
-    with dis.connect(uri) as client:
-        numbers: list[int] = client.read(name, transport).read_all()["n"].to_pylist()
-    return numbers
-
-
-def segments(store: Path) -> list[str]:
-    walked = os.walk(store)  # unlike Path.rglob, it passes over what is renamed meanwhile
-    found = [os.path.join(parent, name) for parent, _, names in walked for name in names if name.endswith(".arrows")]
-    return sorted(os.path.relpath(path, store) for path in found)
-
-
-def staged(store: Path) -> list[str]:
-    return sorted(os.listdir(store / "staging"))
-
-
-READER = """
-import sys, dissociated as dis
-with dis.connect(sys.argv[1]) as client:
-    reader = client.read(sys.argv[2], "shm")
-    held = [reader.read_next_batch()]
-    print("reached", flush=True)
-    sys.stdin.readline()
-    held += reader
-    print(sum(batch.num_rows for batch in held), held[-1]["n"][-1], flush=True)
-"""
-
-WRITER = """
-import sys, pyarrow as pa, dissociated as dis
-from dissociated.store.segment import SegmentWriter
-with dis.connect(sys.argv[1]) as client:
-    place = client.stage()
-    writer = SegmentWriter(place.directory + "/w", pa.schema([("n", pa.int64())]), reserve=client.reserve)
-    writer.write(pa.record_batch({"n": pa.array([5], pa.int64())}))
-    if sys.argv[2] == "whole":
-        writer.close()
-    print("reached", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reached\n"
-    return process
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=PATIENCE)
-
+from .processes import (
+    MIB,
+    READER,
+    SCHEMA,
+    WRITER,
+    kill,
+    nothing_is_left_of,
+    put,
+    read,
+    segments,
+    spawn,
+    staged,
+    table,
+)
 
 # One node
 
@@ -133,6 +66,8 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
     assert dis.open_stream(before.endpoints[0].locations[0], before.endpoints[0].ticket).read_all().num_rows == 50_002
     assert read(again.uri, "d", "tcp")[-2:] == read(again.uri, "d", "grpc")[-2:] == [1, 2]
     assert segments(store) == files
+    wait_until(lambda: again.leases() == 0, "the readers have given everything back")
+    nothing_is_left_of(again, store)
     assert again.terminate() == 0
     assert not list((store / "run").iterdir())
     assert not (store / "node.json").exists()
@@ -180,6 +115,7 @@ def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start
             client.commit("d", ["w"], "append", SCHEMA)
         assert read(again.uri, "d") == [1, 5]
         assert staged(store) == []
+    nothing_is_left_of(again, store)
 
 
 def test_a_node_killed_at_any_moment_of_commits_keeps_each_that_it_answered(memory: Path, start: Start) -> None:
@@ -215,6 +151,8 @@ def test_a_node_killed_at_any_moment_of_commits_keeps_each_that_it_answered(memo
         found = read(again.uri, "log")
         assert found in (list(range(done)), list(range(done + 1)))
         assert [name for name in staged(store) if not name.endswith(".arrows")] == []
+        if delay == 0.09:
+            nothing_is_left_of(again, store)
         again.kill()
 
 
@@ -228,14 +166,13 @@ def test_what_a_reader_holds_is_not_evicted_until_it_is_killed(memory: Path, sta
     put(node.uri, "c", large)
     with dis.connect(node.uri) as client:
         assert [info.name for info in client.list()] == ["a", "c"]
+    assert node.leases() == 1  # the one buffer of its one batch
     kill(reader)
-    wait_until(lambda: _tried(node.uri, "d", large), "the leases of the dead reader have ended")
+    wait_until(lambda: node.leases() == 0, "the leases of the dead reader have ended")
+    wait_until(lambda: _tried(node.uri, "d", large), "what it read can go")
     with dis.connect(node.uri) as client:
         assert [info.name for info in client.list()] == ["c", "d"]
-        client.drop("c")
-        client.drop("d")
-    wait_until(lambda: node.open_files(store / "segments") == [], "nothing is open or mapped any more")
-    assert segments(store / "segments") == []
+    nothing_is_left_of(node, store)
 
 
 def _tried(uri: str, name: str, data: pa.Table) -> bool:

@@ -327,7 +327,7 @@ def test_segments_that_nobody_commits_are_forgotten_in_the_end(memory: Path) -> 
         write(store, "a", 1)
         store.sweep()
         assert os.listdir(store.staging) == ["a"]
-    with Store(memory, forgotten=-1) as store:
+        store.sweep(forgotten=-1)
         assert os.listdir(store.staging) == []
 
 
@@ -388,6 +388,18 @@ def test_the_limit_holds_for_writers_in_other_processes_and_for_what_is_staged(m
         second.abort()
         first.close()
         assert store.usage().staged <= 6 * MIB  # what was reserved and not written is given back
+
+
+def test_what_was_written_without_reserving_is_not_committed(memory: Path) -> None:
+    with Store(memory, 4 * MIB) as store:
+        with SegmentWriter(store.staging / "large", SCHEMA) as writer:
+            for _ in range(6):
+                writer.write(batch(*[7] * (MIB // 8)))
+        with pytest.raises(StoreError, match="its limit is 4,194,304"):
+            store.commit("d", ["large"], key="k")
+        assert store.versions() == []
+        store.discard(["large"])
+        assert numbers(store, put(store, "d", 1, 2)) == [1, 2]
 
 
 def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:

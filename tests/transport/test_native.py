@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import select
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 from dissociated.message import Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native import NativeConnection
+
+
+class Outgoing(NamedTuple):
+    """A message, prepared."""
+
+    size: int
 
 
 class Quiet(NativeConnection):
@@ -19,7 +25,7 @@ class Quiet(NativeConnection):
         self.looks = 0
 
     def prepare(self, messages: Any) -> Any:
-        return messages
+        return [Outgoing(sum(map(len, message.parts))) for message in messages]
 
     def _progress(self) -> bool:
         return False
@@ -31,7 +37,7 @@ class Quiet(NativeConnection):
         select.select([self._waker.descriptor], [], [], min(seconds, 0.01))
 
     def _start(self, message: Any) -> None:
-        self._posted("request", len(message.parts[0]), message)
+        self._posted("request", message.size, message)
 
     def _complete(self, request: Any) -> bool:
         self.looks += 1

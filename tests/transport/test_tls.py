@@ -46,7 +46,7 @@ def test_who_trusts_the_certificate_reads(server: dis.Server, certified: Certifi
 
 def test_locations_name_neither_certificate_nor_key(server: dis.Server, certified: Certificates) -> None:
     assert "pem" not in where(server)
-    assert Uri.parse(where(server)).parameters == {}
+    assert not {"cert", "key", "roots"} & Uri.parse(where(server)).parameters.keys()
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(server: dis.Server, tmp_path: Path) -> None:

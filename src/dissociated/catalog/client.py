@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
-from dissociated.client import MAX_BODY, TIMEOUT, open_stream, selection_of, takes_selections
+from dissociated.client import TIMEOUT, open_stream, selection_of, takes_selections
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -32,10 +32,12 @@ from dissociated.errors import (
     WrongKind,
 )
 from dissociated.ipc.columns import selected, sliced
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.tensor import Tensor
+from dissociated.message import MAX_BODY
 from dissociated.protocol.selection import Selection
 from dissociated.status import ServerStatus
+from dissociated.store.handover import hand_over
 from dissociated.store.stage import boot_id, directory_id, host_name
 from dissociated.tensor_client import open_tensors
 from dissociated.tensor_info import TensorsInfo, tensors_of
@@ -99,6 +101,7 @@ class StagePlace:
 
     `node` is the node that has it, `flight` where that answers. Where it is `limited`, writers must reserve room.
     `inode` tells the directory from one that has the same path in another container.
+    `handover` is the Unix socket where it takes sealed memfds, empty where it takes none.
     """
 
     directory: str
@@ -108,6 +111,7 @@ class StagePlace:
     flight: str = ""
     limited: bool = False
     inode: str = ""
+    handover: str = ""
 
     @property
     def here(self) -> bool:
@@ -186,7 +190,7 @@ class CatalogClient:
 
         Of `options` count those that libarrow applies, and the depth.
         """
-        options = options or ReadOptions()
+        options = given(options, ReadOptions)
         wanted = self._flight.Ticket(ticket)
         told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
@@ -232,6 +236,21 @@ class CatalogClient:
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """See Store.reserve: what writers in a limited stage call before they write."""
         return int(self.act("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
+
+    def hand_over(self, descriptor: int) -> dict[str, str]:
+        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
+
+        Returns what `commit` takes as a segment. The descriptor stays yours: close it when you like. The memfd must be
+        sealed against writing, shrinking and growing; it counts against the node's limit, and goes when the node ends.
+        Raises StoreError where the node refuses it, CatalogError where there is none on this host, AccessDenied,
+        TransportError and DeadlineExceeded.
+        """
+        place = self.stage()
+        if not place.handover or place.boot_id != boot_id():
+            raise CatalogError(
+                "there is no node on this host that memory could be handed over to: start one, dissociated node"
+            )
+        return {"node": place.node, "segment": hand_over(place.handover, descriptor, self._timeout)}
 
     def commit(
         self,
@@ -399,7 +418,7 @@ class Client(CatalogClient):
         It takes and raises what `read` does; and RemoteError where the endpoint's ticket is good no more.
         """
         if transport == "grpc":
-            selection = selection_of(columns, options or ReadOptions(), batches)
+            selection = selection_of(columns, given(options, ReadOptions), batches)
             return self._do_get(info, endpoint, selection, options)
         opened = partial(
             open_stream,
@@ -527,7 +546,7 @@ class Client(CatalogClient):
         if selection is None:
             return self.do_get(endpoint.ticket, options)
         indices = selection.indices(info.schema.names)
-        options = replace(options or ReadOptions(), included_fields=())
+        options = replace(given(options, ReadOptions), included_fields=())
         if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
             identifier = selection.identifier(endpoint.ticket)
             if identifier != endpoint.ticket:

@@ -11,7 +11,7 @@ and for DoPut
 ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.
 
 Actions; their bodies and results are JSON, but for those that Flight defines:
-    stage     {host, boot_id}                        -> {directory, host, boot_id, node, flight, limited, inode}
+    stage     {host, boot_id}           -> {directory, host, boot_id, node, flight, limited, inode, handover}
     reserve   {segment, size, wish}                  -> {size}
     commit    {name, segments, append, schema, key, tags, ttl}  -> {}
     discard   {segments}                             -> {}
@@ -383,7 +383,7 @@ class CatalogService:
         return flight.FlightInfo(
             _decoded(record.schema),
             flight.FlightDescriptor.for_path(record.name),
-            [self.endpoint(part, asking, expires) for part in record.parts],
+            [self.endpoint(part, asking, _sooner(expires, record.expires)) for part in record.parts],
             -1 if record.rows is None else record.rows,
             -1 if record.nbytes is None else record.nbytes,
             ordered=True,
@@ -487,8 +487,8 @@ class CatalogService:
         if not self.retain and not self._tickets.mark():
             raise CatalogError("this catalog promises nothing of its tickets, so none can be renewed")
         identifier, columns = self._tickets.check(parse_identifier(ticket)[0], time.time())
-        _, part = self._database.by_ticket(identifier, self.retain)
-        return self.endpoint(part, {}, self.expiry(), columns)
+        record, part = self._database.by_ticket(identifier, self.retain)
+        return self.endpoint(part, {}, _sooner(self.expiry(), record.expires), columns)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
@@ -700,6 +700,7 @@ class CatalogService:
             "flight": self.uri,
             "limited": self._stock.limited,
             "inode": directory_id(directory),
+            "handover": self._stock.handover,
         }
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
@@ -827,6 +828,11 @@ class _Outer(CatalogClient):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _sooner(promised: float | None, expires: float | None) -> float | None:
+    """When what is promised, if anything is, ends for a dataset that expires."""
+    return promised if promised is None or expires is None else min(promised, expires)
 
 
 def _encoded(schema: pa.Schema) -> bytes:

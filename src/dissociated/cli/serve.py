@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a certificate; "
         "port 0 is one that is free)",
     )
+    parser.add_argument(
+        "--retain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long tickets of what was replaced stay good (default: %(default)g)",
+    )
     access.add_serving_arguments(parser)
 
 
@@ -56,6 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     with Server(
         arguments.listen or listen,
         catalog=arguments.catalog or f"{catalog}:0",
+        retain=arguments.retain,
         metrics=arguments.metrics,
         **access.serving(arguments),
     ) as server:

@@ -20,19 +20,17 @@ from dissociated.ipc.attach import attach
 from dissociated.ipc.cutter import END, Cutter, Piece, octets
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.join import Messages, join
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.reader import PeerReader, StreamReader
 from dissociated.ipc.stats import ReadStats
 from dissociated.memory.leases import Put, leased_buffer
 from dissociated.memory.region import AddressSpace, Region
-from dissociated.message import Buffer
+from dissociated.message import MAX_BODY, Buffer
 from dissociated.protocol.header import HeaderType
 from dissociated.protocol.receiver import Receiver
 
 #: The longest metadata of one message, in bytes.
 MAX_METADATA = 1 << 28
-#: The largest body of one message, in bytes.
-MAX_BODY = 1 << 34
 
 _NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
 _AT_WORK = "a listener cannot feed the decoder that has called it"
@@ -183,7 +181,7 @@ class _Decoder(ABC):
         kind: type[StreamReader],
         blame: type[DissociatedError],
     ) -> None:
-        self._options = options or ReadOptions()
+        self._options = given(options, ReadOptions)
         self._max_metadata = max_metadata
         self._max_body = max_body
         self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata + max_body, kind, blame)

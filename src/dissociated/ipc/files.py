@@ -18,7 +18,7 @@ import pyarrow as pa
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
 from dissociated.ipc.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
 from dissociated.ipc.footer import Footer, parse_footer
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.reader import StreamReader, blamed
 from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, readable, sequential
 from dissociated.ipc.stats import ReadStats
@@ -201,7 +201,7 @@ def open_file(
     Raises FormatError where this is no Arrow IPC file, is damaged, or nests deeper than `options` allow, StoreError
     where the source cannot be opened or read, OptionError.
     """
-    options = options or ReadOptions()
+    options = given(options, ReadOptions)
     opened = random_access(source, memory_map, options.memory_pool)
     try:
         return FileReader(opened, footer_offset, options)
@@ -216,7 +216,7 @@ def open_stream(source: Any, *, memory_map: bool = True, options: ReadOptions | 
     A file object is read from where it stands, no further than to the end of the stream, and stays the caller's to
     close. Raises what `open_file` raises; so does reading.
     """
-    options = options or ReadOptions()
+    options = given(options, ReadOptions)
     return StreamReader(sequential(source, memory_map, options.memory_pool), options)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -19,6 +19,8 @@ MAX_DEPTH = 64
 
 _ALIGNMENTS = (8, 16, 32, 64)
 _CODECS = ("lz4", "lz4_frame", "zstd")
+
+T = TypeVar("T", "ReadOptions", "WriteOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,15 @@ class WriteOptions:
     def check_depth(self, schema: pa.Schema) -> None:
         """Raise FormatError where a field of `schema` nests too deep."""
         _check_depth(schema, self.max_recursion_depth)
+
+
+def given(options: T | None, kind: type[T]) -> T:
+    """`options`, or the defaults of this `kind` where there are none. Raises OptionError where they are of another."""
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise OptionError(f"options are a dissociated.{kind.__name__}, not {options!r}")
+    return options
 
 
 def _check_common(options: Any) -> None:

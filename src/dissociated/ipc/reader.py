@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
 from dissociated.ipc.encapsulated import MAGIC, encapsulate
-from dissociated.ipc.options import ReadOptions
+from dissociated.ipc.options import ReadOptions, given
 
 #: libarrow takes the magic of a file for the length of the first message.
 _BEGINS_A_FILE = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
@@ -56,7 +56,7 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
     _blame: ClassVar[type[DissociatedError]] = FormatError
 
     def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
-        options = options or ReadOptions()
+        options = given(options, ReadOptions)
         with blamed(self._blame):
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
         options.check_depth(self.schema)

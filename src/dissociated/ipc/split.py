@@ -15,7 +15,7 @@ import pyarrow as pa
 from dissociated.errors import FormatError, SourceError
 from dissociated.ipc.columns import only
 from dissociated.ipc.encapsulated import CONTINUATION, encode_footer, encode_magic
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.packing import Packing
 from dissociated.message import Buffer
 from dissociated.protocol.header import Header, parse_header
@@ -109,7 +109,7 @@ class Splitter:
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.schema = schema
-        self.options = options or WriteOptions()
+        self.options = given(options, WriteOptions)
         self.options.check_depth(schema)
         packing = Packing(self.options)
         self._pack = packing.pack if packing.needed else None

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
 from dissociated.ipc.encapsulated import CONTINUATION, encapsulate
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.sink import open_sink
 from dissociated.ipc.source import sequential
 from dissociated.ipc.split import SplitMessage
@@ -71,7 +71,7 @@ def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None)
     Raises FormatError for what is no tensor that can be written, OptionError for a codec, StoreError where the sink
     takes no more.
     """
-    options = options or WriteOptions()
+    options = given(options, WriteOptions)
     message = split_tensor(tensor, options)
     opened = open_sink(sink)
     head = encapsulate(message.header, alignment=ALIGNMENT, legacy=options.write_legacy_ipc_format)
@@ -169,7 +169,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
     and FormatError where the tensor is such that it could not be read: libarrow makes and takes some whose index
     leaves them.
     """
-    options = options or WriteOptions()
+    options = given(options, WriteOptions)
     if options.codec is not None:
         raise OptionError("Arrow IPC has no compressed tensors: leave the codec out")
     header, arrays = _taken_apart(tensor)

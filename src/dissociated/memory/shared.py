@@ -23,7 +23,7 @@ from dissociated.message import Buffer
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_SEALS_STATIC = _SEALS_SIZE | fcntl.F_SEAL_WRITE  # none of which can be taken back
 
 
 class Backing(IntEnum):
@@ -65,7 +65,8 @@ def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
 
 def seal(descriptor: int, backing: Backing) -> None:
     """Seal a memfd as `backing` demands."""
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _REQUIRED_SEALS[backing])
+    last = fcntl.F_SEAL_SEAL if backing is Backing.SEALED else 0
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _REQUIRED_SEALS[backing] | last)
 
 
 def reopen_read_only(descriptor: int) -> int:
@@ -97,6 +98,11 @@ def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:
     if required and _seals(descriptor) & required != required:
         raise RemoteProtocolError("the peer shared a memfd without the seals that make it safe to map")
     return map_read_only(descriptor, size)
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Whether a descriptor refers to memory that nobody can change or shrink any more."""
+    return _seals(descriptor) & _SEALS_STATIC == _SEALS_STATIC
 
 
 def _seals(descriptor: int) -> int:

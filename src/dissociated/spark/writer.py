@@ -91,16 +91,18 @@ def commit(
     mode: str,
     messages: Sequence[WriterCommitMessage | None],
 ) -> None:
-    """On the driver: make what the tasks have written the dataset `name`, in order of the partitions.
+    """On the driver: make what the tasks have written the dataset `name`, on each host in order of the partitions.
 
-    A repeated call does nothing, so a catalog that does not answer is asked again for a while.
+    A repeated call does nothing, so a catalog that does not answer is asked again for a while. Where there are no rows
+    at all, it is the node of the driver's host that has them.
     """
     written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
     segments = [{"node": one.node, "segment": one.segment} for one in written if one.node and one.segment]
 
     def once() -> None:
+        there = segments or [{"node": stage_here(catalog.uri, catalog.connect).node, "segment": ""}]
         with catalog.connect() as client:
-            client.commit(name, segments, mode, schema, key=key)
+            client.commit(name, there, mode, schema, key=key)
 
     _persistently(once)
 

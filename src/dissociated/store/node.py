@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +24,16 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.memory.shared import explained
 from dissociated.server import Server
+from dissociated.store.handover import HandOver
 from dissociated.store.stock import StoreStock
 from dissociated.store.store import Policy, Store
+from dissociated.transport.shm import runtime_directory
 
 #: For how many seconds a ticket stays good after its version has been replaced.
 RETAIN = 300.0
 _ADDRESS = "node.json"
-_SOCKET = "run/shm.sock"
+_SOCKET = "shm.sock"
+_MEMFDS = "memfd.sock"
 _LOG = "node.log"
 _PATH_MAX = 107  # bytes, of a Unix socket
 _ANSWER = 5.0  # seconds, for a node that is there to say so
@@ -70,6 +73,8 @@ class Node:
         with ExitStack() as undo:
             stock = StoreStock(store)
             undo.callback(stock.close)
+            self._handover = undo.enter_context(closing(HandOver(self._socket(_MEMFDS), stock.hand_over)))
+            stock.handover = str(self._handover.path)
             guarded = security(
                 ticket_lifetime=ticket_lifetime,
                 secret=secret,
@@ -113,12 +118,15 @@ class Node:
         draft.rename(address)
 
     def _placed(self, uri: str) -> str:
-        """The same socket after each start, in the store: so whoever mounts that has both."""
-        path = self.store.directory / _SOCKET
-        if uri != "shm:" or len(os.fsencode(path)) > _PATH_MAX:
-            return uri
+        return f"shm://{self._socket(_SOCKET)}" if uri == "shm:" else uri
+
+    def _socket(self, name: str) -> Path:
+        """The same path after each start, in the store, if that is short enough: so whoever mounts that has both."""
+        path = self.store.directory / "run" / name
+        if len(os.fsencode(path)) > _PATH_MAX:
+            return runtime_directory() / f"{self.store.id}.{name}"
         path.parent.mkdir(mode=0o700, exist_ok=True)  # of its own: who listens there locks it for a moment
-        return f"shm://{path}"
+        return path
 
     @property
     def uri(self) -> str:
@@ -138,6 +146,7 @@ class Node:
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""
         (self.store.directory / _ADDRESS).unlink(missing_ok=True)
+        self._handover.close()
         self.server.close()
 
     def __enter__(self) -> Node:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import Encapsulated
 from dissociated.ipc.index import Index
-from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.reader import read_schema
 from dissociated.ipc.sink import DescriptorSink, Sink
 from dissociated.ipc.split import Metadata, Splitter, batches
@@ -28,6 +28,7 @@ from dissociated.memory.shared import (
     Backing,
     create_memfd,
     explained,
+    is_sealed,
     map_read_only,
     reopen_read_only,
     seal,
@@ -69,11 +70,12 @@ class Segment:
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Segment:
-        """The IPC stream or file at `path`, as it is."""
-        with explained(f"opening {os.fspath(path)}"):
+    def open(cls, path: str | os.PathLike[str], name: str = "") -> Segment:
+        """The IPC stream or file at `path`, as it is; /dev/fd/N is that of a descriptor, as of a sealed memfd."""
+        name = name or os.fspath(path)
+        with explained(f"opening {name}"):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return cls(descriptor, os.fspath(path), Backing.FILE)
+        return cls(descriptor, name, Backing.SEALED if is_sealed(descriptor) else Backing.FILE)
 
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
@@ -140,7 +142,7 @@ class SegmentWriter(EncapsulatedWriter):
         reserve: Reserve | None = None,
     ) -> None:
         self.rows = 0
-        splitter = Splitter(schema, replace(options or WriteOptions(), write_legacy_ipc_format=False))
+        splitter = Splitter(schema, replace(given(options, WriteOptions), write_legacy_ipc_format=False))
         super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
     @property

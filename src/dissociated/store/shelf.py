@@ -19,8 +19,14 @@ from dissociated.errors import StoreError
 from dissociated.memory.shared import explained
 from dissociated.store.files import PART, abandoned, claimed, sync_directory
 
-_MANIFEST = "manifest.json"
+#: What is said of a version, in its directory.
+MANIFEST = "manifest.json"
 _FORMAT = 1
+
+
+def file_name(index: int) -> str:
+    """What a segment of a version is called, by its place."""
+    return f"{index:04}.arrows"
 
 
 @dataclass(frozen=True)
@@ -110,14 +116,18 @@ class Shelf:
         for directory in self.segments.iterdir():
             with explained(f"reading {directory}"):
                 try:
-                    found.append(_decoded((directory / _MANIFEST).read_bytes()))
+                    found.append(_decoded((directory / MANIFEST).read_bytes()))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise StoreError(f"{directory / _MANIFEST} is damaged ({error!r}): remove {directory}") from None
+                    raise StoreError(f"{directory / MANIFEST} is damaged ({error!r}): remove {directory}") from None
         return found
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest."""
-        _write_whole(directory / _MANIFEST, _encoded(version))
+        _write_whole(directory / MANIFEST, _encoded(version))
+
+    def confirm(self, version: Version) -> None:
+        """What is known of a version that is there has changed."""
+        self.describe(version, self.segments / version.id)
 
     def publish(self, version: Version, draft: Path) -> None:
         """Make a draft a version: the one step that counts is the rename."""

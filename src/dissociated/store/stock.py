@@ -58,6 +58,8 @@ class Stock(ABC):
     id: str
     #: Whether writers must `reserve` before they write.
     limited = False
+    #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
+    handover = ""
 
     @property
     @abstractmethod
@@ -207,6 +209,10 @@ class StoreStock(Stock):
     def serial(self) -> int:
         """See Store.serial."""
         return self._store.serial()
+
+    def hand_over(self, descriptor: int) -> str:
+        """See Store.hand_over."""
+        return self._store.hand_over(descriptor)
 
     def staged(self) -> list[str]:
         return self._store.staged()

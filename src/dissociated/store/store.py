@@ -12,8 +12,9 @@ All segments of a version become visible by one rename. Whatever the moment at w
 store again shows exactly what was committed, and removes the halves of the rest. Segments are Arrow IPC streams that
 any tool can open; they are read-only.
 
-The limit counts the blocks of every file in the directory, those in the trash too for as long as anybody has them
-mapped: so it is the memory in use, not the memory that is listed.
+The limit counts the blocks of every segment in the directory, those in the trash too for as long as anybody has them
+mapped: so it is the memory in use, not the memory that is listed. It counts what was handed over by descriptor too:
+sealed memfds, which have no name, and so go when their owner ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -39,14 +40,17 @@ from dissociated.errors import StoreError
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.shared import explained
 from dissociated.store.files import PART, claimed
+from dissociated.store.memfds import Memfds
 from dissociated.store.segment import Segment, SegmentWriter
-from dissociated.store.shelf import Shelf, Version
+from dissociated.store.shelf import MANIFEST, Shelf, Version, file_name
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
 FORGOTTEN = 86_400.0
 #: Bytes of removed segments that are kept to be written over, and for how many seconds.
 _WARM = 1 << 28
 _WARM_SECONDS = 60.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
 
 
 class Policy(Enum):
@@ -114,8 +118,9 @@ class Store:
         with ExitStack() as undo:
             self._shelf = undo.enter_context(Shelf(Path(directory)))
             self._disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
+            self._memfds = undo.enter_context(closing(Memfds()))
             self._warm = _WARM if _in_memory(self._shelf.directory) else 0
-            self._versions: dict[str, tuple[Version, Shelf]] = {}
+            self._versions: dict[str, tuple[Version, Shelf | Memfds]] = {}
             self._serial = 0
             #: what is committed here and on disk; None where that has changed since it was looked at
             self._sizes: tuple[dict[int, int], dict[int, int]] | None = None
@@ -198,7 +203,9 @@ class Store:
             staged, trash = _sizes(shelf.staging), _sizes(shelf.trash)
             staged = {inode: size for inode, size in staged.items() if inode not in committed}
             trash = {inode: size for inode, size in trash.items() if inode not in committed and inode not in staged}
-        return Usage(self.limit, *(sum(sizes.values()) for sizes in (committed, staged, trash, spilled)))
+            memory = *self._memfds.usage(), 0
+        files = (sum(sizes.values()) for sizes in (committed, staged, trash, spilled))
+        return Usage(self.limit, *(here + held for here, held in zip(files, memory, strict=True)))
 
     # Writing
 
@@ -218,6 +225,7 @@ class Store:
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 has = os.fstat(descriptor).st_blocks * 512
+                size = -(-size // _PAGE) * _PAGE
                 if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
                     return wish
                 self._allocate(descriptor, name, size, size - has)
@@ -225,16 +233,42 @@ class Store:
             finally:
                 os.close(descriptor)
 
+    def hand_over(self, descriptor: int) -> str:
+        """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
+
+        The descriptor stays yours. The memory counts against the limit, and goes when this store is closed. Raises
+        StoreError where it is not sealed or holds no Arrow IPC stream or file, and where there is no room.
+        """
+        what = "the memory that was handed over"
+        with self._lock, explained(what):
+            memfd = self._memfds.open(descriptor)
+            if memfd is None:
+                raise StoreError(
+                    "what was handed over could still be changed: only memfds that are sealed against writing, "
+                    "shrinking and growing are taken"
+                )
+            try:
+                Segment.open(memfd.path, what)
+                self._admit(what, memfd.size, 0 if self._memfds.knows(memfd) else memfd.size)
+                return self._memfds.stage(memfd)
+            except BaseException:
+                os.close(memfd.descriptor)
+                raise
+
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
 
-    def _allocate(self, descriptor: int, name: str, size: int, missing: int) -> None:
+    def _admit(self, name: str, size: int, missing: int) -> None:
+        """Make room under the limit."""
         if self.limit is not None and size > self.limit:
             raise StoreError(f"{self._full(name, missing)}: it would never fit")
         if not self._fits(missing):
             self._make_room(lambda: self._fits(missing))
         if not self._fits(missing):
             raise StoreError(f"{self._full(name, missing)}: {_ADVICE[self.policy]}")
+
+    def _allocate(self, descriptor: int, name: str, size: int, missing: int) -> None:
+        self._admit(name, size, missing)
         if not _allocate(descriptor, size):
             self._make_room(lambda: self._free() >= missing)
             if not _allocate(descriptor, size):
@@ -310,8 +344,9 @@ class Store:
             if done is not None:
                 self._unstage(staged)
                 return done
+            self._check_limit(name)
             before = self.current(name) if append else None
-            paths = [self._shelf.staged(one) for one in staged]
+            paths = [self._memfds.staged(one) or self._shelf.staged(one) for one in staged]
             if before is not None:
                 _, shelf = self._find(before)
                 paths = [*shelf.files(before), *paths]
@@ -360,16 +395,28 @@ class Store:
             nbytes=sum(segment.nbytes for segment in segments),
         )
 
+    def _check_limit(self, name: str) -> None:
+        """Raise StoreError where somebody has written what was not reserved."""
+        if self.limit is not None and (total := self.usage().total) > self.limit + _ROUNDING:
+            raise StoreError(
+                f"{name!r} is not committed: the store {self.directory} holds {total:,} bytes, and its limit is "
+                f"{self.limit:,}. Drop what is not needed; writers must reserve room before they write"
+            )
+
     def _commit(self, version: Version, paths: Sequence[Path]) -> None:
+        if self._memfds.has(paths):
+            self._memfds.publish(version, paths)
+            self._versions[version.id] = version, self._memfds
+            return
         with explained(f"committing {version.name!r} in {self.directory}"):
             draft = self._shelf.staging / f"{version.id}.new"
             draft.mkdir(mode=0o700)
             try:
                 for index, path in enumerate(paths):
-                    file = draft / f"{index:04}.arrows"
+                    file = draft / file_name(index)
                     try:
                         os.link(path, file)
-                    except OSError as error:  # what was spilled lies in another file system
+                    except OSError as error:  # what was spilled lies in another file system, and a memfd in none
                         if error.errno != errno.EXDEV:
                             raise
                         self._copy(path, file)
@@ -400,7 +447,7 @@ class Store:
             if there.prepared or there.whole != whole:
                 confirmed = replace(there, prepared=False, whole=whole)
                 with explained(f"confirming {version.name!r} in {self.directory}"):
-                    shelf.describe(confirmed, shelf.segments / version.id)
+                    shelf.confirm(confirmed)
                 self._versions[version.id] = confirmed, shelf
 
     # Removing
@@ -416,6 +463,7 @@ class Store:
 
     def _unstage(self, names: Iterable[str]) -> None:
         for name in names:
+            self._memfds.unstage(name)
             self._shelf.staged(name).unlink(missing_ok=True)
 
     def remove(self, *versions: Version) -> None:
@@ -434,13 +482,15 @@ class Store:
 
     def _spill(self, version: Version) -> None:
         assert self._disk is not None
+        _, shelf = self._find(version)
         with explained(f"moving {version.name!r} to {self._disk.directory}"):
             draft = self._disk.staging / f"{version.id}.new"
             draft.mkdir(mode=0o700)
             try:
-                for path in self._shelf.files(version):
-                    _copy(path, draft / path.name)
-                    os.chmod(draft / path.name, 0o400)
+                for index, path in enumerate(shelf.files(version)):
+                    file = draft / file_name(index)
+                    _copy(path, file)
+                    os.chmod(file, 0o400)
                 self._disk.publish(version, draft)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -448,7 +498,7 @@ class Store:
             self._versions[version.id] = version, self._disk
             self._sizes = None
             self._segments.pop(version.id, None)
-            self._shelf.remove(version)
+            shelf.remove(version)
 
     def _remove_copies(self) -> None:
         """A version that has moved to disk, and whose mover was killed before the last step, is in both places."""
@@ -462,16 +512,19 @@ class Store:
         with self._lock:
             return self._find(version)[1] is self._disk
 
-    def sweep(self) -> None:
-        """Remove what nobody needs: halves whose writer is gone, what was not committed for long, trash."""
+    def sweep(self, forgotten: float | None = None) -> None:
+        """Remove what nobody needs: halves whose writer is gone, what was not committed for so many seconds, trash."""
+        forgotten = self._forgotten if forgotten is None else forgotten
         with self._lock:
-            self._shelf.sweep(self._forgotten)
+            self._shelf.sweep(forgotten)
+            self._memfds.sweep(forgotten)
             if self._disk is not None:
                 self._disk.sweep(0)
             self._empty_trash(self._warm)
 
     def _empty_trash(self, keep: int) -> None:
         """Remove what nobody reads any more from the trash; `keep` bytes of it may be written over for a while."""
+        self._memfds.empty_trash()
         oldest = time.time() - _WARM_SECONDS
         for path in self._shelf.trash.iterdir():
             descriptor = claimed(path)
@@ -487,7 +540,7 @@ class Store:
             for path in self._disk.trash.iterdir():
                 path.unlink()
 
-    def _find(self, version: Version) -> tuple[Version, Shelf]:
+    def _find(self, version: Version) -> tuple[Version, Shelf | Memfds]:
         found = self._versions.get(version.id)
         if found is None:
             raise StoreError(f"{version.name!r} is not in {self.directory} any more")
@@ -540,10 +593,12 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _sizes(directory: Path) -> dict[int, int]:
-    """What the files below a directory take, in bytes, by their inodes."""
+    """What the segments below a directory take, in bytes, by their inodes."""
     found: dict[int, int] = {}
     for parent, _, names in os.walk(directory):
         for name in names:
+            if name == MANIFEST:  # a few kB, which nobody reserves
+                continue
             with suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))
                 found[status.st_ino] = status.st_blocks * 512

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dissociated.ipc.encapsulated import encapsulate
 from dissociated.ipc.split import SplitMessage
-from dissociated.memory.region import Region, reserve_base
+from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, map_read_only, sealed_memfd, write_parts
 from dissociated.protocol.header import buffer_extents
 from dissociated.protocol.tensor import ALIGNMENT
@@ -32,7 +32,8 @@ class TensorSegment:
             end = bodies[-1] + message.parsed.body_length
         self.descriptor = sealed_memfd(name, lambda writable: write_parts(writable, parts, 0))
         weakref.finalize(self, os.close, self.descriptor)
-        self.region = Region(reserve_base(end), map_read_only(self.descriptor, end))
+        memory = map_read_only(self.descriptor, end)
+        self.region = Region(memory.address, memory)  # where it lies is what one who fetches from it needs
         #: address and length of each buffer of each message
         self.addresses = [
             [

@@ -120,7 +120,7 @@ _SHARE_TIMEOUT = 60.0
 _BUSY = 0.005  # seconds, before the next try to connect
 
 
-def _peer(sock: socket.socket) -> tuple[int, int]:
+def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Process and user at the other end, as the kernel knows them."""
     pid, uid, _ = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
     return pid, uid
@@ -147,7 +147,7 @@ class _ShmListener(SocketListener):
         self._allowed = allowed
 
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
-        pid, uid = _peer(accepted)
+        pid, uid = peer_of(accepted)
         connection = ShmConnection(accepted, f"shm client {pid} of user {uid}", accepted=True)
         if uid in self._allowed:
             return connection
@@ -186,7 +186,7 @@ class ShmTransport(Transport):
             if error.errno == errno.ENOENT:
                 raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
             raise explain(error, f"connecting to the {where}") from error
-        if (user := _peer(sock)[1]) not in allowed:
+        if (user := peer_of(sock)[1]) not in allowed:
             sock.close()
             raise TransportError(
                 f"the {where} runs as another user, whose memory is not to be trusted unless you say so: "

@@ -1,0 +1,121 @@
+"""A Unix socket at which writers on its host hand sealed memfds over to a node, by descriptor (SCM_RIGHTS).
+
+A message is one byte and beside it one descriptor; the answer is JSON: {"segment": NAME} or {"error": SENTENCE}.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
+from dissociated.transport.shm import peer_of
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE = 5.0  # seconds, for one that has connected to say something
+_MAX_ANSWER = 1 << 16  # bytes
+
+
+class HandOver:
+    """Listens at `path`, which it replaces, and gives `take` each descriptor, of this user's processes and root's.
+
+    `take` returns the name of the segment. The descriptor stays ours, and is closed. Raises StoreError where it cannot
+    listen.
+    """
+
+    def __init__(self, path: Path, take: Callable[[int], str]) -> None:
+        self.path = path
+        self._take = take
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            path.unlink(missing_ok=True)  # of a node that was killed: the store belongs to this one
+            os.fchmod(self._socket.fileno(), 0o600)
+            self._socket.bind(str(path))
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise StoreError(f"cannot listen at {path}: {error.strerror or error}") from None
+        self._thread = threading.Thread(target=self._serve, name="hand over", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            with connection, suppress(OSError):  # whoever has gone gets no answer
+                connection.settimeout(_PATIENCE)
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        _, user = peer_of(connection)
+        if user not in (os.geteuid(), 0):
+            _log.warning("user %d wanted to hand over memory, and was sent away", user)
+            connection.send(_said(error=f"this node takes nothing from user {user}"))
+            return
+        data, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not data:
+                return
+            if not descriptors:
+                answer = _said(error="there was no descriptor, or this node has too many open")
+            else:
+                answer = _said(segment=self._take(descriptors[0]))
+        except DissociatedError as error:
+            answer = _said(error=str(error))
+        except Exception:
+            _log.exception("a memfd was not taken")
+            answer = _said(error="the node failed for a reason that its log tells")
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        connection.send(answer)
+
+    def close(self) -> None:
+        """Take nothing more."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes `accept`
+        self._socket.close()
+        self._thread.join()
+        self.path.unlink(missing_ok=True)
+
+
+def hand_over(path: str, descriptor: int, timeout: float) -> str:
+    """Give the node that listens at `path` what a descriptor refers to. Returns the name of the segment.
+
+    Raises TransportError where no node answers, DeadlineExceeded, AccessDenied where it is another user's, and
+    StoreError with what it says.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout)
+        try:
+            connection.connect(path)
+            _, user = peer_of(connection)
+            if user not in (os.geteuid(), 0):
+                raise AccessDenied(f"the node at {path} runs as user {user}, who shall not have this memory")
+            socket.send_fds(connection, [b"\0"], [descriptor])
+            answer = connection.recv(_MAX_ANSWER)
+        except DissociatedError:  # some are OSErrors, too
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded(f"the node at {path} said nothing for {timeout:g} s") from None
+        except OSError as error:
+            raise TransportError(f"cannot hand memory over at {path}: {error.strerror or error}") from None
+    if not answer:
+        raise TransportError(f"the node at {path} ended before it had taken the memory")
+    said = json.loads(answer)
+    if "segment" not in said:
+        raise StoreError(said["error"])
+    return str(said["segment"])
+
+
+def _said(**answer: str) -> bytes:
+    return json.dumps(answer).encode()

@@ -1,0 +1,159 @@
+"""Sealed memfds that writers have handed over: segments without a name, which live no longer than their node.
+
+They are to a store what a shelf is, in memory alone. What was removed is kept as long as somebody has it open or
+mapped: the kernel tells, as it does of files. Whoever made a memfd may go on holding it; that it does not tell.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dissociated.memory.shared import create_memfd, is_sealed, reopen_read_only
+from dissociated.store.shelf import Version
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Memfd:
+    """A descriptor that nobody else has, so that the kernel can tell whether somebody uses the memory."""
+
+    descriptor: int
+    inode: int
+    size: int
+    staged: float = field(default_factory=time.monotonic)
+
+    @property
+    def path(self) -> Path:
+        """Where this process opens it."""
+        return Path(f"/proc/self/fd/{self.descriptor}")
+
+
+class Memfds:
+    """Not safe to use from many threads: the store has a lock. Close it after use."""
+
+    def __init__(self) -> None:
+        self._staged: dict[str, Memfd] = {}
+        self._committed: dict[str, Sequence[Memfd]] = {}  # by the ids of versions
+        self._trash: list[Memfd] = []
+        probe = create_memfd("probe")
+        readable = reopen_read_only(probe)
+        os.close(probe)
+        self._leases = _unused(readable)  # without them nobody could tell
+        os.close(readable)
+
+    # What is staged
+
+    def open(self, descriptor: int) -> Memfd | None:
+        """What somebody hands over, to be staged or closed; None where it could still be changed."""
+        if not is_sealed(descriptor):
+            return None
+        status = os.fstat(descriptor)
+        size = -(-status.st_size // _PAGE) * _PAGE  # holes too: to read them takes memory
+        return Memfd(reopen_read_only(descriptor), status.st_ino, size)
+
+    def stage(self, memfd: Memfd) -> str:
+        """Keep it until it is committed, under the name that is returned."""
+        name = f"{secrets.token_hex(16)}.memfd"
+        self._staged[name] = memfd
+        return name
+
+    def staged(self, name: str) -> Path | None:
+        """The path of one that is staged."""
+        found = self._staged.get(name)
+        return None if found is None else found.path
+
+    def unstage(self, name: str) -> None:
+        """It is not staged any more."""
+        found = self._staged.pop(name, None)
+        if found is not None:
+            self._let_go([found])
+
+    def sweep(self, forgotten: float) -> None:
+        """Let go of what was staged so many seconds ago."""
+        oldest = time.monotonic() - forgotten
+        for name in [name for name, memfd in self._staged.items() if memfd.staged < oldest]:
+            self.unstage(name)
+
+    # What a shelf does
+
+    def has(self, paths: Iterable[Path]) -> bool:
+        """Whether all of these are paths of memfds here."""
+        known = {memfd.path for memfd in self._all()}
+        return known.issuperset(paths)
+
+    def publish(self, version: Version, paths: Sequence[Path]) -> None:
+        """Make these a version."""
+        known = {memfd.path: memfd for memfd in self._all()}
+        self._committed[version.id] = [known[path] for path in paths]
+
+    def files(self, version: Version) -> list[Path]:
+        """Where this process opens the segments of a version."""
+        return [memfd.path for memfd in self._committed[version.id]]
+
+    def confirm(self, version: Version) -> None:
+        """Nothing of what is known of a version is kept here."""
+
+    def remove(self, version: Version) -> None:
+        """Make a version disappear. Whoever reads it is undisturbed."""
+        self._let_go(self._committed.pop(version.id))
+
+    def empty_trash(self) -> None:
+        """Close what nobody uses any more."""
+        used = []
+        for memfd in self._trash:
+            if self._leases and not _unused(memfd.descriptor):
+                used.append(memfd)
+            else:
+                os.close(memfd.descriptor)
+        self._trash = used
+
+    # Bytes
+
+    def knows(self, memfd: Memfd) -> bool:
+        """Whether the same memory counts already."""
+        return any(other.inode == memfd.inode for other in (*self._all(), *self._trash))
+
+    def usage(self) -> tuple[int, int, int]:
+        """Bytes that are committed, only staged, and removed and still used by somebody."""
+        sizes: dict[int, int] = {}
+        totals = []
+        for some in ([one for held in self._committed.values() for one in held], self._staged.values(), self._trash):
+            more = {one.inode: one.size for one in some if one.inode not in sizes}
+            sizes |= more
+            totals.append(sum(more.values()))
+        committed, staged, trash = totals
+        return committed, staged, trash
+
+    def _all(self) -> list[Memfd]:
+        return [*self._staged.values(), *(one for held in self._committed.values() for one in held)]
+
+    def _let_go(self, some: Iterable[Memfd]) -> None:
+        kept = {id(one) for one in self._all()}
+        self._trash += {id(one): one for one in some if id(one) not in kept}.values()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for descriptor in {one.descriptor for one in (*self._all(), *self._trash)}:
+            os.close(descriptor)
+        self._staged.clear()
+        self._committed.clear()
+        self._trash.clear()
+
+
+def _unused(descriptor: int) -> bool:
+    """Whether nobody has opened the same memory once more, or mapped that: then the kernel grants a lease."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, should somebody open it now, would kill
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True

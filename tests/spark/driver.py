@@ -1,0 +1,143 @@
+"""A Spark driver as a process of its own: takes jobs as lines of JSON, and answers each with such a line.
+
+What its jobs do to the processes around them, they do for real: these are the failures that Spark must survive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from dissociated.spark import publish, session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PATIENCE = 60.0
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """What the condition gives once it gives something."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+    return found
+
+
+def writer_of(segment: str, stores: str) -> int | None:
+    """The process that writes the segment whose name ends so."""
+    for part in Path(stores).glob(f"*/staging/*{segment}.part"):
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.path.samefile(link, part):
+                    return int(link.parts[2])
+            except OSError:
+                pass
+    return None
+
+
+def executor() -> int:
+    """The executor that this Python worker belongs to."""
+    pid = os.getppid()
+    while b"CoarseGrainedExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def mapped(spark: SparkSession, rows: int, partitions: int, function: Callable[..., Iterator[pa.RecordBatch]]) -> Any:
+    """Numbers from 0, whose batches pass through `function`, which is told partition, attempt and the attempt's id."""
+
+    def through(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        return function(batches, context.partitionId(), context.attemptNumber(), context.taskAttemptId())
+
+    return spark.range(0, rows, numPartitions=partitions).mapInArrow(through, "id long")
+
+
+def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, mode: str = "overwrite") -> None:
+    publish(spark.range(0, rows, numPartitions=partitions), name, uri, mode)
+
+
+def killed_within(
+    spark: SparkSession, uri: str, name: str, rows: int, partitions: int, whom: str, stores: str, killed: str, mode: str
+) -> None:
+    """The first attempt of partition 1 loses its writer, or its executor, half-way through its segment.
+
+    Whom that was is written into the file `killed`.
+    """
+
+    def kill(
+        batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
+    ) -> Iterator[pa.RecordBatch]:
+        for number, batch in enumerate(batches):
+            if number == 6 and partition == 1 and attempt == 0:
+                pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
+                if whom == "executor":
+                    pid = executor()
+                Path(killed).write_text(str(pid))
+                os.kill(pid, signal.SIGKILL)
+            yield batch
+
+    publish(mapped(spark, rows, partitions, kill), name, uri, mode)
+
+
+def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str) -> None:
+    """Partition 0 is run twice, and both attempts come to their ends at the same time."""
+
+    def meet(
+        batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
+    ) -> Iterator[pa.RecordBatch]:
+        yield from batches
+        if partition == 0:
+            Path(meeting, str(attempt)).touch()
+            wait_for(lambda: len(os.listdir(meeting)) == 2)
+
+    publish(mapped(spark, rows, partitions, meet), name, uri)
+
+
+def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions: int) -> None:
+    """All partitions but the last are written; that one waits for more."""
+
+    def wait(
+        batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
+    ) -> Iterator[pa.RecordBatch]:
+        yield from batches
+        while partition == partitions - 1:
+            time.sleep(1)
+
+    publish(mapped(spark, rows, partitions, wait), name, uri)
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    function.__name__: function for function in (plain, killed_within, raced, never_ending)
+}
+
+
+def main() -> None:
+    conf = json.loads(sys.argv[1])
+    with session("tests", conf.pop("master"), **{"spark.log.level": "OFF", **conf}) as spark:
+        print("{}", flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            error = ""
+            try:
+                JOBS[asked.pop("job")](spark, **asked)
+            except Exception as raised:
+                error = str(raised)
+            print(json.dumps({"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Nodes, catalogs, writers and readers as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow as pa
+
+import dissociated as dis
+from helpers import PATIENCE, wait_until
+from processes import Process
+
+SCHEMA = pa.schema([("n", pa.int64())])
+MIB = 1 << 20
+
+
+def table(*numbers: int) -> pa.Table:
+    return pa.table({"n": pa.array(numbers, pa.int64())})
+
+
+def put(uri: str, name: str, data: pa.Table, **options: object) -> None:
+    with dis.connect(uri) as client:
+        client.put(name, data.to_reader(), **options)  # type: ignore[arg-type]
+
+
+def read(uri: str, name: str, transport: str | None = None) -> list[int]:
+    with dis.connect(uri) as client:
+        numbers: list[int] = client.read(name, transport).read_all()["n"].to_pylist()
+    return numbers
+
+
+def segments(store: Path) -> list[str]:
+    walked = os.walk(store)  # unlike Path.rglob, it passes over what is renamed meanwhile
+    found = [os.path.join(parent, name) for parent, _, names in walked for name in names if name.endswith(".arrows")]
+    return sorted(os.path.relpath(path, store) for path in found)
+
+
+def staged(store: Path) -> list[str]:
+    return sorted(os.listdir(store / "staging"))
+
+
+def nothing_is_left_of(node: Process, store: Path) -> None:
+    """Drop all that a node has, and wait until it has no files, descriptors, mappings and leases of that."""
+    with dis.connect(node.uri) as client:
+        for info in client.list():
+            client.drop(info.name)
+    wait_until(lambda: node.leases() == 0, "nobody holds anything")
+    wait_until(lambda: segments(store / "segments") == [], "no files are left")
+    wait_until(lambda: node.open_files(store / "segments") == [], "nothing is open or mapped")
+
+
+READER = """
+import sys, dissociated as dis
+with dis.connect(sys.argv[1]) as client:
+    reader = client.read(sys.argv[2], "shm")
+    held = [reader.read_next_batch()]
+    print("reached", flush=True)
+    sys.stdin.readline()
+    held += reader
+    print(sum(batch.num_rows for batch in held), held[-1]["n"][-1], flush=True)
+"""
+
+WRITER = """
+import sys, pyarrow as pa, dissociated as dis
+from dissociated.store.segment import SegmentWriter
+with dis.connect(sys.argv[1]) as client:
+    place = client.stage()
+    writer = SegmentWriter(place.directory + "/w", pa.schema([("n", pa.int64())]), reserve=client.reserve)
+    writer.write(pa.record_batch({"n": pa.array([5], pa.int64())}))
+    if sys.argv[2] == "whole":
+        writer.close()
+    print("reached", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reached\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=PATIENCE)

@@ -1,0 +1,378 @@
+"""Sealed memfds that are handed over by descriptor: where they lie, what they count, and who may hand them over."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+import dissociated as dis
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, TransportError
+from dissociated.memory.shared import Backing
+from dissociated.store.handover import hand_over
+from dissociated.store.store import Policy, Store
+from helpers import PATIENCE, Serve, leaving_nothing, wait_until
+from memory.maps import origins
+from processes import Process, Start
+
+from .processes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@contextmanager
+def memfd(data: pa.Table | bytes, seals: int = SEALS) -> Iterator[int]:
+    """As somebody would make it who knows nothing of this library."""
+    descriptor = os.memfd_create("mine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                with pa.ipc.new_stream(file, data.schema) as writer:
+                    writer.write_table(data)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def large(mib: int) -> pa.Table:
+    return pa.table({"n": pa.array(range(mib * MIB // 8), pa.int64())})
+
+
+def handed(store: Store, data: pa.Table) -> str:
+    with memfd(data) as descriptor:
+        return store.hand_over(descriptor)
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("*/**/*") if path.is_file()]
+
+
+# A store
+
+
+def test_a_memfd_is_served_where_it_lies_until_the_store_is_closed(memory: Path) -> None:
+    with leaving_nothing():
+        with Store(memory / "store") as store:
+            with memfd(table(1, 2)) as descriptor:
+                version = store.commit("d", [store.hand_over(descriptor)], key="k", tags={"of": "x"})
+                inode = os.fstat(descriptor).st_ino
+            (segment,) = store.segments(version)
+            assert os.fstat(segment.descriptor).st_ino == inode
+            assert segment.backing is Backing.SEALED
+            assert pa.ipc.open_stream(segment.region.memory).read_all() == table(1, 2)
+            assert (version.rows, version.tags, store.current("d")) == (2, {"of": "x"}, version)
+            assert files(store.directory) == []
+            del segment
+        with Store(memory / "store") as store:
+            assert store.versions() == []
+
+
+UNSAFE = {
+    "not sealed": 0,
+    "it can be written": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW,
+    "it can shrink": fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW,
+    "it can grow": fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK,
+    "only later writers are kept off": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10,
+}
+
+
+@pytest.mark.parametrize("seals", UNSAFE.values(), ids=UNSAFE)
+def test_a_memfd_that_could_change_is_refused(memory: Path, seals: int) -> None:
+    with leaving_nothing(), Store(memory / "store") as store:
+        with memfd(table(1), seals) as descriptor, pytest.raises(StoreError, match="could still be changed"):
+            store.hand_over(descriptor)
+        assert store.usage().total == 0
+
+
+def test_what_is_no_memfd_is_refused(memory: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with leaving_nothing(), Store(memory / "store") as store:
+        read, write = os.pipe()
+        file = os.open(tmp_path / "file", os.O_RDONLY)
+        for descriptor in (read, write, file):
+            with pytest.raises(StoreError, match="could still be changed"):
+                store.hand_over(descriptor)
+            os.close(descriptor)
+
+
+def test_a_memfd_that_holds_no_stream_is_refused_and_nothing_has_to_go_for_it(memory: Path) -> None:
+    with leaving_nothing(), Store(memory / "store", 4 * MIB, Policy.EVICT) as store:
+        kept = store.commit("d", [handed(store, large(3))], key="k")
+        with memfd(bytes(2 * MIB)) as descriptor, pytest.raises(StoreError, match="handed over: not an"):
+            store.hand_over(descriptor)
+        assert store.versions() == [kept]
+
+
+def test_what_was_handed_over_counts_for_as_long_as_somebody_has_it_mapped(memory: Path) -> None:
+    with Store(memory / "store", 8 * MIB) as store:
+        version = store.commit("d", [handed(store, large(5))], key="k")
+        assert 5 * MIB <= store.usage().committed <= 6 * MIB
+        again = handed(store, large(2))
+        with memfd(large(3)) as descriptor, pytest.raises(StoreError, match=r"is full: it holds .* and the memory"):
+            store.hand_over(descriptor)
+        with pytest.raises(StoreError, match="is full"), store.writer("w", SCHEMA) as writer:  # files count with it
+            writer.write_table(large(3))
+        store.discard([again])
+        assert store.usage().staged == 0
+        mapped = store.segments(version)[0].region.memory
+        store.remove(version)
+        store.sweep()
+        assert store.usage().trash >= 5 * MIB
+        assert pa.ipc.open_stream(mapped).read_all() == large(5)
+        del mapped
+        store.sweep()
+        assert store.usage().total == 0
+
+
+def test_the_same_memory_counts_once(memory: Path) -> None:
+    with Store(memory / "store", 5 * MIB) as store, memfd(large(3)) as descriptor:
+        for key in "ab":
+            store.commit(key, [store.hand_over(descriptor)], key=key)
+        assert store.usage().total < 4 * MIB
+
+
+def test_holes_count_for_what_they_take_when_they_are_read(memory: Path) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        writer.write_table(table(1))
+    with Store(memory / "store", MIB) as store, memfd(b"", 0) as descriptor:
+        os.write(descriptor, sink.getvalue())
+        os.ftruncate(descriptor, 1 << 40)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        with pytest.raises(StoreError, match="it would never fit"):
+            store.hand_over(descriptor)
+
+
+def test_memfds_are_evicted_and_spilled_as_files_are(memory: Path, tmp_path: Path) -> None:
+    with Store(memory / "evict", 8 * MIB, Policy.EVICT) as store:
+        for name in "abc":
+            store.commit(name, [handed(store, large(3))], key=name)
+        assert [version.name for version in store.versions()] == ["b", "c"]
+    with leaving_nothing():
+        with Store(memory / "spill", 8 * MIB, Policy.SPILL, tmp_path / "disk") as store:
+            first, *_ = (store.commit(name, [handed(store, large(3))], key=name) for name in "abc")
+            assert store.spilled(first)
+            assert store.usage().total <= 8 * MIB
+            assert pa.ipc.open_stream(store.segments(first)[0].region.memory).read_all() == large(3)
+        with Store(memory / "spill", 8 * MIB, Policy.SPILL, tmp_path / "disk") as store:
+            assert store.versions() == [first]  # on disk it has a name
+
+
+def test_memfds_are_appended_where_they_lie_and_copied_where_they_meet_files(memory: Path) -> None:
+    with leaving_nothing(), Store(memory / "store") as store:
+        for key, numbers in ("1", (1, 2)), ("2", (3,)):
+            both = store.commit("d", [handed(store, table(*numbers))], key=key, append=True)
+        assert [segment.backing for segment in store.segments(both)] == [Backing.SEALED] * 2
+        store.remove(store.versions()[0])
+        assert [segment.rows for segment in store.segments(both)] == [2, 1]
+        with store.writer("file", SCHEMA) as writer:
+            writer.write_table(table(4))
+        mixed = store.commit("d", ["file"], key="3", append=True)
+        assert [segment.backing for segment in store.segments(mixed)] == [Backing.FILE] * 3
+        assert [segment.rows for segment in store.segments(mixed)] == [2, 1, 1]
+    with Store(memory / "store") as store:
+        assert store.versions() == [mixed]
+
+
+def test_what_is_handed_over_and_never_committed_is_forgotten_in_the_end(memory: Path) -> None:
+    with leaving_nothing(), Store(memory / "store") as store:
+        handed(store, table(1))
+        store.sweep()
+        assert store.usage().staged > 0
+        store.sweep(forgotten=0)
+        assert store.usage().total == 0
+
+
+# A node
+
+PRODUCER = """
+import fcntl, os, sys, pyarrow as pa, dissociated as dis
+descriptor = os.memfd_create("mine", os.MFD_ALLOW_SEALING)
+table = pa.table({"n": pa.array(range(1000), pa.int64())})
+with os.fdopen(os.dup(descriptor), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    writer.write_table(table)
+fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+with dis.connect(sys.argv[1]) as client:
+    segment = client.hand_over(descriptor)
+    if sys.argv[2] == "commit":
+        client.commit("d", [segment], "overwrite", table.schema)
+    print("reached", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def held(node: Process) -> int:
+    """How many descriptors of what was handed over a node has."""
+    links = [os.path.join(f"/proc/{node.pid}/fd", entry) for entry in os.listdir(f"/proc/{node.pid}/fd")]
+    return sum(os.path.lexists(link) and "memfd:mine" in os.readlink(link) for link in links)
+
+
+def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory: Path, start: Start) -> None:
+    store = memory / "store"
+    node = start("node", "--store", store)
+    put(node.uri, "e", table(7))
+    kill(spawn(PRODUCER, node.uri, "commit"))
+    with dis.connect(node.uri) as client:
+        arrived = client.read("d", "shm").read_all()
+        assert {path for _, path in origins(arrived.to_batches())} == {"/memfd:mine (deleted)"}  # it was not copied
+        assert len(segments(store)) == 1  # that of e
+        for transport in ("tcp", "grpc"):
+            assert read(node.uri, "d", transport) == [*range(1000)]
+        with flight.FlightClient(node.uri) as plain:
+            info = plain.get_flight_info(flight.FlightDescriptor.for_path("d"))
+            assert plain.do_get(info.endpoints[0].ticket).read_all() == arrived
+        node.kill()
+    assert arrived["n"].to_pylist() == [*range(1000)]
+    again = start("node", "--store", store)
+    assert read(again.uri, "e") == [7]
+    with pytest.raises(DatasetNotFound):
+        read(again.uri, "d")
+
+
+def test_what_was_handed_over_to_a_node_goes_when_it_is_dropped(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store", "--limit", "16MiB")
+    kill(spawn(PRODUCER, node.uri, "stage"))  # before the commit: it may come from elsewhere
+    assert held(node) == 1
+    kill(spawn(PRODUCER, node.uri, "commit"))
+    with dis.connect(node.uri) as client:
+        (there,) = client.status().datasets
+        assert (there.name, there.rows) == ("d", 1000)
+        client.drop("d")
+    wait_until(lambda: held(node) == 1, "only what is staged is left")
+    assert staged(memory / "store") == []
+
+
+def test_a_node_of_a_catalog_takes_memory_too(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "0.2")
+    node = start(*arguments)
+    kill(spawn(PRODUCER, catalog.uri, "commit"))
+    put(catalog.uri, "e", table(7))  # so that the node tells everything once more
+    with dis.connect(catalog.uri) as client:
+        seen = client.nodes()[0]["seen"]
+        wait_until(lambda: client.nodes()[0]["seen"] > seen, "the node was heard")
+        assert read(catalog.uri, "d", "shm") == [*range(1000)]
+        node.kill()
+        start(*arguments)
+        wait_until(lambda: [info.name for info in client.list()] == ["e"], "the catalog knows that it is gone")
+
+
+def test_handing_over_what_a_node_refuses_says_why(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store", "--limit", "1MiB")
+    with dis.connect(node.uri) as client:
+        for data, seals, sentence in (
+            (table(1), 0, "could still be changed"),
+            (b"garbage", SEALS, "the memory that was handed over: "),
+            (large(2), SEALS, "it would never fit"),
+        ):
+            with memfd(data, seals) as descriptor, pytest.raises(StoreError, match=sentence):
+                client.hand_over(descriptor)
+        with memfd(table(1, 2)) as descriptor:
+            client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+        assert read(node.uri, "d") == [1, 2]
+
+
+def test_whoever_says_nothing_or_nonsense_at_the_socket_harms_nobody(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        path = client.stage().handover
+    assert os.stat(path).st_mode & 0o777 == 0o600
+
+    def say(data: bytes, *descriptors: int) -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(PATIENCE)
+            connection.connect(path)
+            socket.send_fds(connection, [data], descriptors)
+            return connection.recv(4096)
+
+    with memfd(table(1)) as descriptor:
+        assert b"there was no descriptor" in say(b"\0")
+        assert b"there was no descriptor" in say(bytes(1 << 16))
+        assert b'"segment"' in say(b"\0", descriptor, descriptor)  # the kernel drops all but the first
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.connect(path)
+            hand_over(path, descriptor, PATIENCE)  # after a moment
+    assert held(node) == 2  # what is staged
+
+
+def test_a_server_publishes_memory_of_its_own_process(serve: Serve) -> None:
+    server = serve("shm:")
+    with memfd(table(1, 2)) as descriptor:
+        server.publish("d", f"/dev/fd/{descriptor}")
+    arrived = dis.open_stream(server.locations("d")[0], server.ticket("d")).read_all()
+    assert {path for _, path in origins(arrived.to_batches())} == {"/memfd:mine (deleted)"}
+    assert arrived == table(1, 2)
+
+
+def test_a_server_without_a_store_takes_no_memory_of_others() -> None:
+    with (
+        dis.Server(["inproc:"]) as server,
+        dis.connect(server.catalog_uri) as client,
+        memfd(table(1)) as descriptor,
+        pytest.raises(CatalogError, match="no node on this host"),
+    ):
+        client.hand_over(descriptor)
+
+
+def test_a_node_that_is_gone_is_told(tmp_path: Path) -> None:
+    with memfd(table(1)) as descriptor, pytest.raises(TransportError, match="No such file"):
+        hand_over(str(tmp_path / "memfd.sock"), descriptor, PATIENCE)
+
+
+AS_NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(sys.argv[1])
+print(connection.recv(4096).decode())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        path = Path(client.stage().handover)
+
+    def heard() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", AS_NOBODY, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+
+    assert "PermissionError" in heard().stderr
+    for closed in (path, *list(path.parents)[:3]):  # even if somebody opens it to all
+        closed.chmod(0o777)
+    assert heard().stdout == '{"error": "this node takes nothing from user 65534"}\n'
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_memory_is_not_handed_over_to_another_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    listening = """
+    import os, socket, sys
+    os.setuid(65534)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    print("reached", flush=True)
+    connection, _ = listener.accept()
+    print(socket.recv_fds(connection, 1, 1))
+    """
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o755)
+    process = spawn(listening, str(tmp_path / "s"))
+    with memfd(table(1)) as descriptor, pytest.raises(AccessDenied, match="runs as user 65534"):
+        hand_over(str(tmp_path / "s"), descriptor, PATIENCE)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    assert printed.startswith("(b'', [], ")
