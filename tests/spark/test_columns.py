@@ -143,6 +143,14 @@ def test_nanoseconds_are_refused_unless_they_are_to_be_cut_off(name: str) -> Non
     assert columns.convert(whole)["fine"].cast(pa.int64()).to_pylist() in ([5, None], [5_000, None])
 
 
+def test_nanoseconds_are_refused_within_lists_too() -> None:
+    batch = pa.record_batch({"fine": pa.array([[1000], [1001]], pa.list_(pa.time64("ns")))})
+    with pytest.raises(SourceError, match=r"column 'fine' .*lose data"):
+        Columns(batch.schema, spark_schema(batch.schema)).convert(batch)
+    taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
+    assert taken["fine"].flatten().cast(pa.int64()).to_pylist() == [1000, 1000]
+
+
 def test_instants_before_1970_are_cut_off_downwards() -> None:
     batch = pa.record_batch({"at": pa.array([-1, -1000, -1001], pa.timestamp("ns"))})
     taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)

@@ -199,12 +199,6 @@ def test_a_type_that_arrow_lacks_is_told_before_any_task(spark: SparkSession, ca
         publish(spark.sql("SELECT INTERVAL '3' YEAR AS age"), "x", catalog)
 
 
-@pytest.mark.parametrize("schema", [None, "id long"])
-def test_reading_into_spark_says_what_to_use_instead(spark: SparkSession, schema: str | None) -> None:
-    with pytest.raises(PySparkException, match=r"dissociated.connect\(catalog\).read\(name\)"):
-        spark.read.format("dissociated").load("x", schema=schema).collect()
-
-
 def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for _ in range(2):

@@ -134,17 +134,16 @@ class Columns:
         return array.cast(to, safe=False)
 
     def _list(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if array.type.equals(to):
+        if _as_it_is(array.type, to):
             return array
         # Never a cast: pyarrow makes invalid lists of list views.
-        offsets = pa.concat_arrays(
-            [_ZERO, pc.cumulative_sum(pc.list_value_length(array).fill_null(0).cast(pa.int32()))]
-        )
+        lengths = pc.list_value_length(array).fill_null(0).cast(pa.int32())
+        offsets = pa.concat_arrays([_ZERO, pc.cumulative_sum_checked(lengths)])
         values = self._converted(array.flatten(), to.value_type)
         return pa.ListArray.from_arrays(offsets, values, type=to, mask=_nulls(array))
 
     def _map(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if array.type.equals(to):
+        if _as_it_is(array.type, to):
             return array
         start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
         keys = self._converted(array.keys.slice(start, stop - start), to.key_type)
@@ -153,7 +152,7 @@ class Columns:
         return pa.MapArray.from_arrays(offsets, keys, items, type=to, mask=_nulls(array))
 
     def _struct(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if not to.num_fields or array.type.equals(to):
+        if not to.num_fields or _as_it_is(array.type, to):
             return array
         children = [self._converted(child, field.type) for child, field in zip(array.flatten(), to, strict=True)]
         return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
@@ -225,6 +224,15 @@ def _is_list(here: pa.DataType) -> bool:
         or types.is_list_view(here)
         or types.is_large_list_view(here)
     )
+
+
+def _as_it_is(here: pa.DataType, to: pa.DataType) -> bool:
+    """Whether values can stay as they are. A time may have nanoseconds, though its type is the one that Spark takes."""
+    return bool(here.equals(to)) and not _has_times(to)
+
+
+def _has_times(here: pa.DataType) -> bool:
+    return types.is_time(here) or any(_has_times(here.field(index).type) for index in range(here.num_fields))
 
 
 def _fits(here: pa.Field, to: pa.Field) -> bool:

@@ -19,16 +19,15 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from dissociated.access import read_token
 from dissociated.catalog.client import Client, DatasetInfo, Endpoint, connect, locations
 from dissociated.client import takes_selections
-from dissociated.errors import OptionError, WrongKind
+from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.spark.columns import Columns, spark_schema
-from dissociated.spark.filters import passing, supported
-from dissociated.spark.types import arrow_schema
+from dissociated.spark.filters import Filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
@@ -46,7 +45,7 @@ class Request:
     transport: str | None = None
     partitions: int | None = None
     nanoseconds: str = "refuse"
-    pushdown: bool = False
+    filters: Filters | None = None
     token_file: str | None = None
     tls_roots: str | None = None
 
@@ -61,7 +60,7 @@ class Request:
             transport=options.get("transport"),
             partitions=_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
-            pushdown=_flag(options, "pushdown"),
+            filters=None if options.get("filters") is None else Filters.parse(options["filters"]),
             token_file=options.get("token_file"),
             tls_roots=options.get("tls_roots"),
         )
@@ -90,7 +89,7 @@ class Request:
         """A reader of the columns in `schema`. Raises OptionError where that contradicts the option `columns`."""
         if self.columns is not None and [*self.columns] != schema.fieldNames():
             raise OptionError("say which columns by .schema(...) or by the option columns, not both")
-        return FilteringReader(self, schema) if self.pushdown else DatasetReader(self, schema)
+        return DatasetReader(self, schema)
 
 
 class Slice(NamedTuple):
@@ -121,13 +120,12 @@ class DatasetReader(DataSourceReader):
     def __init__(self, request: Request, schema: StructType) -> None:
         self.request = request
         self.schema = schema
-        self.filters: list[Filter] = []
 
     def partitions(self) -> Sequence[InputPartition]:
         """One for each endpoint, or for each slice of one where those can be requested."""
         with self.request.connect() as client:
             info = self.request.describe(client)
-            Columns(info.schema, self.schema, self.request.nanoseconds)  # what does not fit is told before any task
+            _Selected(self.request, self.schema, info.schema)  # what does not fit is told before any task
             return [
                 Part(info.version, number, None if info.version else endpoint, one)
                 for number, endpoint in enumerate(info.endpoints)
@@ -138,21 +136,31 @@ class DatasetReader(DataSourceReader):
         """In a task: the rows of one partition. Closed early, it gives back what it holds."""
         assert isinstance(partition, Part), "Spark gives what partitions has made"
         with self.request.connect() as client:
-            info = self.request.describe(client, partition.version or None)
-            columns = Columns(info.schema, self.schema, self.request.nanoseconds)
+            info = self._planned(client, partition.version)
+            selected = _Selected(self.request, self.schema, info.schema)
             reader = client.read_endpoint(
                 info,
                 partition.endpoint or info.endpoints[partition.number],
                 self.request.transport,
-                None if {*columns.names} == {*info.schema.names} else columns.names,
+                selected.requested,
                 batches=None if partition.slice is None else partition.slice[:2],
             )
         with closing(reader):
             for batch in _trimmed(reader, partition.slice):
                 for at in range(0, batch.num_rows, _ROWS):
-                    some = passing(columns.convert(batch.slice(at, _ROWS)), self.filters)
+                    some = selected.of(batch.slice(at, _ROWS))
                     if some.num_rows:
                         yield some
+
+    def _planned(self, client: Client, version: int) -> DatasetInfo:
+        """The version that was planned. Raises DatasetNotFound where it is there no more."""
+        try:
+            return self.request.describe(client, version or None)
+        except DatasetNotFound as error:
+            raise DatasetNotFound(
+                f"{error}: {self.request.name!r} was replaced or dropped after this DataFrame was planned. Load it "
+                "again; nodes keep what was replaced for a while (--retain), and a server in your own process does not"
+            ) from None
 
     def _slices(self, client: Client, info: DatasetInfo, endpoint: Endpoint) -> Sequence[Slice | None]:
         """How to cut an endpoint; where it must not be asked, or cannot choose, it stays whole."""
@@ -170,17 +178,27 @@ class DatasetReader(DataSourceReader):
         return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
 
 
-class FilteringReader(DatasetReader):
-    """Takes filters from Spark. Spark makes such a reader fail where the setting for it is off."""
+class _Selected:
+    """What is wanted of batches with the schema `source`: these columns, and the rows that pass. Raises as Columns."""
 
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
-        """Keep those that are decided as in Spark; give back the others."""
-        schema = arrow_schema(self.schema)
-        for one in filters:
-            if supported(one, schema):
-                self.filters.append(one)
-            else:
-                yield one
+    def __init__(self, request: Request, wanted: StructType, source: pa.Schema) -> None:
+        self._columns = Columns(source, wanted, request.nanoseconds)
+        self._filters = request.filters
+        names = self._columns.names
+        if self._filters is not None:
+            looked_at = self._filters.columns
+            self._decisive = Columns(source, spark_schema(source, looked_at), request.nanoseconds)
+            self._filters.mask(pa.RecordBatch.from_pylist([], self._decisive.schema))  # can that be decided?
+            names = [*names, *looked_at]
+        #: The columns to be requested; None for all there are.
+        self.requested = None if {*names} == {*source.names} else names
+
+    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The wanted columns of the rows that pass."""
+        if self._filters is None:
+            return self._columns.convert(batch)
+        mask = self._filters.mask(self._decisive.convert(batch))
+        return self._columns.convert(batch).filter(mask)
 
 
 def slices(sizes: Sequence[int], count: int) -> list[Slice]:
@@ -248,10 +266,3 @@ def _number(options: Any, key: str, least: int) -> int | None:
     if number < least:
         raise OptionError(f"the option {key} is a number from {least} on, not {text!r}")
     return number
-
-
-def _flag(options: Any, key: str) -> bool:
-    text = str(options.get(key, "false")).lower()
-    if text not in ("true", "false"):
-        raise OptionError(f"the option {key} is true or false, not {text!r}")
-    return text == "true"

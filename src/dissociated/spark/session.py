@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dissociated.spark.java import java_home
 
@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 GIB = 1 << 30
-PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
-def session(app_name: str = "dissociated", master: str = "local[*]", **conf: str | int | bool) -> SparkSession:
+def session(
+    app_name: str = "dissociated", master: str = "local[*]", *, remote: str | None = None, **conf: str | int | bool
+) -> SparkSession:
     """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
 
-    Any other setting goes by its own name, and wins over those of this function:
-    `session(**{"spark.driver.memory": "16g"})`.
+    `remote` asks for a session of Spark Connect, in place of `master`: of a server that runs already, at
+    "sc://HOST:PORT", which is to have `dissociated` installed; or of one that is started here, by "local[*]". Any other
+    setting goes by its own name, and wins over those of this function: `session(**{"spark.driver.memory": "16g"})`.
 
-    Finds a Java by itself; raises JavaNotFound where there is none.
+    Finds a Java by itself; raises JavaNotFound where there is none, and one is to be started.
     """
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(app_name).master(master)
-    for key, value in {**_settings(master), **conf}.items():
+    builder = SparkSession.builder.appName(app_name)
+    builder = builder.master(master) if remote is None else builder.remote(remote)
+    started = master if remote is None else remote
+    for key, value in {**_settings(started), **conf}.items():
         builder = builder.config(key, value)
-    if SparkSession.getActiveSession():
+    if started.startswith("sc://") or SparkSession.getActiveSession():
         return builder.getOrCreate()
-    with _environment(_launch_variables(master)):
+    with _environment(_launch_variables(started)):
         return builder.getOrCreate()
 
 
@@ -51,17 +55,20 @@ def read(
     name: str,
     catalog: str,
     columns: Sequence[str] | None = None,
-    **options: str | int | bool,
+    filters: Sequence[Any] | None = None,
+    **options: str | int,
 ) -> DataFrame:
-    """The dataset `name` of the catalog at the URI `catalog`, or these `columns` of it, as a DataFrame.
+    """The dataset `name` of the catalog at the URI `catalog` as a DataFrame; `columns` of it, in this order.
 
-    `options` are those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
-    `tls_roots`. Filters go to the tasks that read, if the session has `spark.sql.python.filterPushdown.enabled`.
+    `filters` are `(column, operator, value)`, which must all be true for a row to be read, or lists of these, of one of
+    which all must be true; they are decided as Spark does, before rows come to Spark. `options` are those of the data
+    source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`, `tls_roots`.
     """
-    reader = spark.read.format("dissociated").option("catalog", catalog)
-    reader.options(**{"pushdown": spark.conf.get(PUSHDOWN, "false") or "false", **options})
+    reader = spark.read.format("dissociated").option("catalog", catalog).options(**options)
     if columns is not None:
-        reader.option("columns", json.dumps([*columns]))
+        reader = reader.option("columns", json.dumps([*columns]))
+    if filters is not None:
+        reader = reader.option("filters", json.dumps([*filters], default=str))  # dates, instants and decimals as text
     return reader.load(name)
 
 
@@ -69,7 +76,6 @@ def _settings(master: str) -> dict[str, str]:
     settings = {
         # By default Spark measures the batch again after every row; with this value it does not.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
-        PUSHDOWN: "true",
         "spark.sql.timeType.enabled": "true",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",

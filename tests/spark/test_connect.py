@@ -1,0 +1,58 @@
+"""The same by Spark Connect: in a process of its own, since a process has sessions of one kind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dissociated as dis
+from dissociated.errors import JavaNotFound
+from dissociated.spark import java_home
+
+pytest.importorskip("grpc", reason="Spark Connect needs grpcio: pip install 'pyspark[connect]'")
+
+SCRIPT = """
+import sys
+from pyspark.sql.connect.dataframe import DataFrame
+from dissociated.spark import publish, read, session
+
+uri = sys.argv[1]
+spark = session("connect", remote="local[1]")
+df = spark.range(0, 1000, numPartitions=2).selectExpr("id", "concat('text ', id) AS text")
+assert isinstance(df, DataFrame), "this is not Spark Connect"
+publish(df, "numbers", uri)
+there = read(spark, "numbers", uri, ["id"], [("id", ">=", 990)], partitions=2)
+assert [row.id for row in there.collect()] == [*range(990, 1000)]
+by_name = spark.read.format("dissociated").option("catalog", uri).schema("text string").load("numbers")
+assert by_name.limit(1).collect() == [("text 0",)]
+assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == "2147483647"
+assert spark.conf.get("spark.sql.timeType.enabled") == "true"
+spark.stop()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_publish_and_read(tmp_path: Path) -> None:
+    try:
+        java_home()
+    except JavaNotFound as error:
+        pytest.skip(str(error))
+    with dis.Server(["shm:"]) as server:
+        path = os.pathsep.join(filter(None, sys.path))
+        # SPARK_TESTING: a port that is free.
+        variables = {**os.environ, "SPARK_TESTING": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT, server.catalog_uri],
+            env=variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        with dis.connect(server.catalog_uri) as client:
+            assert client.read("numbers").read_all()["id"].to_pylist() == [*range(1000)]

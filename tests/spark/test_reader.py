@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.errors import PySparkException
+
+import dissociated as dis
+from arrow_cases import ARRAYS, ROWS
+from certificates import Certificates
+from dissociated.catalog.database import Database
+from dissociated.catalog.service import CatalogService
+from dissociated.errors import OptionError
+from dissociated.spark import publish, read
+from dissociated.spark.reader import Request, slices
+from dissociated.store.node import Node
+from dissociated.store.store import Store
+from helpers import PATIENCE, connections_left
+
+from .test_columns import NAMES, values
+from .test_datasource import NATIVE, plain
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
+
+EACH = 5_000
+TABLE = pa.Table.from_batches(
+    [
+        pa.record_batch(
+            {
+                "n": range(first, first + EACH),
+                "wide": [f"{n:0100}" for n in range(first, first + EACH)],
+                "half": pa.array([n / 2 if n % 3 else None for n in range(first, first + EACH)]),
+            }
+        )
+        for first in range(0, 4 * EACH, EACH)
+    ]
+)
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    """One that can be read over any transport, and must be left by all who read."""
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        yield server
+        until(lambda: connections_left(server) == 0, "somebody is still connected")
+        assert server.status().leases == 0
+
+
+def until(condition: Callable[[], bool], otherwise: str) -> None:
+    """Wait for what another process does."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.01)
+
+
+def numbers(df: DataFrame) -> list[int]:
+    return [int(row[0]) for row in df.select("n").collect()]
+
+
+@pytest.mark.parametrize("transport", [None, "shm", "tcp", "grpc"])
+def test_a_dataset_is_read_whole_and_in_order_in_slices(
+    spark: SparkSession, server: dis.Server, transport: str | None
+) -> None:
+    server.publish("data", TABLE)
+    options: dict[str, Any] = {} if transport is None else {"transport": transport}
+    df = read(spark, "data", server.catalog_uri, partitions=3, **options)
+    assert df.rdd.getNumPartitions() == 3
+    assert df.toArrow() == TABLE
+
+
+def test_spark_finds_the_source_by_itself_and_sql_does(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", TABLE)
+    df = spark.read.format("dissociated").option("catalog", server.catalog_uri).load("data")
+    assert df.rdd.getNumPartitions() == 1  # it is small
+    assert df.schema.simpleString() == "struct<n:bigint,wide:string,half:double>"
+    view = f"CREATE TEMPORARY VIEW seen USING dissociated OPTIONS (catalog '{server.catalog_uri}', path 'data')"
+    spark.sql(view)
+    try:
+        assert spark.sql("SELECT sum(n), count(half) FROM seen WHERE n % 2 = 0").first() == (99_990_000, 6_666)
+    finally:
+        spark.catalog.dropTempView("seen")
+
+
+def test_what_spark_wrote_it_reads_with_all_native_types(spark: SparkSession, server: dis.Server) -> None:
+    present = [f"{value} AS {name}" for name, value in NATIVE.items()]
+    nullable = [f"IF(id % 3 = 1, NULL, {value}) AS {name}_or_null" for name, value in NATIVE.items()]
+    df = spark.range(0, 20, numPartitions=2).selectExpr(*present, *nullable)
+    publish(df, "types", server.catalog_uri)
+    there = read(spark, "types", server.catalog_uri, partitions=2)
+    assert there.schema == df.schema
+    assert [plain(row) for row in there.collect()] == [plain(row) for row in df.collect()]
+
+
+def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server) -> None:
+    arrays = {
+        f"{name}, {number}": array
+        for name, some in ARRAYS.items()
+        if NAMES[name] is not None
+        for number, array in enumerate(some)
+    }
+    server.publish("types", pa.table(arrays))
+    df = read(spark, "types", server.catalog_uri, nanoseconds="truncate")
+    table = df.toArrow()
+    assert table.num_rows == ROWS
+    for name, array in arrays.items():
+        column = table[name].combine_chunks()
+        if name.startswith("timestamp[s]"):
+            column = column.cast(pa.timestamp("s"))
+        instants = pa.types.is_timestamp(column.type) and column.type.tz is not None
+        assert values(column.cast(pa.timestamp("us", "UTC")) if instants else column) == values(array), name
+
+
+def test_a_type_that_spark_lacks_is_told_with_its_column(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("odd", pa.table({"n": [1] * ROWS, "span": ARRAYS["interval"][0]}))
+    with pytest.raises(PySparkException, match=r"column 'span' has the type month_day_nano_interval.*option columns"):
+        read(spark, "odd", server.catalog_uri)
+    assert read(spark, "odd", server.catalog_uri, ["n"]).count() == ROWS
+
+
+def test_a_value_that_spark_cannot_hold_is_told_with_its_column(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("fine", pa.table({"at": pa.array([1001], pa.timestamp("ns"))}))
+    with pytest.raises(PySparkException, match=r"column 'at' of the type timestamp.*'nanoseconds', 'truncate'"):
+        read(spark, "fine", server.catalog_uri).collect()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_bodies_of_other_columns_and_slices_do_not_move(
+    spark: SparkSession, server: dis.Server, transport: str
+) -> None:
+    server.publish("data", TABLE)
+    by_option = read(spark, "data", server.catalog_uri, ["n"], transport=transport, partitions=4)
+    reader = spark.read.format("dissociated").option("catalog", server.catalog_uri).schema("n bigint")
+    by_schema = reader.options(transport=transport, partitions=4).load("data")
+    for df in (by_option, by_schema):
+        before = server.status().totals.bytes
+        assert numbers(df) == [*range(4 * EACH)]
+        until(lambda: connections_left(server) == 0, "somebody is still connected")
+        assert server.status().totals.bytes - before == 8 * 4 * EACH  # once, though there are four tasks
+
+
+def test_columns_come_in_the_order_in_which_they_are_asked_for(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", pa.table({"a, b": [1], "c": ["x"], "d": [2.5]}))
+    assert read(spark, "data", server.catalog_uri, ["d", "a, b"]).collect() == [(2.5, 1)]
+    reader = spark.read.format("dissociated").option("catalog", server.catalog_uri)
+    assert reader.option("columns", "d, c").load("data").collect() == [(2.5, "x")]
+    assert reader.option("columns", "d, c").schema("d double, c string").load("data").collect() == [(2.5, "x")]
+    with pytest.raises(PySparkException, match="not both"):
+        reader.schema("c string").load("data").collect()
+
+
+@pytest.mark.parametrize(
+    ("ddl", "message"),
+    [
+        ("n int", "column 'n' is bigint, not int"),
+        ("m bigint", "there is no column 'm'; there are n, wide, half"),
+        ("half double not null", "column 'half' is double, not double without nulls"),
+    ],
+)
+def test_a_schema_that_does_not_fit_is_told_before_any_task(
+    spark: SparkSession, server: dis.Server, ddl: str, message: str
+) -> None:
+    server.publish("data", TABLE)
+    with pytest.raises(PySparkException, match=message):
+        spark.read.format("dissociated").option("catalog", server.catalog_uri).schema(ddl).load("data").collect()
+    assert server.status().totals.streams == 0
+
+
+def test_limit_stops_early_and_releases(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", pa.Table.from_batches(TABLE.to_batches() * 50))
+    for transport in ("shm", "tcp"):
+        df = read(spark, "data", server.catalog_uri, transport=transport)
+        assert [row.n for row in df.limit(3).collect()] == [0, 1, 2]
+        until(lambda: connections_left(server) == 0, "a task that has ended is still connected")
+        assert server.status().leases == 0
+
+
+def test_a_task_that_fails_releases(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", TABLE)
+    df = read(spark, "data", server.catalog_uri, partitions=2)
+    with pytest.raises(PySparkException, match="boom"):
+        df.selectExpr("IF(n = 15000, raise_error('boom'), n) AS n").collect()
+    until(lambda: connections_left(server) == 0, "a task that has failed is still connected")
+
+
+def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_path: Path) -> None:
+    """Spark plans a DataFrame once, when its first query is."""
+    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        publish(spark.range(0, 100, numPartitions=2), "data", node.uri)
+        df = read(spark, "data", node.uri, partitions=4)
+        assert df.rdd.getNumPartitions() == 4
+        version = client.describe("data").version
+        publish(spark.range(1000, 1010, numPartitions=1), "data", node.uri)
+        assert [row.id for row in df.collect()] == [*range(100)]
+        assert [row.id for row in read(spark, "data", node.uri).collect()] == [*range(1000, 1010)]
+        pinned = read(spark, "data", node.uri, version=version)
+        assert [row.id for row in pinned.collect()] == [*range(100)]
+        client.drop("data")
+        with pytest.raises(
+            PySparkException, match=r"was replaced or dropped after this DataFrame was planned. Load it again"
+        ):
+            df.collect()
+
+
+def test_what_is_being_read_may_be_replaced(spark: SparkSession, server: dis.Server, tmp_path: Path) -> None:
+    """The server keeps nothing that was replaced; but who has begun to read goes on."""
+    server.publish("data", TABLE)
+    begun, replaced = tmp_path / "begun", tmp_path / "replaced"
+
+    def wait(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            begun.touch()
+            while not replaced.exists():  # the test's own timeout is the deadline
+                time.sleep(0.01)
+            yield batch
+
+    def replace() -> None:
+        until(begun.exists, "nobody has begun to read")
+        server.drop("data")
+        server.publish("data", pa.table({"n": [7]}))
+        replaced.touch()
+
+    df = read(spark, "data", server.catalog_uri, ["n"]).mapInArrow(wait, "n bigint")
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(replace)
+        assert numbers(df) == [*range(4 * EACH)]
+        done.result()
+
+
+def test_columns_that_changed_since_are_told(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", pa.table({"n": [1]}))
+    df = read(spark, "data", server.catalog_uri)
+    server.drop("data")
+    server.publish("data", pa.table({"n": ["a"]}))
+    with pytest.raises(PySparkException, match=r"column 'n' is string, not bigint.*load it again"):
+        df.collect()
+
+
+def test_tensors_are_refused(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("weights", pa.Tensor.from_numpy(pa.array([1.0, 2.0]).to_numpy()))
+    with pytest.raises(PySparkException, match=r"'weights' holds tensors.*read_tensors"):
+        read(spark, "weights", server.catalog_uri)
+
+
+def test_a_reader_that_can_be_read_once_is_read_by_one_task(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("once", TABLE.to_reader())
+    df = read(spark, "once", server.catalog_uri, partitions=4)
+    assert df.toArrow() == TABLE
+
+
+def test_no_rows_are_a_dataframe_too(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("nothing", TABLE.schema.empty_table())
+    df = read(spark, "nothing", server.catalog_uri, partitions=4)
+    assert df.collect() == []
+    assert df.schema.fieldNames() == TABLE.schema.names
+
+
+def test_one_large_batch_is_cut_within(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", TABLE.combine_chunks())
+    df = read(spark, "data", server.catalog_uri, partitions=3)
+    assert df.rdd.getNumPartitions() == 3
+    assert df.toArrow() == TABLE
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "x"}, "say where the catalog is"),
+        ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset is"),
+        ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
+    ],
+)
+def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], message: str) -> None:
+    with pytest.raises(PySparkException, match=message):
+        spark.read.format("dissociated").options(**options).load()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": ""}, "option columns is names"),
+        ({"columns": "a,,b"}, "option columns is names"),
+        ({"columns": '["a"'}, "is none"),
+        ({"columns": "[1]"}, "option columns is names"),
+        ({"partitions": "0"}, "option partitions is a number from 1 on, not '0'"),
+        ({"version": "latest"}, "option version is a number from 0 on, not 'latest'"),
+        ({"filters": "n > 7"}, "option filters is not JSON"),
+    ],
+)
+def test_options_that_make_no_sense_are_told(options: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Request.parse("grpc://127.0.0.1:1", "x", options)
+
+
+def test_a_dataset_or_a_transport_that_is_not_there_is_told(spark: SparkSession, server: dis.Server) -> None:
+    with pytest.raises(PySparkException, match="nothing"):
+        read(spark, "nothing", server.catalog_uri)
+    server.publish("data", TABLE)
+    with pytest.raises(PySparkException, match="cannot be reached from here by ucx: it is offered by"):
+        read(spark, "data", server.catalog_uri, transport="ucx").collect()
+
+
+def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("sesame\n")
+    listen = ["shm:", "tls://127.0.0.1:0"]
+    with dis.Server(listen, catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
+        server.publish("data", TABLE)
+        with pytest.raises(PySparkException, match="asks for a token"):
+            read(spark, "data", server.catalog_uri, tls_roots=certified.roots)
+        for transport in ("shm", "tls"):
+            options = {"tls_roots": certified.roots, "token_file": str(token_file), "transport": transport}
+            assert read(spark, "data", server.catalog_uri, partitions=2, **options).toArrow() == TABLE
+
+
+def test_a_dataset_of_parts_on_two_nodes_has_a_partition_for_each(spark: SparkSession, tmp_path: Path) -> None:
+    catalog = CatalogService(None, "grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=60.0)
+    listen = ["shm:", "tcp://127.0.0.1:0"]
+    try:
+        with (
+            Node(Store(tmp_path / "a"), listen, catalog=catalog.uri) as a,
+            Node(Store(tmp_path / "b"), listen, catalog=catalog.uri) as b,
+            dis.connect(catalog.uri) as client,
+        ):
+            parts = []
+            for node, some in ((a, TABLE[:EACH]), (b, TABLE[EACH:])):
+                with node.store.writer("part", TABLE.schema) as writer:
+                    for batch in some.to_batches():
+                        writer.write(batch)
+                parts.append({"node": node.store.id, "segment": "part"})
+            client.commit("data", parts, "overwrite", TABLE.schema)
+            for partitions, found in ((1, 2), (4, 4)):
+                df = read(spark, "data", catalog.uri, partitions=partitions)
+                assert df.rdd.getNumPartitions() == found
+                assert df.toArrow() == TABLE
+            b.close()
+            with pytest.raises(PySparkException, match="whose node says nothing any more"):
+                df.collect()
+    finally:
+        catalog.close()
+        gc.collect()
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 40))
+def test_slices_have_every_row_once(sizes: list[int], count: int) -> None:
+    made = slices(sizes, count)
+    assert len(made) <= count
+    batches = [[(number, row) for row in range(size)] for number, size in enumerate(sizes)]
+    found = []
+    for first, stop, skip, length in made:
+        within = [row for batch in batches[first:stop] for row in batch]
+        assert 0 <= skip < sizes[first]
+        assert length > 0
+        assert len(within) - skip - length < sizes[stop - 1]  # no batch more than needed
+        found += within[skip : skip + length]
+    assert found == [row for batch in batches for row in batch]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "expected"),
+    [
+        ([10] * 4, 2, [(0, 2, 0, 20), (2, 4, 0, 20)]),
+        ([10] * 5, 3, [(0, 2, 0, 20), (2, 3, 0, 10), (3, 5, 0, 20)]),
+        ([30, 10], 2, [(0, 1, 0, 20), (0, 2, 20, 20)]),
+        ([9, 11, 10, 10], 4, [(0, 1, 0, 9), (1, 2, 0, 11), (2, 3, 0, 10), (3, 4, 0, 10)]),
+        ([100], 3, [(0, 1, 0, 33), (0, 1, 33, 33), (0, 1, 66, 34)]),
+        ([0, 0], 3, []),
+    ],
+)
+def test_cuts_lie_between_batches_where_that_is_near(
+    sizes: list[int], count: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert slices(sizes, count) == expected
