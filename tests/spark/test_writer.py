@@ -23,7 +23,7 @@ from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.spark.writer import Catalog, DatasetWriter, Written
 from dissociated.store.node import Node, running
 from dissociated.store.store import Store
-from helpers import wait_until
+from helpers import PATIENCE, wait_until
 from processes import Start, free_port
 
 SCHEMA = pa.schema({"id": pa.int64()})
