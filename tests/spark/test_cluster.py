@@ -71,7 +71,7 @@ def home() -> Iterator[Path]:
         yield Path(directory)
 
 
-def environment(java: str, home: Path, host: str = "", **more: str) -> dict[str, str]:
+def environment(java: str, home: Path, host: str = "") -> dict[str, str]:
     """That of a process on a host, whose nodes have their stores below `home`."""
     named = {"DISSOCIATED_HOST": host} if host else {}
     where = f"--listen shm: --listen tcp://{host}:0 --flight grpc://{host}:0" if host else ""
@@ -84,7 +84,6 @@ def environment(java: str, home: Path, host: str = "", **more: str) -> dict[str,
         "PYTHONPATH": str(Path(dis.__file__).parents[1]),
         "DISSOCIATED_NODE": f"--store {store(home, host)} --beat 1 {where}",
         **named,
-        **more,
     }
 
 
@@ -157,9 +156,8 @@ class Cluster:
 
     def segments(self, name: str, host: str | None = None) -> list[Path]:
         """Those that are committed under a name, on one host or on all."""
-        manifests = [path for one in self.stores.values() for path in one.glob("segments/*/manifest.json")]
-        if host is not None:
-            manifests = [*self.stores[host].glob("segments/*/manifest.json")]
+        stores = self.stores.values() if host is None else [self.stores[host]]
+        manifests = [path for one in stores for path in one.glob("segments/*/manifest.json")]
         named = [path.parent for path in manifests if json.loads(path.read_text())["name"] == name]
         return [segment for version in named for segment in version.glob("*.arrows")]
 

@@ -336,6 +336,8 @@ class Database:
             done = self._all("SELECT version FROM commits WHERE key = ?", key)
             if done:
                 return int(done[0]["version"])
+            if self._over(key):
+                raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
             return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now, before)
 
     def _publish(
