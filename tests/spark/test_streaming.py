@@ -109,6 +109,8 @@ def test_what_is_appended_to_one_dataset_is_appended_to_the_other(
     assert numbers(node.uri, "out") == [2 * n for n in range(25_010)]
     assert run(doubled, node.uri, "out", tmp_path / "check") == []
     assert staged(node.store.directory) == []
+    wait_until(lambda: leases(node) == 0, "neither the driver nor a task holds anything")
+    assert connections_left(node.server) == 0
 
 
 def test_a_batch_has_at_most_as_many_rows_as_the_option_says(spark: SparkSession, node: Node, tmp_path: Path) -> None:

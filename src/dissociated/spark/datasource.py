@@ -14,7 +14,6 @@ from pyspark.sql.types import StructType
 from dissociated.errors import CatalogError
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request
-from dissociated.spark.streaming import StreamOptions, StreamReader, StreamWriter
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter
 
@@ -38,6 +37,8 @@ class DissociatedDataSource(DataSource):
         )
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        from dissociated.spark.streaming import StreamWriter  # needs Spark 4.2, and the rest of this module does not
+
         return StreamWriter(
             self._catalog(),
             name=self._option("path", 'the dataset goes: .start("NAME")'),
@@ -46,6 +47,8 @@ class DissociatedDataSource(DataSource):
         )
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        from dissociated.spark.streaming import StreamOptions, StreamReader
+
         return StreamReader(self._request(), schema, StreamOptions.parse(self.options))
 
     def schema(self) -> StructType:

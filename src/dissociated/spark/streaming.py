@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast
+from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -105,10 +105,10 @@ def _key() -> str:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a streaming query reads. `start` counts for a query without a checkpoint."""
+    """How a streaming query reads. Without a checkpoint it begins with what there is, or `from_latest` after that."""
 
     limit: ReadLimit
-    start: Literal["earliest", "latest"] = "earliest"
+    from_latest: bool = False
     rows_per_partition: int = _ROWS_PER_PARTITION
 
     @classmethod
@@ -122,7 +122,7 @@ class StreamOptions:
             raise OptionError(f"startingOffsets is earliest or latest, not {start!r}")
         return cls(
             limit=ReadMaxRows(rows) if rows else ReadMaxBytes(nbytes) if nbytes else ReadAllAvailable(),
-            start=cast('Literal["earliest", "latest"]', start),
+            from_latest=start == "latest",
             rows_per_partition=_positive(options, "rowsPerPartition") or _ROWS_PER_PARTITION,
         )
 
@@ -134,16 +134,6 @@ def _positive(options: Mapping[str, str], name: str) -> int | None:
     if not text.isdecimal() or not int(text):
         raise OptionError(f"{name} is a positive number, not {text!r}")
     return int(text)
-
-
-class Offset(TypedDict):
-    """How far a query has read, as its checkpoint has it: so many rows of the dataset that began so.
-
-    `began` is empty as long as there was no dataset.
-    """
-
-    began: str
-    rows: int
 
 
 @dataclass
@@ -174,8 +164,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # On the driver
 
     def initialOffset(self) -> dict[str, Any]:
-        found = self._describe() if self.options.start == "latest" else None
-        return _offset(found)
+        return _offset(self._describe() if self.options.from_latest else None)
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return self.options.limit
@@ -267,5 +256,5 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:
-    offset: Offset = {"began": "", "rows": 0} if info is None else {"began": info.began, "rows": info.rows or 0}
-    return dict(offset)
+    """The end of a dataset, as a checkpoint has it: so many rows of the one that began so. None is one to come."""
+    return {"began": "", "rows": 0} if info is None else {"began": info.began, "rows": info.rows or 0}
