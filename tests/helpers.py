@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -105,3 +107,19 @@ def as_big_endian(stream: bytes) -> bytes:
     struct.pack_into("<H", header, slot(schema, 0), len(header) - schema)
     header += struct.pack("<q", 1)
     return stream[:4] + struct.pack("<i", len(header)) + bytes(header) + stream[8 + length :]
+
+
+def demo_over(transport: str, directory: Path, **environment: str) -> None:
+    """Run the TPC-H demo, small, with this transport besides those that it always has."""
+    arguments = ["--scale", "0.001", "--transport", transport, "--plot", str(directory / "tpch.png")]
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.tpch", *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout

@@ -24,6 +24,8 @@ from examples.tpch.data import generate, generator
 from examples.tpch.loader import Loader, view
 from examples.tpch.queries import QUERIES
 
+from helpers import demo_over
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -94,3 +96,11 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert len(loader) == 12
     assert sorted(first) == sorted(second) == list(range(1000))
     assert first != second
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_runs_over_ucx(tmp_path: Path) -> None:
+    pytest.importorskip("pyspark", reason="the demo needs pyspark")
+    if generator() is None:
+        pytest.skip("tpchgen-cli is not installed")
+    demo_over("ucx", tmp_path)

@@ -39,15 +39,15 @@ def test_of_every_source(quick: Route, source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["batches", "ipc stream", "ipc file with deltas"])
 @pytest.mark.parametrize("columns", [None, ["d"], ["n"], []], ids=str)
 def test_dictionaries_that_change_come_along(
-    direct: Route, source: str, columns: list[str] | None, tmp_path: Path
+    quick: Route, source: str, columns: list[str] | None, tmp_path: Path
 ) -> None:
     table = pa.Table.from_batches(WORDS)
     if source == "batches":
-        direct.publish(table)
+        quick.publish(table)
     elif source == "ipc stream":
         with pa.ipc.new_stream(tmp_path / "words", table.schema) as writer:
             writer.write_table(table)
-        direct.publish(tmp_path / "words")
+        quick.publish(tmp_path / "words")
     else:
         grown = [pa.array(["a", "b", "c", "d"][: n + 1]) for n in range(4)]
         some = [pa.record_batch({"d": pa.DictionaryArray.from_arrays([n], words)}) for n, words in enumerate(grown)]
@@ -56,10 +56,10 @@ def test_dictionaries_that_change_come_along(
         options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
         with pa.ipc.new_file(tmp_path / "words", table.schema, options=options) as writer:
             writer.write_table(table)
-        direct.publish(tmp_path / "words")
+        quick.publish(tmp_path / "words")
     wanted = table.to_batches()
     for first, stop in RANGES:
-        arrived = direct.open(columns=columns, batches=(first, stop))
+        arrived = quick.open(columns=columns, batches=(first, stop))
         names = table.schema.names if columns is None else columns
         expected = [batch.select(names).to_pylist() for batch in wanted[first:stop]]
         assert [batch.to_pylist() for batch in arrived] == expected

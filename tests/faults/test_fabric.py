@@ -22,6 +22,7 @@ from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtoco
 from dissociated.transport import _ofi
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from helpers import demo_over
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
@@ -288,21 +289,36 @@ def test_loading_takes_no_signals(library: str) -> None:
 
 
 #: What is run with the other libfabric too.
-SUITES = ["tests/transport", "tests/contract/test_shapes.py"]
+SUITES = ["tests/transport", "tests/contract/test_shapes.py", "tests/faults/test_fabric.py"]
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_every_libfabric_keeps_the_promises_of_a_transport(library: str) -> None:
     if library == _ofi.ofi().path:
         pytest.skip("everything else here runs with this one")
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "fabric", *SUITES],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "fabric and not every_libfabric",
+            *SUITES,
+        ],
         cwd=root,
         env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_runs_over_every_libfabric(library: str, tmp_path: Path) -> None:
+    demo_over("fabric", tmp_path, DISSOCIATED_FABRIC_LIBRARY=library)
