@@ -101,6 +101,17 @@ def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memor
     assert staged(memory / "store") == []
 
 
+def test_a_commit_without_segments_may_come_again(memory: Path, start: Start) -> None:
+    """As from a Spark job whose partitions are empty, on the host of the node."""
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        nothing = [{"node": client.stage().node, "segment": ""}]
+        for _ in range(2):
+            client.commit("d", nothing, "overwrite", SCHEMA, key="k")
+        assert client.describe("d").version == 1
+    assert read(node.uri, "d") == []
+
+
 @pytest.mark.parametrize("how", ["half", "whole"])
 def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start: Start, how: str) -> None:
     store = memory / "store"

@@ -522,7 +522,7 @@ class CatalogService:
             return
         with self._publishing:
             if self._database.committed(key) is not None:
-                self.discard([segment for node, segment in segments if node == self.node.id])
+                self.discard([segment for node, segment in segments if node == self.node.id and segment])
                 return
             if self._database.over([key]):
                 raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
