@@ -20,7 +20,7 @@ WHERE = {"ucx": "ucx:", "ucx, none": "ucx:?err_mode=none", "fabric": "fabric:?he
 
 #: kB that it may cost until a client is cut off. libfabric takes 32 messages in whenever one is looked for, and 16 kB
 #: for each, empty or not.
-ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric": 1_000_000}
+ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric": 2_000_000}
 
 #: Says on request how much memory it ever had, in kB.
 SERVER = """
