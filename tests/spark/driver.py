@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
 def killed_within(
     spark: SparkSession, uri: str, name: str, rows: int, partitions: int, whom: str, stores: str, killed: str, mode: str
 ) -> None:
-    """The first attempt of partition 1 loses its writer, or its executor, half-way through its segment.
+    """An attempt of partition 1 loses its writer, or its executor, half-way through its segment.
 
     Whom that was is written into the file `killed`.
     """
@@ -82,12 +83,14 @@ def killed_within(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
     ) -> Iterator[pa.RecordBatch]:
         for number, batch in enumerate(batches):
-            if number == 6 and partition == 1 and attempt == 0:
+            if number == 6 and partition == 1 and not os.path.exists(killed):
                 pid = wait_for(lambda: writer_of(f"-{partition:06}-{attempt_id}.arrows", stores))
                 if whom == "executor":
                     pid = executor()
-                Path(killed).write_text(str(pid))
-                os.kill(pid, signal.SIGKILL)
+                with suppress(FileExistsError), open(killed, "x") as told:  # another attempt may be at it too
+                    told.write(str(pid))
+                    told.flush()
+                    os.kill(pid, signal.SIGKILL)
             yield batch
 
     publish(mapped(spark, rows, partitions, kill), name, uri, mode)
@@ -107,6 +110,20 @@ def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
     publish(mapped(spark, rows, partitions, meet), name, uri)
 
 
+def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str) -> None:
+    """Two partitions are written at the same time, so on two executors."""
+
+    def meet(
+        batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
+    ) -> Iterator[pa.RecordBatch]:
+        if partition < 2:
+            Path(meeting, str(partition)).touch()
+            wait_for(lambda: len(os.listdir(meeting)) == 2)
+        yield from batches
+
+    publish(mapped(spark, rows, partitions, meet), name, uri)
+
+
 def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions: int) -> None:
     """All partitions but the last are written; that one waits for more."""
 
@@ -121,7 +138,7 @@ def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (plain, killed_within, raced, never_ending)
+    function.__name__: function for function in (plain, killed_within, raced, spread, never_ending)
 }
 
 

@@ -276,24 +276,17 @@ def test_one_node_is_started_on_a_host_however_many_tasks_there_are(one_host: Cl
 
 
 def test_each_host_serves_its_own_segments_by_shm_there_and_by_tcp_elsewhere(
-    two_hosts: Cluster, java: str, home: Path
+    two_hosts: Cluster, java: str, home: Path, tmp_path: Path
 ) -> None:
-    tried: list[str] = []
-
-    def spread() -> bool:  # Spark may give all tasks to one host
-        tried.append(f"spread{len(tried)}")
-        two_hosts.run("plain", tried[-1], rows=200_000, partitions=8)
-        return all(two_hosts.segments(tried[-1], host) for host in HOSTS)
-
-    wait_until(spread, "each host has written some of it", 120)
-    name = tried[-1]
-    assert len(two_hosts.segments(name)) == 8
+    two_hosts.run("spread", "spread", rows=200_000, partitions=8, meeting=str(tmp_path))
+    assert all(two_hosts.segments("spread", host) for host in HOSTS)
+    assert len(two_hosts.segments("spread")) == 8
     with dis.connect(two_hosts.uri) as client:
-        assert sorted(one.hosts for one in client.describe(name).endpoints) == [(host,) for host in HOSTS]
+        assert sorted(one.hosts for one in client.describe("spread").endpoints) == [(host,) for host in HOSTS]
     for host in HOSTS:
         told = json.loads(
             subprocess.run(
-                [sys.executable, "-c", CONSUMER, two_hosts.uri, name],
+                [sys.executable, "-c", CONSUMER, two_hosts.uri, "spread"],
                 env=environment(java, home, host),
                 capture_output=True,
                 text=True,
@@ -302,7 +295,7 @@ def test_each_host_serves_its_own_segments_by_shm_there_and_by_tcp_elsewhere(
             ).stdout
         )
         assert sorted(told["ids"]) == [*range(200_000)]
-        assert told["maps"] == sorted(map(str, two_hosts.segments(name, host)))
+        assert told["maps"] == sorted(map(str, two_hosts.segments("spread", host)))
 
 
 def test_a_node_that_is_killed_comes_back_with_the_next_write_and_serves_the_same(two_hosts: Cluster) -> None:
