@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,3 +124,24 @@ def demo_over(transport: str, directory: Path, **environment: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout
+
+
+def complaint(script: str, **environment: str) -> str:
+    """What a program ends with that cannot use a transport: the one line that says why."""
+    program = f"""
+import dissociated as dis
+try:
+{textwrap.indent(script, "    ")}
+except dis.errors.TransportError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not run.returncode, run.stderr
+    (line,) = run.stdout.splitlines()
+    return line

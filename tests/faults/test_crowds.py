@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pytest
@@ -120,14 +121,10 @@ HARM = [
 ]
 
 
-def test_a_good_client_reads_on_whatever_others_do(serve: Serve, table: pa.Table) -> None:
-    """Four of them do their worst again and again, beside a flood of connections that say nothing."""
-    good = serve("shm:", max_connections=64)
-    live = table.to_batches()
+@contextmanager
+def harmed(uri: str, ticket: bytes, silent: int) -> Iterator[None]:
+    """Meanwhile four clients do their worst again and again, beside so many connections that say nothing."""
     over = threading.Event()
-    endless = pa.RecordBatchReader.from_batches(table.schema, itertools.cycle(live))
-    good.server.publish("live", endless, live=dis.Live(stall_timeout=60))
-    uri, ticket = good.server.locations("good")[0], good.server.ticket("good")
 
     def harm(number: int) -> int:
         done = 0
@@ -137,20 +134,32 @@ def test_a_good_client_reads_on_whatever_others_do(serve: Serve, table: pa.Table
             done += 1
         return done
 
-    flood = [connect(uri) for _ in range(40)]
+    flood = [connect(uri) for _ in range(silent)]
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(harm, number) for number in range(4)]
         try:
-            reader = dis.open_stream(uri, good.server.ticket("live"), timeout=60)
-            for number in range(300):
-                assert reader.read_next_batch() == live[number % len(live)]
-            for _ in range(30):
-                assert dis.open_stream(uri, ticket, timeout=60).read_all() == table
+            yield
         finally:
             over.set()
         assert sum(other.result() for other in others) > len(HARM)
-    del reader
     for connection in flood:
         connection.close()
+
+
+def test_a_good_client_reads_on_whatever_others_do(serve: Serve, table: pa.Table) -> None:
+    """Four of them do their worst again and again, beside a flood of connections that say nothing."""
+    good = serve("shm:", max_connections=64)
+    live = table.to_batches()
+    endless = pa.RecordBatchReader.from_batches(table.schema, itertools.cycle(live))
+    good.server.publish("live", endless, live=dis.Live(stall_timeout=60))
+    uri, ticket = good.server.locations("good")[0], good.server.ticket("good")
+
+    with harmed(uri, ticket, 40):
+        reader = dis.open_stream(uri, good.server.ticket("live"), timeout=60)
+        for number in range(300):
+            assert reader.read_next_batch() == live[number % len(live)]
+        for _ in range(30):
+            assert dis.open_stream(uri, ticket, timeout=60).read_all() == table
+    del reader
     wait_until(good.alone, "all have gone")
     assert ROWS * len(live) == good.server.dataset("good").rows

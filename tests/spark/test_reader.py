@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request, slices
 from dissociated.store.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, connections_left
+from helpers import connections_left, wait_until
 
 from .test_columns import NAMES, values
 from .test_datasource import NATIVE, plain
@@ -54,16 +54,8 @@ def server() -> Iterator[dis.Server]:
     """One that can be read over any transport, and must be left by all who read."""
     with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
         yield server
-        until(lambda: connections_left(server) == 0, "somebody is still connected")
+        wait_until(lambda: connections_left(server) == 0, "all have left")
         assert server.status().leases == 0
-
-
-def until(condition: Callable[[], bool], otherwise: str) -> None:
-    """Wait for what another process does."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.01)
 
 
 def numbers(df: DataFrame) -> list[int]:
@@ -147,7 +139,7 @@ def test_bodies_of_other_columns_and_slices_do_not_move(
     for df in (by_option, by_schema):
         before = server.status().totals.bytes
         assert numbers(df) == [*range(4 * EACH)]
-        until(lambda: connections_left(server) == 0, "somebody is still connected")
+        wait_until(lambda: connections_left(server) == 0, "all have left")
         assert server.status().totals.bytes - before == 8 * 4 * EACH  # once, though there are four tasks
 
 
@@ -183,7 +175,7 @@ def test_limit_stops_early_and_releases(spark: SparkSession, server: dis.Server)
     for transport in ("shm", "tcp"):
         df = read(spark, "data", server.catalog_uri, transport=transport)
         assert [row.n for row in df.limit(3).collect()] == [0, 1, 2]
-        until(lambda: connections_left(server) == 0, "a task that has ended is still connected")
+        wait_until(lambda: connections_left(server) == 0, "the task has left")
         assert server.status().leases == 0
 
 
@@ -192,7 +184,7 @@ def test_a_task_that_fails_releases(spark: SparkSession, server: dis.Server) -> 
     df = read(spark, "data", server.catalog_uri, partitions=2)
     with pytest.raises(PySparkException, match="boom"):
         df.selectExpr("IF(n = 15000, raise_error('boom'), n) AS n").collect()
-    until(lambda: connections_left(server) == 0, "a task that has failed is still connected")
+    wait_until(lambda: connections_left(server) == 0, "the tasks have left")
 
 
 def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_path: Path) -> None:
@@ -227,7 +219,7 @@ def test_what_is_being_read_may_be_replaced(spark: SparkSession, server: dis.Ser
             yield batch
 
     def replace() -> None:
-        until(begun.exists, "nobody has begun to read")
+        wait_until(begun.exists, "somebody reads")
         server.drop("data")
         server.publish("data", pa.table({"n": [7]}))
         replaced.touch()

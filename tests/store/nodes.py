@@ -88,9 +88,10 @@ with dis.connect(sys.argv[1]) as client:
 """
 
 
-def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
+def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    """A process that has reached what is to be tried."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -100,6 +101,8 @@ def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> str:
+    """Kill it. What it had printed since."""
     process.kill()
-    process.communicate(timeout=PATIENCE)
+    printed, _ = process.communicate(timeout=PATIENCE)
+    return printed

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from dissociated.store.node import ensure, running
 from dissociated.store.segment import SegmentWriter
 from helpers import PATIENCE, wait_until
 from memory.maps import origins
-from processes import Start, free_port
+from processes import Process, Start, free_port
 
 from .nodes import (
     MIB,
@@ -323,6 +324,18 @@ def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
     return {"node": place.node, "segment": name}
 
 
+def kill_half_way(catalog: Process, other: Process, commit: Callable[[], None], prepared: Callable[[], bool]) -> None:
+    """Kill a catalog when one node has prepared its part of a commit, and the other, which is stopped, has not."""
+    other.signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit)
+        wait_until(prepared, "one has prepared")
+        catalog.kill()
+        with pytest.raises(CatalogError):
+            committing.result(PATIENCE)
+    other.signal(signal.SIGCONT)
+
+
 def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     memory: Path, tmp_path: Path, start: Start
 ) -> None:
@@ -333,19 +346,12 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     with dis.connect(listen) as client:
         client.commit("d", [write(a.uri, "old", 0)], "overwrite", SCHEMA, key="old")
     parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
-    b.signal(signal.SIGSTOP)  # so that the commit stands half-way: a has prepared its part, b has not
-    with ThreadPoolExecutor(1) as pool:
 
-        def commit() -> None:
-            with dis.connect(listen) as client:
-                client.commit("d", parts, "overwrite", SCHEMA, key="k")
+    def commit() -> None:
+        with dis.connect(listen) as client:
+            client.commit("d", parts, "overwrite", SCHEMA, key="k")
 
-        committing = pool.submit(commit)
-        wait_until(lambda: len(segments(memory / "a" / "segments")) == 2, "a has prepared")
-        catalog.kill()
-        with pytest.raises(CatalogError):
-            committing.result(PATIENCE)
-    b.signal(signal.SIGCONT)
+    kill_half_way(catalog, b, commit, lambda: len(segments(memory / "a" / "segments")) == 2)
     start(*catalog_arguments)
     with dis.connect(listen) as client:
         wait_until(lambda: client.describe("d").endpoints[0].locations, "a was heard again")
@@ -376,14 +382,7 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
             client.commit("d", parts, "append", SCHEMA, key="k")
 
     parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
-    b.signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        committing = pool.submit(commit, parts)
-        wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "a has prepared")
-        catalog.kill()
-        with pytest.raises(CatalogError):
-            committing.result(PATIENCE)
-    b.signal(signal.SIGCONT)
+    kill_half_way(catalog, b, lambda: commit(parts), lambda: len(segments(memory / "a" / "segments")) == 1)
     start(*catalog_arguments)
     with dis.connect(listen) as client:
         wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 2, "both nodes were heard again")

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from faults.peer import connect
-from faults.test_crowds import HARM
+from faults.test_crowds import harmed
 from helpers import wait_until
 from processes import Start
 
@@ -71,27 +70,9 @@ def test_a_good_client_reads_on_whatever_others_do(memory: Path, start: Start, t
     with dis.connect(node.uri) as client:
         (endpoint,) = client.describe("d").endpoints
     (uri,) = (uri for uri in endpoint.locations if uri.startswith("shm"))
-    over = threading.Event()
-
-    def harm(number: int) -> int:
-        done = 0
-        while not over.is_set():
-            with connect(uri) as connection:
-                HARM[(number + done) % len(HARM)](connection, uri, endpoint.ticket)
-            done += 1
-        return done
-
-    flood = [connect(uri) for _ in range(200)]
-    with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(harm, number) for number in range(4)]
-        try:
-            for _ in range(50):
-                assert dis.open_stream(uri, endpoint.ticket, timeout=60).read_all() == table
-        finally:
-            over.set()
-        assert sum(other.result() for other in others) > len(HARM)
-    for connection in flood:
-        connection.close()
+    with harmed(uri, endpoint.ticket, 200):
+        for _ in range(50):
+            assert dis.open_stream(uri, endpoint.ticket, timeout=60).read_all() == table
     with dis.connect(node.uri) as client:
         wait_until(lambda: client.status().consumers == (), "all have gone")
     nothing_is_left_of(node, memory / "store")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, leaving_nothing
 
-from .nodes import small_file_system
+from .nodes import kill, small_file_system, spawn
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
@@ -283,24 +282,6 @@ with Store(sys.argv[1]) as store:
             store.remove(before)
         print(n, flush=True)
 """
-
-
-def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reached\n"
-    return process
-
-
-def kill(process: subprocess.Popen[str]) -> str:
-    process.send_signal(signal.SIGKILL)
-    printed, _ = process.communicate(timeout=PATIENCE)
-    return str(printed)
 
 
 def test_a_writer_killed_before_its_segment_is_whole_leaves_nothing(memory: Path) -> None:

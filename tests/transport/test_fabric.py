@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import os
 import struct
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -17,24 +13,9 @@ from dissociated.transport.base import Listener
 from dissociated.transport.fabric import FabricConnection, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, complaint, leaving_nothing
 
-SAY = "\nexcept dis.errors.TransportError as error:\n    print(error)\n"
 SERVE = "dis.Server(['fabric:'], catalog=None)"
-
-
-def said(script: str, **environment: str) -> str:
-    """What a program that cannot use libfabric ends with: one line."""
-    run = subprocess.run(
-        [sys.executable, "-c", "import dissociated as dis\ntry:\n" + textwrap.indent(script, "    ") + SAY],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert not run.returncode, run.stderr
-    (line,) = run.stdout.splitlines()
-    return line
 
 
 @pytest.mark.parametrize("side", ["server", "client"])
@@ -51,21 +32,21 @@ def said(script: str, **environment: str) -> str:
 )
 def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, sentence: str) -> None:
     script = SERVE if side == "server" else "dis.open_stream('fabric://127.0.0.1:1?want_data=1', b'')"
-    assert sentence in said(script, DISSOCIATED_FABRIC_LIBRARY=library)
+    assert sentence in complaint(script, DISSOCIATED_FABRIC_LIBRARY=library)
 
 
 def test_a_library_that_is_too_old_is_refused() -> None:
     old = "from dissociated.transport import _ofi\n_ofi._OLDEST = (99, 0)\n"
-    assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in said(old + SERVE)
+    assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in complaint(old + SERVE)
 
 
 def test_a_library_with_other_structures_is_refused() -> None:
     other = "from dissociated.transport import _ofi\n_ofi._SIZES['struct fi_msg'] += 8\n"
-    assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in said(other + SERVE)
+    assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in complaint(other + SERVE)
 
 
 def test_without_cffi_it_is_said_what_to_install() -> None:
-    assert said("import sys\nsys.modules['cffi'] = None\n" + SERVE) == (
+    assert complaint("import sys\nsys.modules['cffi'] = None\n" + SERVE) == (
         "fabric: needs cffi: pip install 'dissociated[fabric]'"
     )
 

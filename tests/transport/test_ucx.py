@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -17,7 +16,7 @@ from dissociated.memory.remote import Span, with_spans
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, complaint, leaving_nothing
 
 UCX = transport("ucx")
 
@@ -39,20 +38,6 @@ def attended(listener: Listener, uri: Uri) -> Iterator[Connection]:
         attending.result(PATIENCE)
 
 
-def complaint(script: str, **environment: str) -> str:
-    """What a program that cannot use UCX ends with: one line."""
-    run = subprocess.run(
-        [sys.executable, "-c", "import dissociated as dis\ntry:\n" + textwrap.indent(script, "    ") + SAY],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert not run.returncode, run.stderr
-    return run.stdout.strip()
-
-
-SAY = "\nexcept dis.errors.TransportError as error:\n    print(error)\n"
 SERVE = "dis.Server(['ucx:'], catalog=None)"
 OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
 

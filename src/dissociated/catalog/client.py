@@ -31,7 +31,7 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
-from dissociated.ipc.columns import selected, sliced
+from dissociated.ipc.columns import between, selected, sliced
 from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.tensor import Tensor
 from dissociated.message import MAX_BODY
@@ -443,8 +443,7 @@ class Client(CatalogClient):
         """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
 
         `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. `allow_rma` as for `open_stream`.
-        Raises DatasetNotFound,
-        WrongKind where the dataset holds record batches, and what `open_tensors` raises.
+        Raises DatasetNotFound, WrongKind where the dataset holds record batches, and what `open_tensors` raises.
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
@@ -586,16 +585,7 @@ def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
 
 def _some(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
     """These rows of a stream, which is not read any further."""
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        at = 0
-        while at < rows.stop and (batch := next(reader, None)) is not None:
-            first, end = max(0, rows.start - at), min(rows.stop - at, batch.num_rows)
-            if first < end:
-                yield batch.slice(first, end - first)
-            at += batch.num_rows
-
-    return pa.RecordBatchReader.from_batches(reader.schema, batches())
+    return pa.RecordBatchReader.from_batches(reader.schema, between(reader, rows))
 
 
 def connect(

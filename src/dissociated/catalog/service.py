@@ -520,15 +520,17 @@ class CatalogService:
             self._outer.act("commit", {**body, "key": key, "segments": there, "schema": encoded})
             self._clear([key])
             return
+        on: dict[str, list[str]] = {}
+        for node, segment in segments:
+            on.setdefault(node, []).extend([segment] if segment else [])  # a node without one has no rows
         with self._publishing:
             if self._database.committed(key) is not None:
-                self.discard([segment for node, segment in segments if node == self.node.id and segment])
+                self.discard(on.get(self.node.id, ()))
                 return
             if self._database.over([key]):
                 raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
-            on: dict[str, list[str]] = {}
-            for node, segment in segments or [(self._own(), "")]:
-                on.setdefault(node, []).extend([segment] if segment else [])
+            if not on:
+                on[self._own()] = []
             if [*on] == [self.node.id] and self._stock is not None and self._simple(wanted):
                 self._commit_here(wanted, on[self.node.id])
             else:

@@ -11,11 +11,10 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 
-from dissociated.memory.region import reserve_base
+from dissociated.memory.region import pages, reserve_base
 from dissociated.memory.shared import Backing, create_memfd, explained, reopen_read_only, seal, write_parts
 from dissociated.message import Buffer
 
-_PAGE = mmap.PAGESIZE
 #: Costs address space alone, in both processes, until it is written.
 _SPAN = 1 << 36
 
@@ -60,11 +59,11 @@ class LiveRegion:
 
     def fits(self, length: int) -> bool:
         """Whether a body of `length` bytes may ever be written: offsets only grow, and end."""
-        return self.offset + _pages(length) <= _SPAN
+        return self.offset + pages(length) <= _SPAN
 
     def has_room(self, length: int, beside: int = 0) -> bool:
         """Whether a body of `length` bytes may be written now, by what is not freed, here and `beside` this region."""
-        return self._unfreed_bodies < 2 or beside + self.unfreed + _pages(length) <= self.limit
+        return self._unfreed_bodies < 2 or beside + self.unfreed + pages(length) <= self.limit
 
     def place(
         self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]], holders: int = 1
@@ -87,7 +86,7 @@ class LiveRegion:
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
         addresses = {address for address, size in placed if size}
         if addresses:
-            body = _Body(self.offset, _pages(length), addresses, holders)
+            body = _Body(self.offset, pages(length), addresses, holders)
             self._bodies.update(dict.fromkeys(addresses, body))
             self.offset += body.size
             self._count(body, 1)
@@ -141,8 +140,8 @@ class LiveRegion:
         if not body.held and not body.kept:
             for address in body.addresses:
                 del self._bodies[address]
-            with mmap.mmap(self._writable, body.size, offset=body.offset) as pages:
-                pages.madvise(mmap.MADV_REMOVE)
+            with mmap.mmap(self._writable, body.size, offset=body.offset) as held:
+                held.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Give back the descriptors."""
@@ -198,7 +197,3 @@ class LiveMemory:
         for region in self._regions:
             region.close()
         self._regions.clear()
-
-
-def _pages(length: int) -> int:
-    return -(-length // _PAGE) * _PAGE

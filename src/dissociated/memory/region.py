@@ -20,12 +20,17 @@ _next_base = _PAGE  # so that no buffer ever has the address 0, which means abse
 _lock = threading.Lock()
 
 
+def pages(size: int) -> int:
+    """The bytes of the whole pages that so many bytes take."""
+    return -(-size // _PAGE) * _PAGE
+
+
 def reserve_base(size: int) -> int:
     """The base for a new region of `size` bytes, never given to another region of this process."""
     global _next_base
     with _lock:
         base = _next_base
-        _next_base += -(-size // _PAGE) * _PAGE + _PAGE  # a gap, so that no extent can run into the next region
+        _next_base += pages(size) + _PAGE  # a gap, so that no extent can run into the next region
     return base
 
 

@@ -25,6 +25,7 @@ from pyspark.sql.types import StructType
 from dissociated.catalog.client import Client, DatasetInfo, Endpoint, locations
 from dissociated.client import takes_selections
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
+from dissociated.ipc.columns import between
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import Filters
@@ -137,11 +138,12 @@ class DatasetReader(DataSourceReader):
                 batches=None if partition.slice is None else partition.slice[:2],
             )
         with closing(reader):
-            for batch in _trimmed(reader, partition.slice):
-                for at in range(0, batch.num_rows, _ROWS):
-                    some = selected.of(batch.slice(at, _ROWS))
-                    if some.num_rows:
-                        yield some
+            part = partition.slice
+            rows = reader if part is None else between(reader, range(part.skip, part.skip + part.rows))
+            for batch in portions(rows):
+                some = selected.of(batch)
+                if some.num_rows:
+                    yield some
 
     def _planned(self, client: Client, version: int) -> DatasetInfo:
         """The version that was planned. Raises DatasetNotFound where it is there no more."""
@@ -218,17 +220,11 @@ def _batch_of(ends: Sequence[int], row: int) -> int:
     return bisect_left(ends, row + 1) - 1
 
 
-def _trimmed(batches: Iterable[pa.RecordBatch], part: Slice | None) -> Iterator[pa.RecordBatch]:
-    """The rows of a slice, of the batches that it is in."""
-    if part is None:
-        yield from batches
-        return
-    skip, left = part.skip, part.rows
+def portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches that Spark takes well."""
     for batch in batches:
-        some = batch.slice(skip, left)
-        skip = max(0, skip - batch.num_rows)
-        left -= some.num_rows
-        yield some
+        for at in range(0, batch.num_rows, _ROWS):
+            yield batch.slice(at, _ROWS)
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

@@ -36,7 +36,7 @@ from dissociated.catalog.client import Client, DatasetInfo
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns
-from dissociated.spark.reader import Request
+from dissociated.spark.reader import Request, portions
 from dissociated.spark.writer import Written, commit, write_segment
 
 # Spark tells tasks which query and batch they work for, and nobody else.
@@ -44,7 +44,6 @@ _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 
 _ROWS_PER_PARTITION = 1 << 20
-_ROWS_AT_ONCE = 10_000  # what Spark's JVM takes best
 
 
 @dataclass(frozen=True)
@@ -250,9 +249,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
             self._same(client.describe(self.name), partition.began, partition.end)
-            for batch in reader:
-                for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                    yield columns.convert(batch.slice(at, _ROWS_AT_ONCE))
+            yield from map(columns.convert, portions(reader))
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dissociated.memory.region import pages
 from dissociated.memory.shared import create_memfd, is_sealed, reopen_read_only
 from dissociated.store.shelf import Version
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Memfds:
         if not is_sealed(descriptor):
             return None
         status = os.fstat(descriptor)
-        size = -(-status.st_size // _PAGE) * _PAGE  # holes too: to read them takes memory
-        return Memfd(reopen_read_only(descriptor), status.st_ino, size)
+        # Holes count, too: to read them takes memory.
+        return Memfd(reopen_read_only(descriptor), status.st_ino, pages(status.st_size))
 
     def stage(self, memfd: Memfd) -> str:
         """Keep it until it is committed, under the name that is returned."""

@@ -38,6 +38,7 @@ import pyarrow as pa
 
 from dissociated.errors import StoreError
 from dissociated.ipc.options import WriteOptions
+from dissociated.memory.region import pages
 from dissociated.memory.shared import explained
 from dissociated.store.files import PART, claimed
 from dissociated.store.memfds import Memfds
@@ -49,7 +50,6 @@ FORGOTTEN = 86_400.0
 #: Bytes of removed segments that are kept to be written over, and for how many seconds.
 _WARM = 1 << 28
 _WARM_SECONDS = 60.0
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
 
 
@@ -225,7 +225,7 @@ class Store:
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 has = os.fstat(descriptor).st_blocks * 512
-                size = -(-size // _PAGE) * _PAGE
+                size = pages(size)
                 if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
                     return wish
                 self._allocate(descriptor, name, size, size - has)
