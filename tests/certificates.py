@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import trustme
 
+_NAMES = "cert.pem", "key.pem", "roots.pem"
+
 
 class Certificates(NamedTuple):
     """PEM files: what a server shows, and what clients trust."""
@@ -15,6 +17,11 @@ class Certificates(NamedTuple):
     cert: str
     key: str
     roots: str
+
+    @classmethod
+    def beside(cls, roots: Path) -> Certificates:
+        """Those that `certificates` has made with these roots."""
+        return cls(*(str(roots.with_name(name)) for name in _NAMES))
 
     @property
     def options(self) -> dict[str, str]:
@@ -26,7 +33,7 @@ def certificates(directory: Path, *hosts: str) -> Certificates:
     """A certificate for `hosts`, the local ones unless they are named, from an authority of its own."""
     authority = trustme.CA()
     issued = authority.issue_cert(*(hosts or ("127.0.0.1", "::1", "localhost")))
-    made = Certificates(*(str(directory / name) for name in ("cert.pem", "key.pem", "roots.pem")))
+    made = Certificates(*(str(directory / name) for name in _NAMES))
     for blob in issued.cert_chain_pems:
         blob.write_to_path(made.cert, append=True)
     os.close(os.open(made.key, os.O_CREAT | os.O_WRONLY, 0o600))

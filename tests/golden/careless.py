@@ -9,10 +9,15 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.memory.region import Region
+from dissociated.memory.remote import with_spans
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.message import Message
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
@@ -23,7 +28,14 @@ from helpers import PATIENCE
 from protocol.wire import address_list, end_of_stream, metadata, tag
 
 BASE = 1 << 20  # the address of a file's first byte
-ANY = {"shm": "shm:", "tcp": "tcp://127.0.0.1:0", "inproc": "inproc:"}
+#: How it listens.
+ANY = {
+    "shm": "shm:",
+    "tcp": "tcp://127.0.0.1:0",
+    "inproc": "inproc:",
+    "ucx": "ucx:?rma=allow",
+    "fabric": "fabric:?rma=allow",
+}
 
 
 class Piece(NamedTuple):
@@ -56,23 +68,23 @@ def take_apart(content: bytes) -> Iterator[Piece]:
         at += len(body)
 
 
-def messages(content: bytes, by_address: bool) -> Iterator[Message]:
-    """What the server sends."""
+def messages(content: bytes, start: int | None) -> Iterator[Message]:
+    """What the server sends: with bodies, or with addresses, where `start` is that of the first byte of `content`."""
     sequence = 0
     for sequence, piece in enumerate(take_apart(content), 1):
         number = sequence - 1
         yield Message(None, (metadata(number, piece.header),))
-        if piece.parsed is None or not by_address:
+        if piece.parsed is None or start is None:
             if piece.parsed is None or piece.parsed.type is not HeaderType.SCHEMA:
                 yield Message(tag(number), (piece.body,))
         elif piece.parsed.type is not HeaderType.SCHEMA:
-            yield Message(tag(number, 1), (addresses(piece, piece.parsed),))
+            yield Message(tag(number, 1), (addresses(start, piece, piece.parsed),))
     yield Message(None, (end_of_stream(sequence),))
 
 
-def addresses(piece: Piece, parsed: Header) -> bytes:
+def addresses(start: int, piece: Piece, parsed: Header) -> bytes:
     """The address list that the metadata asks for, wherever it leads."""
-    start = BASE + piece.body_at
+    start += piece.body_at
     extents = zip(*buffer_extents(piece.header, parsed), strict=True)
     listed = [((start + offset) % 2**64, length % 2**64) if length else (0, 0) for offset, length in extents]
     if sum(length for _, length in listed) >= 2**64:
@@ -82,21 +94,26 @@ def addresses(piece: Piece, parsed: Header) -> bytes:
 
 def serve(scheme: str, path: Path, by_address: bool) -> tuple[Listener, str]:
     """Serve one client, in a thread that ends when the client is gone. The caller closes the listener."""
-    listener = transport(scheme).listen(Uri.parse(ANY[scheme]))
-    threading.Thread(target=_serve, args=(listener, path.read_bytes(), by_address), name="careless").start()
-    located = listener.uri
-    return listener, str(Uri(scheme, host=located.host, port=located.port, path=located.path, want_data=7, free_data=9))
+    listener, content = transport(scheme).listen(Uri.parse(ANY[scheme])), path.read_bytes()
+    located = replace(listener.uri, want_data=7, free_data=9)
+    region, start = Region(BASE, pa.py_buffer(content)), BASE if by_address else None
+    if by_address and listener.exposes_memory:
+        span = listener.expose(region)
+        start, located = span.base, with_spans(located, [span])
+    threading.Thread(target=_serve, args=(listener, content, start, region), name="careless").start()
+    return listener, str(located)
 
 
-def _serve(listener: Listener, content: bytes, by_address: bool) -> None:
+def _serve(listener: Listener, content: bytes, start: int | None, region: Region) -> None:
+    """What is exposed of `region` is withdrawn when nobody has it any more."""
     connection = listener.accept()
     if connection is None:
         return
     with connection, suppress(DissociatedError):  # the client has had enough
         connection.receive(PATIENCE, _allocate)
-        if by_address:
+        if start is not None and connection.shares_memory:
             _share(connection, content)
-        connection.send(list(messages(content, by_address)), PATIENCE)
+        connection.send(list(messages(content, start)), PATIENCE)
         while connection.receive(PATIENCE, _allocate) is not None:
             pass  # what the client gives back
 

@@ -65,7 +65,7 @@ def harmed(running: dis.Server) -> list[str]:
     """Where somebody else is not served any more."""
     running.publish("good", GOOD)
     uris = running.locations("good")
-    return [uri for uri in uris if dis.open_stream(uri, running.ticket("good")).read_all() != GOOD]
+    return [uri for uri in uris if dis.open_stream(uri, running.ticket("good"), allow_rma=True).read_all() != GOOD]
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     complaints = Complaints()
     logging.getLogger("dissociated").addHandler(complaints)
-    with server() as running:
+    with server(ways) as running:
         for way in ways:
             for path in paths:
                 print("begin", way, path, sep="\t", flush=True)
@@ -88,7 +88,9 @@ def main() -> None:
             for uri in harmed(running):
                 print("end", way, uri, "other: not served any more", sep="\t", flush=True)
     for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        print("end", ways, thread.name, "other: a thread is left", sep="\t", flush=True)
+        thread.join(DEADLINE)  # it may be about to end
+        if thread.is_alive():
+            print("end", ways, thread.name, "other: a thread is left", sep="\t", flush=True)
 
 
 if __name__ == "__main__":

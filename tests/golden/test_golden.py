@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from certificates import Certificates
 from helpers import leaving_nothing
 
 from .integration_json import Description, read_description
@@ -17,7 +18,7 @@ from .ways import NO_ROOT, ROOT, WAYS, Arrived, by_libarrow, server
 FOLDER = ROOT / "arrow-ipc-stream" / "integration" if ROOT else Path()
 GOLDEN = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".stream", ".arrow_file")) if ROOT else []
 
-pytestmark = pytest.mark.skipif(ROOT is None, reason=NO_ROOT)
+pytestmark = [pytest.mark.skipif(ROOT is None, reason=NO_ROOT), pytest.mark.usefixtures("trusted")]
 
 
 def short(path: Path) -> str:
@@ -25,8 +26,8 @@ def short(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[dis.Server]:
-    with leaving_nothing(), server() as made:
+def running(trusted: Certificates) -> Iterator[dis.Server]:
+    with leaving_nothing(), server(WAYS) as made:
         yield made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 import dissociated as dis
+from certificates import Certificates
 from dissociated import ipc
 from helpers import PATIENCE
 
@@ -22,7 +23,14 @@ ROOT = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") 
 NO_ROOT = "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
 
 MAX_BODY = 1 << 28  # bytes
-LISTEN = ("shm:", "tcp://127.0.0.1:0", "inproc:")
+LISTEN = {
+    "shm": "shm:",
+    "tcp": "tcp://127.0.0.1:0",
+    "inproc": "inproc:",
+    "tls": "tls://127.0.0.1:0",
+    "ucx": "ucx:",
+    "fabric": "fabric:",
+}
 
 
 class Arrived(NamedTuple):
@@ -35,9 +43,18 @@ class Arrived(NamedTuple):
 Read = Callable[[dis.Server, Path], Arrived]
 
 
-def server() -> dis.Server:
-    """The server that the ways go through."""
-    return dis.Server(LISTEN, catalog=None, handshake_timeout=PATIENCE, stall_timeout=PATIENCE)
+def server(ways: Iterable[str]) -> dis.Server:
+    """The server that these ways go through. Its certificate lies beside what SSL_CERT_FILE says is to be trusted."""
+    schemes = {scheme for way in ways for scheme in way.split("-")} & LISTEN.keys() or {"shm"}
+    certified = Certificates.beside(Path(os.environ["SSL_CERT_FILE"]))
+    return dis.Server(
+        [LISTEN[scheme] for scheme in sorted(schemes)],
+        catalog=None,
+        allow_rma=True,
+        handshake_timeout=PATIENCE,
+        stall_timeout=PATIENCE,
+        **certified.options,
+    )
 
 
 def read_all(reader: pa.RecordBatchReader) -> Arrived:
@@ -142,7 +159,7 @@ def careless(scheme: str, bodies: str) -> Read:
     def read(_: dis.Server, path: Path) -> Arrived:
         listener, uri = serve(scheme, path, by_address=bodies == "any")
         with closing(listener):
-            return read_all(dis.open_stream(uri, b"data", timeout=PATIENCE, max_body=MAX_BODY))
+            return read_all(dis.open_stream(uri, b"data", allow_rma=True, timeout=PATIENCE, max_body=MAX_BODY))
 
     return read
 
@@ -153,7 +170,8 @@ def _at(server: dis.Server, scheme: str, **wanted: Any) -> str:
 
 
 def _ask(server: dis.Server, uri: str | list[str]) -> Arrived:
-    return read_all(dis.open_stream(uri, server.ticket("data"), timeout=PATIENCE, max_body=MAX_BODY))
+    ticket = server.ticket("data")
+    return read_all(dis.open_stream(uri, ticket, allow_rma=True, timeout=PATIENCE, max_body=MAX_BODY))
 
 
 def _reader(path: Path) -> pa.RecordBatchReader:
@@ -169,16 +187,27 @@ def is_file(path: Path) -> bool:
     return path.suffix == ".arrow_file" or path.parent.name == "arrow-ipc-file"
 
 
-_SERVED = {
-    f"{name}-{scheme}-{bodies}": way(scheme, bodies)
-    for name, way in (("published", published), ("live", live))
-    for scheme in ("shm", "tcp", "inproc")
-    for bodies in ("any", "packed")
+#: Over these, only what they do themselves: each connection takes its time.
+_SLOW = ("tls", "ucx", "fabric")
+#: Of those that have addresses, both kinds of bodies. What has none is asked for both all the same.
+_BODIES = {scheme: ("packed",) if scheme == "tls" else ("any", "packed") for scheme in LISTEN}
+_ADDRESSES = ("shm", "ucx", "fabric")
+
+_PUBLISHED = {
+    f"published-{scheme}-{bodies}": published(scheme, bodies) for scheme in LISTEN for bodies in _BODIES[scheme]
 }
-_APART = {f"apart-{scheme}": apart(scheme) for scheme in ("shm", "tcp", "inproc")}
+_LIVE = {
+    f"live-{scheme}-{bodies}": live(scheme, bodies)
+    for scheme in LISTEN
+    for bodies in _BODIES[scheme]
+    if scheme not in _SLOW
+}
+_APART = {f"apart-{scheme}": apart(scheme) for scheme in LISTEN if scheme not in _SLOW}
 _CARELESS = {
     f"careless-{scheme}-{bodies}": careless(scheme, bodies)
-    for scheme, bodies in (("shm", "any"), ("shm", "packed"), ("tcp", "packed"), ("inproc", "packed"))
+    for scheme in LISTEN
+    for bodies in _BODIES[scheme]
+    if scheme != "tls" and (bodies == "packed" or scheme in _ADDRESSES)
 }
 
 _DIRECT = {
@@ -191,4 +220,10 @@ _DIRECT = {
     "in-process": in_process,
 }
 
-WAYS: dict[str, Read] = {**_DIRECT, **_SERVED, **_APART, **_CARELESS}
+
+def slow(way: str) -> bool:
+    """Whether one takes much longer than others."""
+    return not {*way.split("-")}.isdisjoint(_SLOW)
+
+
+WAYS: dict[str, Read] = {**_DIRECT, **_PUBLISHED, **_LIVE, **_APART, **_CARELESS}
