@@ -1,7 +1,8 @@
 """Publishing from Spark and reading into it, beside the ways that Spark has itself, on lineitem and on narrow rows.
 
 All start from a cached DataFrame. The floor is a `mapInArrow` that counts: Spark hands every row to Python as Arrow,
-and nothing is done with it. A node in a process of its own serves; another process opens what was published.
+and nothing is done with it. A node in a process of its own serves; another process opens what was published. What was
+replaced is not kept, so each publishing writes over the pages of one before, as in a node that has run for a while.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +27,15 @@ from examples.tpch.memory import own_memory
 import dissociated as dis
 from benchmarks.rounds import medians
 from dissociated.cli import text
-from dissociated.spark import publish, session
+from dissociated.spark import publish, read, session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _NARROW_ROWS = 10_000_000  # at scale 1
+_HEAP = 4  # GiB for Java, and as many more for each unit of the scale: what is cached, and what toArrow collects
+_PANDAS = 1  # the largest scale at which toPandas is measured: its decimals are Python objects
 
 #: What is measured, against what, at most so many times as long.
 GOALS = [("publish", "floor: mapInArrow", 1.15), ("second process", "toArrow", 0.01)]
@@ -43,19 +47,31 @@ def run(scale: float, rounds: int) -> None:
         directory = Path(scratch)
         spark = session(
             "benchmark",
-            **{"spark.log.level": "ERROR", "spark.driver.maxResultSize": "0", "spark.sql.shuffle.partitions": "2"},
+            **{
+                "spark.log.level": "ERROR",
+                "spark.driver.maxResultSize": "0",
+                "spark.driver.memory": f"{round(_HEAP * (1 + scale))}g",
+                "spark.sql.shuffle.partitions": "2",
+            },
         )
         generate(scale, directory, ["lineitem"], parts=4)
         lineitem = spark.read.parquet(str(directory / "lineitem"))
         narrow = spark.range(round(_NARROW_ROWS * scale), numPartitions=4).selectExpr("id", "rand(1) AS value")
         measured = {"lineitem": lineitem, "narrow": narrow}
         for name, frame in measured.items():
-            _compare(spark, name, frame, catalog, reader, directory, rounds)
+            _compare(spark, name, frame, catalog, reader, directory, rounds, pandas=scale <= _PANDAS)
         spark.stop()
 
 
 def _compare(
-    spark: SparkSession, name: str, frame: DataFrame, catalog: str, reader: Connection, directory: Path, rounds: int
+    spark: SparkSession,
+    name: str,
+    frame: DataFrame,
+    catalog: str,
+    reader: Connection,
+    directory: Path,
+    rounds: int,
+    pandas: bool,
 ) -> None:
     frame = frame.cache()
     rows = frame.count()
@@ -64,18 +80,15 @@ def _compare(
     calls: dict[str, Callable[[], Any]] = {
         "floor: mapInArrow": lambda: _floor(frame),
         "publish": lambda: publish(frame, name, catalog),
+        "write.format": lambda: _write(frame, name, catalog),
         "toArrow": frame.toArrow,
-        "toPandas": frame.toPandas,
+        **({"toPandas": frame.toPandas} if pandas else {}),
         "Parquet, and pyarrow": lambda: _through(frame, parquet),
         "second process": lambda: _opened(reader, name),
     }
     calls["Spark reads Parquet"] = lambda: _consume(spark.read.parquet(parquet))
-    back = spark.read.format("dissociated").option("catalog", catalog)
-    if _readable(back, name):
-        calls["Spark reads shm"] = lambda: _consume(back.load(name))
-        for transport in ("tcp", "grpc"):
-            over = spark.read.format("dissociated").option("catalog", catalog).option("transport", transport)
-            calls[f"Spark reads {transport}"] = lambda over=over: _consume(over.load(name))  # type: ignore[misc]
+    for transport in ("shm", "tcp", "grpc"):
+        calls[f"Spark reads {transport}"] = partial(_read, spark, name, catalog, transport)
     grown = {what: _growth(calls[what]) for what in ("publish", "toArrow")}
     seconds = medians(calls, rounds)
     with dis.connect(catalog) as client:
@@ -92,7 +105,10 @@ def _compare(
         ratio = seconds[ours] / seconds[theirs]
         goals.append((f"{ours} against {theirs}", f"{ratio:.4g}x", f"{goal:g}x", "" if ratio <= goal else "missed"))
     print(text.table(("TIME OF", "MEASURED", "GOAL", ""), goals, right=(1, 2)))
-    print(f"\ndriver's memory (Python): {', '.join(f'{what} +{text.size(size)}' for what, size in grown.items())}")
+    print(
+        f"\ndriver's memory (Python): {', '.join(f'{what} +{text.size(size)}' for what, size in grown.items())}",
+        flush=True,
+    )
     frame.unpersist()
 
 
@@ -103,24 +119,21 @@ def _floor(frame: DataFrame) -> None:
     frame.mapInArrow(count, "rows long").write.format("noop").mode("overwrite").save()
 
 
+def _write(frame: DataFrame, name: str, catalog: str) -> None:
+    frame.write.format("dissociated").option("catalog", catalog).mode("overwrite").save(name)
+
+
 def _through(frame: DataFrame, parquet: str) -> pa.Table:
     frame.write.mode("overwrite").parquet(parquet)
     return pq.read_table(parquet)
 
 
+def _read(spark: SparkSession, name: str, catalog: str, transport: str) -> None:
+    _consume(read(spark, name, catalog, transport=transport))
+
+
 def _consume(frame: DataFrame) -> None:
     frame.write.format("noop").mode("overwrite").save()
-
-
-def _readable(reader: Any, name: str) -> bool:
-    """Whether this release reads into Spark."""
-    from pyspark.errors import PySparkException
-
-    try:
-        reader.load(name).schema  # noqa: B018
-    except PySparkException:
-        return False
-    return True
 
 
 def _growth(call: Callable[[], Any]) -> int:
@@ -141,7 +154,7 @@ def _node() -> Iterator[str]:
     """The URI of a node with an empty store in shared memory, which goes with it."""
     store = Path(tempfile.mkdtemp(prefix="benchmark-", dir="/dev/shm"))
     command = [sys.executable, "-m", "dissociated", "node", "--store", str(store / "store")]
-    command += ["--listen", "shm:", "--listen", "tcp://127.0.0.1:0"]
+    command += ["--listen", "shm:", "--listen", "tcp://127.0.0.1:0", "--retain", "0"]
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

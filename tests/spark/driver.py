@@ -20,7 +20,7 @@ import pyarrow as pa
 from dissociated.spark import publish, session
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 PATIENCE = 60.0
 
@@ -67,8 +67,16 @@ def mapped(spark: SparkSession, rows: int, partitions: int, function: Callable[.
     return spark.range(0, rows, numPartitions=partitions).mapInArrow(through, "id long")
 
 
+def write(df: DataFrame, name: str, uri: str, mode: str = "overwrite") -> None:
+    """By the data source: what replaces a dataset. What is added comes by `publish`, so that both meet what happens."""
+    if mode == "append":
+        publish(df, name, uri, mode)
+    else:
+        df.write.format("dissociated").option("catalog", uri).mode(mode).save(name)
+
+
 def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, mode: str = "overwrite") -> None:
-    publish(spark.range(0, rows, numPartitions=partitions), name, uri, mode)
+    write(spark.range(0, rows, numPartitions=partitions), name, uri, mode)
 
 
 def killed_within(
@@ -93,10 +101,10 @@ def killed_within(
                     os.kill(pid, signal.SIGKILL)
             yield batch
 
-    publish(mapped(spark, rows, partitions, kill), name, uri, mode)
+    write(mapped(spark, rows, partitions, kill), name, uri, mode)
 
 
-def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str) -> None:
+def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str, mode: str) -> None:
     """Partition 0 is run twice, and both attempts come to their ends at the same time."""
 
     def meet(
@@ -107,7 +115,7 @@ def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
             Path(meeting, str(attempt)).touch()
             wait_for(lambda: len(os.listdir(meeting)) == 2)
 
-    publish(mapped(spark, rows, partitions, meet), name, uri)
+    write(mapped(spark, rows, partitions, meet), name, uri, mode)
 
 
 def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str) -> None:
@@ -117,14 +125,16 @@ def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int,
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
     ) -> Iterator[pa.RecordBatch]:
         if partition < 2:
-            Path(meeting, str(partition)).touch()
-            wait_for(lambda: len(os.listdir(meeting)) == 2)
+            if not attempt:
+                Path(meeting, str(partition)).touch()
+            # Of a second attempt, on the other executor, nothing comes: Spark gives it up when the first is done.
+            wait_for(lambda: not attempt and len(os.listdir(meeting)) == 2)
         yield from batches
 
-    publish(mapped(spark, rows, partitions, meet), name, uri)
+    write(mapped(spark, rows, partitions, meet), name, uri)
 
 
-def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions: int) -> None:
+def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, mode: str) -> None:
     """All partitions but the last are written; that one waits for more."""
 
     def wait(
@@ -134,7 +144,7 @@ def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions
         while partition == partitions - 1:
             time.sleep(1)
 
-    publish(mapped(spark, rows, partitions, wait), name, uri)
+    write(mapped(spark, rows, partitions, wait), name, uri, mode)
 
 
 JOBS: dict[str, Callable[..., None]] = {

@@ -259,12 +259,14 @@ def test_what_is_killed_within_a_task_is_done_again_once(
     cluster.leaves_nothing()
 
 
-def test_of_two_attempts_that_finish_one_counts(two_hosts: Cluster, tmp_path: Path) -> None:
-    two_hosts.run("raced", "raced", rows=200_000, partitions=2, meeting=str(tmp_path))
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_of_two_attempts_that_finish_one_counts(two_hosts: Cluster, tmp_path: Path, mode: str) -> None:
+    name = f"raced {mode}"
+    two_hosts.run("raced", name, rows=200_000, partitions=2, meeting=str(tmp_path), mode=mode)
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]  # both came to their ends
-    assert two_hosts.read("raced") == [*range(200_000)]
+    assert two_hosts.read(name) == [*range(200_000)]
     two_hosts.leaves_nothing()
-    assert len(two_hosts.segments("raced")) == 2
+    assert len(two_hosts.segments(name)) == 2
 
 
 def test_one_node_is_started_on_a_host_however_many_tasks_there_are(one_host: Cluster) -> None:
@@ -329,12 +331,13 @@ def test_a_catalog_that_is_killed_knows_every_dataset_again(two_hosts: Cluster) 
     assert two_hosts.read("known") == sorted([*range(100_000), *range(10)])
 
 
-def test_a_driver_that_is_killed_leaves_nothing(java: str, home: Path, start: Start) -> None:
-    place = store(home, "forgetful")
+@pytest.mark.parametrize("mode", ["overwrite", "append"])
+def test_a_driver_that_is_killed_leaves_nothing(java: str, home: Path, start: Start, mode: str) -> None:
+    place = store(home, f"forgetful {mode}")
     node = start("node", "--store", place, "--forget", "2", "--beat", "0.1")
     driver = Driver("local[2]", environment(java, home), home / "killed.log")
     try:
-        driver.begin("never_ending", uri=node.uri, name="never", rows=100_000, partitions=2)
+        driver.begin("never_ending", uri=node.uri, name="never", rows=100_000, partitions=2, mode=mode)
         wait_until(
             lambda: {name.partition("-")[2][:6] for name in os.listdir(place / "staging")} == {"000000", "000001"},
             "one segment is whole, the other is half",

@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 
 import dissociated as dis
 from certificates import Certificates
-from dissociated.errors import DatasetNotFound
+from dissociated.errors import DatasetNotFound, DissociatedError, OptionError
 from dissociated.spark import publish
 from dissociated.spark.types import arrow_schema
 from dissociated.store.node import Node
@@ -19,9 +19,11 @@ from dissociated.store.store import Store
 from helpers import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
+
+    Write = Callable[..., None]
 
 pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 
@@ -77,77 +79,87 @@ def staged(stage: Path) -> list[str]:
     return sorted(os.listdir(stage))
 
 
+def by_source(df: DataFrame, name: str, catalog: str, mode: str = "overwrite", **options: str) -> None:
+    """Spark finds the source by itself."""
+    df.write.format("dissociated").option("catalog", catalog).options(**options).mode(mode).save(name)
+
+
+@pytest.fixture(params=[by_source, publish], ids=["source", "publish"])
+def write(request: pytest.FixtureRequest) -> Write:
+    """Both ways to publish."""
+    found: Write = request.param
+    return found
+
+
 def test_a_dataset_arrives_whole_and_in_order_of_the_partitions(
-    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path, write: Write
 ) -> None:
-    publish(spark.range(0, 50_000, numPartitions=4), "numbers", catalog)
+    write(spark.range(0, 50_000, numPartitions=4), "numbers", catalog)
     table = client.read("numbers").read_all()
     assert table.schema == pa.schema([pa.field("id", pa.int64(), nullable=False)])
     assert table["id"].to_pylist() == list(range(50_000))
     assert staged(stage) == []
 
 
-def test_spark_finds_the_source_by_itself(spark: SparkSession, catalog: str, client: dis.Client) -> None:
-    df = spark.range(10)
-    df.write.format("dissociated").option("catalog", catalog).mode("overwrite").save("numbers")
-    assert client.read("numbers").read_all().num_rows == 10
-
-
-def test_overwrite_replaces(spark: SparkSession, catalog: str, client: dis.Client) -> None:
-    publish(spark.range(10), "data", catalog)
+def test_overwrite_replaces(spark: SparkSession, catalog: str, client: dis.Client, write: Write) -> None:
+    write(spark.range(10), "data", catalog)
     before = client.read("data")
-    publish(spark.sql("SELECT 'a' AS letter"), "data", catalog)
+    write(spark.sql("SELECT 'a' AS letter"), "data", catalog)
     assert client.read("data").read_all().to_pylist() == [{"letter": "a"}]
     assert before.read_all().num_rows == 10  # who has it open keeps it
 
 
-def test_append_adds(spark: SparkSession, catalog: str, client: dis.Client) -> None:
-    publish(spark.range(3), "data", catalog, mode="append")
-    publish(spark.range(3, 5), "data", catalog, mode="append")
+def test_append_adds(spark: SparkSession, catalog: str, client: dis.Client, write: Write) -> None:
+    write(spark.range(3), "data", catalog, mode="append")
+    write(spark.range(3, 5), "data", catalog, mode="append")
     assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     "query", ["SELECT id FROM range(0)", "SELECT id FROM range(0, 10, 1, 3) WHERE id > 10"], ids=str
 )
-def test_no_rows_still_make_a_dataset(spark: SparkSession, catalog: str, client: dis.Client, query: str) -> None:
-    publish(spark.sql(query), "nothing", catalog)
+def test_no_rows_still_make_a_dataset(
+    spark: SparkSession, catalog: str, client: dis.Client, query: str, write: Write
+) -> None:
+    write(spark.sql(query), "nothing", catalog)
     table = client.read("nothing").read_all()
     assert table.schema == pa.schema([pa.field("id", pa.int64(), nullable=False)])
     assert table.num_rows == 0
 
 
-def test_no_partitions_still_make_a_dataset(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+def test_no_partitions_still_make_a_dataset(
+    spark: SparkSession, catalog: str, client: dis.Client, write: Write
+) -> None:
     empty = spark.createDataFrame(spark.sparkContext.emptyRDD(), "a int, b string")
     assert empty.rdd.getNumPartitions() == 0
-    publish(empty, "nothing", catalog)
+    write(empty, "nothing", catalog)
     assert client.read("nothing").read_all() == pa.table({"a": pa.array([], "i4"), "b": pa.array([], "str")})
 
 
-def test_native_types_keep_their_values(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+def test_native_types_keep_their_values(spark: SparkSession, catalog: str, client: dis.Client, write: Write) -> None:
     present = [f"{value} AS {name}" for name, value in NATIVE.items()]
     nullable = [f"IF(id % 3 = 1, NULL, {value}) AS {name}_or_null" for name, value in NATIVE.items()]
     df = spark.range(0, 20, numPartitions=2).selectExpr(*present, *nullable)
-    publish(df, "types", catalog)
+    write(df, "types", catalog)
     table = client.read("types").read_all()
     assert rows(table) == [tuple(plain(value) for value in row) for row in df.collect()]
     assert table.schema == arrow_schema(df.schema)
 
 
 def test_a_task_that_fails_publishes_nothing_and_leaves_nothing(
-    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path, write: Write
 ) -> None:
-    publish(spark.range(3), "data", catalog)
+    write(spark.range(3), "data", catalog)
     many = spark.range(0, 100_000, numPartitions=1)
     broken = many.selectExpr("IF(id = 77777, raise_error('boom'), id) AS id")
     with pytest.raises(PySparkException, match="boom"):
-        publish(broken, "data", catalog)
+        write(broken, "data", catalog)
     assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2]
     assert staged(stage) == []
 
 
 def test_a_task_that_succeeds_at_the_second_attempt_counts_once(
-    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path, write: Write
 ) -> None:
     def fail_once(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -159,24 +171,26 @@ def test_a_task_that_succeeds_at_the_second_attempt_counts_once(
             raise RuntimeError("the first attempt")
 
     df = spark.range(0, 30_000, numPartitions=2).mapInArrow(fail_once, "id long")
-    publish(df, "data", catalog)
+    write(df, "data", catalog)
     assert client.read("data").read_all()["id"].to_pylist() == list(range(30_000))
     assert staged(stage) == []
 
 
 def test_a_commit_that_fails_publishes_nothing_and_leaves_nothing(
-    spark: SparkSession, catalog: str, client: dis.Client, stage: Path
+    spark: SparkSession, catalog: str, client: dis.Client, stage: Path, write: Write
 ) -> None:
-    publish(spark.range(3), "data", catalog)
-    with pytest.raises(PySparkException, match="schema"):
-        publish(spark.sql("SELECT 'a' AS letter"), "data", catalog, mode="append")
+    write(spark.range(3), "data", catalog)
+    with pytest.raises((PySparkException, DissociatedError), match="schema"):
+        write(spark.sql("SELECT 'a' AS letter"), "data", catalog, mode="append")
     assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2]
     assert staged(stage) == []
 
 
-def test_a_dataset_that_never_was_is_not_there(spark: SparkSession, catalog: str, client: dis.Client) -> None:
+def test_a_dataset_that_never_was_is_not_there(
+    spark: SparkSession, catalog: str, client: dis.Client, write: Write
+) -> None:
     with pytest.raises(PySparkException, match="boom"):
-        publish(spark.sql("SELECT raise_error('boom') AS id FROM range(1)"), "never", catalog)
+        write(spark.sql("SELECT raise_error('boom') AS id FROM range(1)"), "never", catalog)
     with pytest.raises(DatasetNotFound):
         client.describe("never")
 
@@ -194,38 +208,42 @@ def test_wrong_options_are_told_before_any_task(spark: SparkSession, options: di
         spark.range(1).write.format("dissociated").options(**options).mode("append").save()
 
 
-def test_a_type_that_arrow_lacks_is_told_before_any_task(spark: SparkSession, catalog: str) -> None:
-    with pytest.raises(PySparkException, match="column 'age' has the type interval year"):
-        publish(spark.sql("SELECT INTERVAL '3' YEAR AS age"), "x", catalog)
+def test_a_type_that_arrow_lacks_is_told_before_any_task(spark: SparkSession, catalog: str, write: Write) -> None:
+    with pytest.raises((PySparkException, DissociatedError), match="column 'age' has the type interval year"):
+        write(spark.sql("SELECT INTERVAL '3' YEAR AS age"), "x", catalog)
 
 
-def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tmp_path: Path) -> None:
+def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tmp_path: Path, write: Write) -> None:
     store = tmp_path / "store"
     for _ in range(2):
         with Node(Store(store, limit=64 << 20), ["shm:"]) as node, dis.connect(node.uri) as client:
             if not client.list():
-                publish(spark.range(0, 50_000, numPartitions=4), "numbers", node.uri)
-                publish(spark.range(50_000, 60_000, numPartitions=2), "numbers", node.uri, mode="append")
+                write(spark.range(0, 50_000, numPartitions=4), "numbers", node.uri)
+                write(spark.range(50_000, 60_000, numPartitions=2), "numbers", node.uri, mode="append")
             assert client.read("numbers", "shm").read_all()["id"].to_pylist() == list(range(60_000))
             assert staged(node.store.staging) == []
 
 
-def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path: Path, write: Write) -> None:
     with Node(Store(tmp_path / "store", limit=1 << 20), ["shm:"]) as node, dis.connect(node.uri) as client:
         with pytest.raises(PySparkException, match=r"the store .* is full: it holds [\d,]+ bytes of at most"):
-            publish(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
+            write(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
         assert client.list() == []
         wait_until(lambda: staged(node.store.staging) == [], "what the other task still wrote is gone")
 
 
-def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path) -> None:
+def test_a_mode_that_is_none(spark: SparkSession, catalog: str) -> None:
+    with pytest.raises(OptionError, match="not 'ignore'"):
+        publish(spark.range(1), "x", catalog, mode="ignore")
+
+
+def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_path: Path, write: Write) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("sesame\n")
     with dis.Server(["shm:"], catalog="grpc+tls://127.0.0.1:0", authorize=["sesame"], **certified.options) as server:
-        writing = spark.range(10).write.format("dissociated").mode("overwrite").option("catalog", server.catalog_uri)
-        with pytest.raises(PySparkException, match="asks for a token"):
-            writing.option("tls_roots", certified.roots).save("numbers")
+        with pytest.raises((PySparkException, DissociatedError), match="asks for a token"):
+            write(spark.range(10), "numbers", server.catalog_uri, tls_roots=certified.roots)
         assert server.names() == []
-        writing.option("tls_roots", certified.roots).option("token_file", str(token_file)).save("numbers")
+        write(spark.range(10), "numbers", server.catalog_uri, tls_roots=certified.roots, token_file=str(token_file))
         with dis.connect(server.catalog_uri, token="sesame", tls_roots=certified.roots) as client:
             assert client.read("numbers").read_all()["id"].to_pylist() == [*range(10)]

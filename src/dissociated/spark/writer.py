@@ -16,19 +16,24 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.pandas.types import from_arrow_schema
 
-from dissociated.errors import CatalogUnreachable, DeadlineExceeded
+from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
 from dissociated.spark.catalog import Catalog
-from dissociated.spark.types import conform
+from dissociated.spark.types import arrow_schema, conform
 from dissociated.store.here import stage_here
 from dissociated.store.segment import SegmentWriter
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 _PATIENCE = 60.0  # seconds for a catalog that was killed to be there again
 _PAUSE = 0.5
@@ -43,6 +48,11 @@ class Written(WriterCommitMessage):
     segment: str | None  # its name in the stage of the node; None where the partition has no rows
     rows: int
     nbytes: int
+
+
+_WRITTEN = pa.schema(
+    {"partition": pa.int32(), "node": pa.string(), "segment": pa.string(), "rows": pa.int64(), "nbytes": pa.int64()}
+)
 
 
 def write_segment(catalog: Catalog, key: str, schema: pa.Schema, iterator: Iterator[pa.RecordBatch]) -> Written:
@@ -110,7 +120,7 @@ def _persistently(call: Callable[[], None]) -> None:
 
 
 class DatasetWriter(DataSourceArrowWriter):
-    """Writes one DataFrame as one dataset.
+    """Writes one DataFrame as one dataset: Spark does with it what the module says, or `publish` here does.
 
     Made once, while Spark plans the write, then copied to every task and to the commit; all share `key`.
     """
@@ -135,3 +145,23 @@ class DatasetWriter(DataSourceArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, after a task or the commit has failed: remove what the tasks have written."""
         abort(self.catalog, self.key)
+
+
+def publish(frame: DataFrame, catalog: Catalog, name: str, mode: str) -> None:
+    """On the driver: write a DataFrame of this process's own Spark.
+
+    By `mapInArrow`, whose only rows are those that tell what was written: Spark hands over its rows in less time there
+    than to a data source (docs/performance.md). It collects the rows of one attempt for each partition.
+    """
+    writer = DatasetWriter(catalog, name, arrow_schema(frame.schema), mode)
+
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_pylist([asdict(writer.write(batches))], _WRITTEN)
+
+    try:
+        written = frame.mapInArrow(write, from_arrow_schema(_WRITTEN)).collect()
+        writer.commit([Written(**row.asDict()) for row in written])
+    except BaseException:
+        with suppress(DissociatedError):  # the catalog gives up what is not committed by itself, later
+            writer.abort(())
+        raise

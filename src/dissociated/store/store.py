@@ -47,8 +47,8 @@ from dissociated.store.shelf import MANIFEST, Shelf, Version, file_name
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
 FORGOTTEN = 86_400.0
-#: Bytes of removed segments that are kept to be written over, and for how many seconds.
-_WARM = 1 << 28
+#: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
+_WARM = 1 / 8
 _WARM_SECONDS = 60.0
 _ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
 
@@ -119,7 +119,7 @@ class Store:
             self._shelf = undo.enter_context(Shelf(Path(directory)))
             self._disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
             self._memfds = undo.enter_context(closing(Memfds()))
-            self._warm = _WARM if _in_memory(self._shelf.directory) else 0
+            self._warm = int(_WARM * (limit or _memory())) if _in_memory(self._shelf.directory) else 0
             self._versions: dict[str, tuple[Version, Shelf | Memfds]] = {}
             self._serial = 0
             #: what is committed here and on disk; None where that has changed since it was looked at
@@ -530,7 +530,7 @@ class Store:
             if descriptor is None:
                 continue
             status = os.fstat(descriptor)
-            if status.st_mtime >= oldest and status.st_size <= keep:
+            if status.st_ctime >= oldest and status.st_size <= keep:  # since when it is in the trash
                 keep -= status.st_size
             else:
                 path.unlink()
@@ -602,6 +602,11 @@ def _sizes(directory: Path) -> dict[int, int]:
                 status = os.lstat(os.path.join(parent, name))
                 found[status.st_ino] = status.st_blocks * 512
     return found
+
+
+def _memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _in_memory(directory: Path) -> bool:
