@@ -18,25 +18,26 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 class Shape(NamedTuple):
-    """A dataset: so many batches, each of so many float64 columns of so many rows."""
+    """A dataset: so many batches, each of so many float64 columns of so many rows; `one` batch again and again."""
 
     name: str
     batches: int
     columns: int
     rows: int
+    one: bool = False
 
     @property
     def nbytes(self) -> int:
         return self.batches * self.columns * self.rows * 8
 
     def table(self) -> pa.Table:
-        """Batches with memory of their own each, so that nothing is measured out of a cache."""
+        """Batches with memory of their own each, so that nothing is measured out of a cache; unless it is `one`."""
         random = np.random.default_rng(1)
         batches = [
             pa.record_batch({f"c{column}": random.random(self.rows) for column in range(self.columns)})
-            for _ in range(self.batches)
+            for _ in range(1 if self.one else self.batches)
         ]
-        return pa.Table.from_batches(batches)
+        return pa.Table.from_batches(batches * (self.batches // len(batches)))
 
 
 def _serve(shapes: list[Shape], listen: Sequence[str], pipe: Connection) -> None:

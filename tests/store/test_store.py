@@ -226,6 +226,19 @@ def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(mem
         assert claimed(next(store.directory.glob("trash/*"))) is not None  # kept a while to be written over
 
 
+def test_what_was_written_long_ago_is_written_over_too(memory: Path) -> None:
+    with Store(memory, limit=64 * MIB) as store:
+        version = store.commit("some", [write_large(store, "a", 3)], key="1")
+        (path,) = store.directory.glob("segments/*/*.arrows")
+        os.utime(path, (0, 0))
+        inode = path.stat().st_ino
+        store.remove(version)
+        store.sweep()
+        store.commit("some", [write_large(store, "b", 3)], key="2")
+        (path,) = store.directory.glob("segments/*/*.arrows")
+        assert path.stat().st_ino == inode
+
+
 def test_the_pages_of_what_was_removed_are_written_over_only_when_nobody_reads_them(memory: Path) -> None:
     with Store(memory) as store:
         version = store.commit("some", [write(store, "a", 1, 2, 3)], key="1")
