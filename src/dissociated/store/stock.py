@@ -179,7 +179,6 @@ class StoreStock(Stock):
             current = self._store.current(wanted.name)
             if current is None or self.of(current).dataset is not wanted.before:
                 raise StoreError(f"{wanted.name!r} does not lie in this store, so nothing can be appended to it")
-        opened: list[Segment] = []
         version = self._store.commit(
             wanted.name,
             wanted.staged,
@@ -189,7 +188,6 @@ class StoreStock(Stock):
             prepared=not wanted.whole,
             tags=wanted.tags,
             ttl=wanted.ttl,
-            opened=opened,
         )
         return self.of(version)
 

@@ -328,14 +328,12 @@ class Store:
         prepared: bool = False,
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
-        opened: list[Segment] | None = None,
     ) -> Version:
         """Make these segments in the staging directory a version of `name`, at once and for good.
 
         With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
         the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
-        and of other segments, it is forgotten: whoever wrote it tries again from the beginning. `opened` is given the
-        segments of a new version: held until they are served, they are not read again. Raises StoreError.
+        and of other segments, it is forgotten: whoever wrote it tries again from the beginning. Raises StoreError.
         """
         with self._lock:
             told = _digest(staged)
@@ -359,8 +357,6 @@ class Store:
                 self.writer(staged[0], schema).close()
                 paths = [self._shelf.staged(staged[0])]
             segments = [self._open(path) for path in paths]
-            if opened is not None:
-                opened += segments
             version = replace(
                 self._made(name, segments, key, prepared, tags or {}, ttl),
                 before=() if before is None else (*before.before, before.key),
