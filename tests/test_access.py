@@ -75,7 +75,7 @@ def test_an_altered_ticket_is_refused(data: st.DataObject, granted: Granted) -> 
             signer.check(altered, 1000.0)
 
 
-@pytest.mark.parametrize("foreign", [b"", bytes(16), bytes(42), secrets.token_bytes(60)])
+@pytest.mark.parametrize("foreign", [b"", bytes(16), bytes(42), secrets.token_bytes(60)], ids=len)
 def test_what_is_no_signed_ticket_is_refused(foreign: bytes) -> None:
     with pytest.raises(AccessDenied, match="not made by this server"):
         Signer(SECRET, 80.0).check(foreign, 0.0)

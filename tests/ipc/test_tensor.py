@@ -190,7 +190,7 @@ def test_a_pipe_knows_no_position() -> None:
         assert_same(read_tensor(source), tensor)
 
 
-@pytest.mark.parametrize("source", [b"", pa.py_buffer(b"\xff\xff\xff\xff\0\0\0\0"), io.BytesIO(bytes(64))], ids=str)
+@pytest.mark.parametrize("source", [b"", pa.py_buffer(b"\xff\xff\xff\xff\0\0\0\0"), io.BytesIO(bytes(64))], ids=type)
 def test_nothing_is_no_tensor(source: Any) -> None:
     with pytest.raises(FormatError):
         read_tensor(source)
