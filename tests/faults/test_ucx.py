@@ -7,9 +7,12 @@ import signal
 import struct
 import subprocess
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -17,6 +20,7 @@ import pytest
 import dissociated as dis
 import ucx_peer
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
+from dissociated.transport._ucp import ucp
 from dissociated.transport.ucx import UcxConnection
 
 from .conftest import Good, wait_until
@@ -32,6 +36,49 @@ SILENCE = 0.3  # seconds
 MODES = ["peer", "none"]
 
 LARGE = pa.table({"n": pa.array(range(1 << 21), pa.int64())})
+
+
+#: What UCX makes, and the call that gives it back.
+OWED = {
+    "ucp_worker_create": "ucp_worker_destroy",
+    "ucp_listener_create": "ucp_listener_destroy",
+    "ucp_mem_map": "ucp_mem_unmap",
+    "ucp_ep_rkey_unpack": "ucp_rkey_destroy",
+}
+
+
+class Counted:
+    """UCX's library, with an account of what this process has not given back."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.owed: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.library, name)
+        if name in OWED:
+            return partial(self._make, name, call)
+        if name in OWED.values():
+            return partial(self._give_back, name, call)
+        return call
+
+    def _make(self, name: str, call: Any, *arguments: Any) -> int:
+        status: int = call(*arguments)
+        self.owed[OWED[name]] += status == 0
+        return status
+
+    def _give_back(self, name: str, call: Any, *arguments: Any) -> None:
+        call(*arguments)
+        self.owed[name] -= 1
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_owed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All workers have been given back, and with them all requests; and listeners, registered memory and keys."""
+    counted = Counted(ucp().lib)
+    monkeypatch.setattr(ucp(), "lib", counted)
+    yield
+    wait_until(lambda: not +counted.owed, f"given back is {counted.owed}")
 
 
 def metadata(sequence: int, header: bytes) -> list[object]:
