@@ -10,9 +10,11 @@ import socket
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,6 +22,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
 from dissociated.transport import _ofi
+from dissociated.transport.rdm import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import demo_over
@@ -103,6 +106,29 @@ def _nothing_in_shared_memory() -> Iterator[None]:
     before = shared_memory()
     yield
     assert not shared_memory() - before
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All memory that was registered has been withdrawn, and all domains were left."""
+    owed: Counter[str] = Counter()
+
+    def counted(method: str, change: int, what: str) -> None:
+        original = getattr(Domain, method)
+
+        def call(*arguments: Any) -> Any:
+            result = original(*arguments)
+            owed[what] += change
+            return result
+
+        monkeypatch.setattr(Domain, method, call)
+
+    counted("register", 1, "memory")
+    counted("unregister", -1, "memory")
+    counted("enter", 1, "domains")
+    counted("leave", -1, "domains")
+    yield
+    wait_until(lambda: not +owed, f"given back is {owed}")
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
