@@ -8,6 +8,7 @@ from dissociated.errors import SourceError
 from dissociated.spark.types import arrow_schema, conform
 
 
+@pytest.mark.usefixtures("spark")  # who knows types by name
 def test_instants_are_in_utc_at_every_depth() -> None:
     schema = arrow_schema(StructType.fromDDL("a timestamp not null, b array<timestamp>, c timestamp_ntz"))
     instant = pa.timestamp("us", "UTC")
@@ -20,6 +21,7 @@ def test_instants_are_in_utc_at_every_depth() -> None:
     )
 
 
+@pytest.mark.usefixtures("spark")  # who knows types by name
 def test_a_type_that_arrow_lacks_names_its_column() -> None:
     schema = StructType.fromDDL("fine int, age struct<months: interval year to month>")
     with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -372,8 +373,7 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_memory_is_not_handed_over_to_another_user(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
+def test_memory_is_not_handed_over_to_another_user() -> None:
     listening = """
     import os, socket, sys
     os.setuid(65534)
@@ -384,10 +384,11 @@ def test_memory_is_not_handed_over_to_another_user(tmp_path: Path) -> None:
     connection, _ = listener.accept()
     print(socket.recv_fds(connection, 1, 1))
     """
-    for parent in list(tmp_path.parents)[:2]:
-        parent.chmod(0o755)
-    process = spawn(listening, str(tmp_path / "s"))
-    with memfd(table(1)) as descriptor, pytest.raises(AccessDenied, match="runs as user 65534"):
-        hand_over(str(tmp_path / "s"), descriptor, PATIENCE)
-    printed, _ = process.communicate(timeout=PATIENCE)
+    with tempfile.TemporaryDirectory() as directory:
+        place = os.path.join(directory, "s")
+        os.chmod(directory, 0o777)
+        process = spawn(listening, place)
+        with memfd(table(1)) as descriptor, pytest.raises(AccessDenied, match="runs as user 65534"):
+            hand_over(place, descriptor, PATIENCE)
+        printed, _ = process.communicate(timeout=PATIENCE)
     assert printed.startswith("(b'', [], ")
