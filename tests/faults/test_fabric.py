@@ -315,10 +315,10 @@ def test_loading_takes_no_signals(library: str) -> None:
 
 
 #: What is run with the other libfabric too.
-SUITES = ["tests/transport", "tests/contract/test_shapes.py", "tests/faults/test_fabric.py"]
+SUITES = ["tests/transport", "tests/contract", "tests/faults/test_fabric.py"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_every_libfabric_keeps_the_promises_of_a_transport(library: str) -> None:
     if library == _ofi.ofi().path:
         pytest.skip("everything else here runs with this one")
@@ -339,7 +339,7 @@ def test_every_libfabric_keeps_the_promises_of_a_transport(library: str) -> None
         env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
