@@ -7,7 +7,6 @@ batch that is sent again and again, from the first that arrived on, and nothing 
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 import dissociated as dis
 from benchmarks.peers import Shape, running
-from benchmarks.rounds import medians
+from benchmarks.rounds import in_turns, medians
 from dissociated.cli import text
 
 GOAL = 0.9
@@ -49,48 +48,42 @@ def shapes(gigabytes: float) -> list[Shape]:
 def compare(listen: Sequence[str], ways: Mapping[str, Way], gigabytes: float, rounds: int) -> None:
     """Measure and print."""
     measured = shapes(gigabytes)
-    again = {shape.name: shape._replace(name=f"{shape.name}, again", one=True) for shape in measured}
+    again = [shape._replace(name=_again(shape), one=True) for shape in measured]
     rows: list[tuple[str, ...]] = []
     ways = {**ways, "tcp": Way("tcp:")}
-    with running([*measured, *again.values()], listen) as peers, dis.connect(peers.catalog) as client:
+    with running([*measured, *again], listen) as peers, dis.connect(peers.catalog) as client:
 
         def place(name: str, way: Way) -> tuple[str, bytes]:
             (endpoint,) = client.describe(name).endpoints
             return next(one for one in endpoint.locations if way.has in one and way.lacks not in one), endpoint.ticket
 
         for shape in measured:
-            calls: dict[str, Callable[[], Any]] = {}
-            calls.update((name, partial(_read, *place(shape.name, way))) for name, way in ways.items())
+            calls: dict[str, Callable[[], Any]] = {
+                name: partial(_read, *place(shape.name, way)) for name, way in ways.items()
+            }
             calls["Flight"] = lambda name=shape.name: client.read(name, "grpc").read_all()  # type: ignore[misc]
             seconds = medians(calls, rounds)
-            flows: dict[str, list[float]] = {name: [] for name in ways}
-            tools: dict[str, list[float]] = {name: [] for name in ways}
-            for turn in range(rounds + 1 if shape.batches > 1 else 0):
-                for name, way in ways.items():
-                    flow, tool = _flow(*place(again[shape.name].name, way)), way.measure(shape)
-                    if turn:
-                        flows[name].append(flow)
-                        tools[name].append(tool)
+            rates: dict[str, float] = {}
+            if shape.batches > 1:  # else there is nothing but connecting
+                flows = {name: partial(_flow, *place(_again(shape), way)) for name, way in ways.items()}
+                tools = {f"{name}, tool": partial(way.measure, shape) for name, way in ways.items()}
+                rates = in_turns({**flows, **tools}, rounds)
             for name, took in seconds.items():
-                flow, tool = (statistics.median(some.get(name) or [0.0]) for some in (flows, tools))
+                kept = shape.nbytes / took / 1e9 if rates else 0.0
+                flow, tool = rates.get(name, 0.0), rates.get(f"{name}, tool", 0.0)
                 ratio = flow / tool if tool else 0.0
-                rows.append(
-                    (
-                        shape.name,
-                        name,
-                        f"{took * 1e3:.2f}",
-                        f"{shape.nbytes / took / 1e9:.2f}" if shape.batches > 1 else "",
-                        f"{flow:.2f}" if flow else "",
-                        f"{tool:.2f}" if tool else "",
-                        f"{ratio:.2f}x" if ratio else "",
-                        "missed" if ratio and ratio < GOAL else "",
-                    )
-                )
+                shown = (f"{rate:.2f}" if rate else "" for rate in (kept, flow, tool))
+                against = (f"{ratio:.2f}x", "missed" if ratio < GOAL else "") if tool else ("", "")
+                rows.append((shape.name, name, f"{took * 1e3:.2f}", *shown, *against))
             print(f"{shape.name}: measured", file=sys.stderr, flush=True)
     tools_named = ", ".join(f"{way.tool} for {name}" for name, way in ways.items() if way.tool)
     print(f"{gigabytes:g} GB, median of {rounds} rounds; the goal is {GOAL:g}x of the tool: {tools_named}\n")
     heads = ("BATCHES OF", "OVER", "TABLE, MS", "GB/S", "AGAIN, GB/S", "THE TOOL, GB/S", "OF THE TOOL", "")
     print(text.table(heads, rows, right=(2, 3, 4, 5, 6)))
+
+
+def _again(shape: Shape) -> str:
+    return f"{shape.name}, again"
 
 
 def _read(uri: str, ticket: bytes) -> pa.Table:

@@ -6,23 +6,34 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median of each call's seconds.
+    """The median of each call's seconds, see `in_turns`."""
+    return in_turns({name: partial(_seconds, call) for name, call in calls.items()}, rounds)
+
+
+def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median of what each call gives.
 
     The calls take turns in each round, so that what disturbs the machine disturbs all of them; a first round is for
     warming up.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    given: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
             gc.collect()
-            started = time.perf_counter()
-            result = call()
-            elapsed = time.perf_counter() - started
-            del result
+            one = call()
             if turn:
-                seconds[name].append(elapsed)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+                given[name].append(one)
+    return {name: statistics.median(some) for name, some in given.items()}
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    result = call()
+    elapsed = time.perf_counter() - started
+    del result
+    return elapsed

@@ -2,7 +2,7 @@
 
 All start from a cached DataFrame. The floor is a `mapInArrow` that counts: Spark hands every row to Python as Arrow,
 and nothing is done with it. A node in a process of its own serves; another process opens what was published. What was
-replaced is not kept, so each publishing writes over the pages of one before, as in a node that has run for a while.
+replaced is not kept for its tickets: its pages are written over by what comes within a minute.
 """
 
 from __future__ import annotations

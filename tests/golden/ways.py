@@ -189,7 +189,8 @@ def is_file(path: Path) -> bool:
 
 #: Over these, only what they do themselves: each connection takes its time.
 _SLOW = ("tls", "ucx", "fabric")
-#: Of those that have addresses, both kinds of bodies. What has none is asked for both all the same.
+#: Of those that have addresses, both kinds of bodies. What has none is asked for both all the same; but for TLS, which
+#: is tcp with other bytes below its frames, so that one way is enough.
 _BODIES = {scheme: ("packed",) if scheme == "tls" else ("any", "packed") for scheme in LISTEN}
 _ADDRESSES = ("shm", "ucx", "fabric")
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dissociated.errors import OptionError
+from dissociated.memory.region import machine_memory
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.java import java_home
 
@@ -112,8 +113,7 @@ def _settings(master: str) -> dict[str, str]:
 
 def _heap() -> int:
     """GiB for the JVM: a quarter of the machine (segments and Python need room too), from 1 to 8."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(8, memory // 4 // GIB))
+    return max(1, min(8, machine_memory() // 4 // GIB))
 
 
 def _launch_variables(master: str) -> dict[str, str]:

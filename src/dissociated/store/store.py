@@ -38,7 +38,7 @@ import pyarrow as pa
 
 from dissociated.errors import StoreError
 from dissociated.ipc.options import WriteOptions
-from dissociated.memory.region import pages
+from dissociated.memory.region import machine_memory, pages
 from dissociated.memory.shared import explained
 from dissociated.store.files import PART, claimed
 from dissociated.store.memfds import Memfds
@@ -119,7 +119,7 @@ class Store:
             self._shelf = undo.enter_context(Shelf(Path(directory)))
             self._disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
             self._memfds = undo.enter_context(closing(Memfds()))
-            self._warm = int(_WARM * (limit or _memory())) if _in_memory(self._shelf.directory) else 0
+            self._warm = int(_WARM * (limit or machine_memory())) if _in_memory(self._shelf.directory) else 0
             self._versions: dict[str, tuple[Version, Shelf | Memfds]] = {}
             self._serial = 0
             #: what is committed here and on disk; None where that has changed since it was looked at
@@ -602,11 +602,6 @@ def _sizes(directory: Path) -> dict[int, int]:
                 status = os.lstat(os.path.join(parent, name))
                 found[status.st_ino] = status.st_blocks * 512
     return found
-
-
-def _memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _in_memory(directory: Path) -> bool:
