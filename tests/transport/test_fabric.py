@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -91,3 +92,51 @@ def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it
                     server.send([Message(1, (b"",))], PATIENCE)
             else:
                 server.send([Message(1, (b"",))], PATIENCE)
+
+
+def talk(client: FabricConnection, count: int) -> None:
+    """Let the client say that it consumed nothing, so often that more has arrived than there are receives for."""
+    sent = [client._say(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
+    while not all(one.ended for one in sent):
+        client.arrived()
+
+
+def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once() -> None:
+    """A server that took it for one would wait for the message, and its client for the server."""
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+        client, server = connected(listener)
+        with client, server:
+            for _ in range(5):
+                talk(client, 400)
+                time.sleep(0.1)
+                assert not any(server.arrived() for _ in range(500))
+            client.send([Message(2, (b"said",))], PATIENCE)
+            arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
+            assert arrived is not None
+            assert bytes(arrived.data) == b"said"
+
+
+@pytest.mark.parametrize("before", [0, 8], ids=["where it is waited for", "where nobody waits for it"])
+@pytest.mark.parametrize("size", [5_000, 100_000], ids=["whole", "to be fetched"])
+def test_too_much_said_beside_the_protocol_ends_the_connection(size: int, before: int) -> None:
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+        client, server = connected(listener)
+        with client, server:
+            assert client._to is not None
+            tag, much = 0xFE44_4953_534F_0000 | Kind.CREDIT, [client._ffi.from_buffer(bytes(size))]
+            talk(client, before)  # there are receives for so much
+            for _ in range(24 if before else 1):
+                while not client._endpoint.send(client._to, tag, much, lambda completion: None):
+                    client.arrived()
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end:
+                client.arrived()  # so that all of it arrives at once
+            with ThreadPoolExecutor(1) as pool:
+                receiving = pool.submit(server.receive, PATIENCE, lambda tag, length: bytearray(length))
+                while not receiving.done():
+                    client.arrived()
+                if before:
+                    with pytest.raises(RemoteProtocolError, match=f"says {size} bytes beside the protocol"):
+                        receiving.result()
+                else:
+                    assert receiving.result() is None  # libfabric itself cuts it off

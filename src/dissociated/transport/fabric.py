@@ -40,7 +40,7 @@ from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native import MAX_IN_FLIGHT, NativeConnection, Waker
 from dissociated.transport.rdm import MAX_UNTAGGED as _MAX_PLAIN
-from dissociated.transport.rdm import Completion, Domain, Endpoint
+from dissociated.transport.rdm import Completion, Domain, Endpoint, Found
 from dissociated.transport.sockets import explain
 from dissociated.transport.tcp import check_name
 from dissociated.uri import Uri
@@ -89,6 +89,11 @@ class Kind(IntEnum):
     ABORT = 5
     #: nothing: this end closes. It is answered by another
     BYE = 6
+
+
+def _beside(tag: int | None) -> bool:
+    """Whether a message with this tag is beside the protocol."""
+    return tag is not None and tag & ~_KINDS == _CONTROL
 
 
 _consumed = struct.Struct("<Q")
@@ -205,6 +210,7 @@ class FabricConnection(NativeConnection):
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat
         self._missed = 0
+        self._refused: _Sending | None = None  # what libfabric did not take at the last heartbeat
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._stirred: int | None = None
         with self._lock:
@@ -320,7 +326,7 @@ class FabricConnection(NativeConnection):
             sending.ended = True
             if completion.error:
                 self._lose_by(completion.error)
-            elif sending.tag is None or sending.tag & ~_KINDS != _CONTROL:
+            elif not _beside(sending.tag):
                 self._happened = True
             memory, sending.memory, sending.pieces = sending.memory, None, ()
             if memory is not None and len(self._staging) < _STAGING:
@@ -414,18 +420,44 @@ class FabricConnection(NativeConnection):
             self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
 
     def _waiting(self) -> bool:
-        return bool(self._receiving) or self._endpoint.look() is not None
+        return bool(self._receiving) or self._look() is not None
+
+    def _look(self) -> Found | None:
+        """A message that nobody waits for. What is said beside the protocol is none: whoever waits for it would starve.
+
+        Some of that is found here too, when more of it comes at once than there are receives for.
+        """
+        for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
+            found = self._endpoint.look()
+            if found is None or not _beside(found.tag):
+                return found
+            if found.length <= _CONTROL_SIZE:
+                self._hear(found)
+            else:
+                self._endpoint.discard()
+                self._broken = RemoteProtocolError(f"{self._peer} says {found.length} bytes beside the protocol")
+        return None
+
+    def _hear(self, found: Found) -> None:
+        """Receive what the peer says beside the protocol, and nobody waits for."""
+        memory = self._ffi.new(f"char[{_CONTROL_SIZE}]")
+
+        def done(completion: Completion) -> None:
+            if completion.error:
+                self._lose_by(completion.error)
+            else:
+                self._control(found.tag, bytes(self._ffi.buffer(memory, found.length)))
+
+        self._endpoint.claim(memory, done)
 
     def _take(self, allocate: Allocate) -> bool:
-        for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
-            if self._receiving_bytes >= _AHEAD or (found := self._endpoint.look()) is None:
+        for _ in range(_LOOKS):
+            if self._receiving_bytes >= _AHEAD or (found := self._look()) is None:
                 break
             if found.length > self._endpoint.whole and not self._connected():
                 return True
             try:
-                if found.tag & ~_KINDS == _CONTROL:  # more of them than there were receives for
-                    memory: Buffer = bytearray(min(found.length, _CONTROL_SIZE))
-                elif found.tag != _LARGE:
+                if found.tag != _LARGE:
                     memory = allocate(found.tag, found.length)
                 elif found.length <= self._max_untagged:
                     memory = bytearray(found.length)
@@ -461,8 +493,6 @@ class FabricConnection(NativeConnection):
             if completion.error:
                 self._broken = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
                 self._lose_by(completion.error)
-            elif tag & ~_KINDS == _CONTROL:
-                self._control(tag, bytes(memory))
             elif tag == _LARGE:
                 self._arrive(Incoming(None, bytes(memory)))
             else:
@@ -522,8 +552,13 @@ class FabricConnection(NativeConnection):
             self._has(lambda: False)
             self._missed = 0 if self._heard else self._missed + 1
             self._heard = False
+            refused, self._refused = self._refused, self._unsent[0] if self._unsent and not self._under_way else None
             if self._missed >= _MISSED:
                 _log.info("%s was not heard for %g s", self._peer, self._missed * self.heartbeat)
+                self._lose()
+            elif refused is not None and refused is self._refused and (self._sent or self._consumed):
+                # libfabric has nothing to do and takes nothing, where it did before: there is no connection any more.
+                _log.info("%s has gone without a word", self._peer)
                 self._lose()
             elif self._to is not None and not self._unsent:
                 self._tell_consumed()
@@ -556,7 +591,7 @@ class FabricConnection(NativeConnection):
             end = time.monotonic() + _LAST
             with suppress(TransportError):
                 while not self._gone and time.monotonic() < end:
-                    if self._endpoint.look() is not None:
+                    if self._look() is not None:
                         self._endpoint.discard()
                     elif not self._progress() and self._endpoint.arm():
                         self._endpoint.sleep(self._waker, _RETRY)
