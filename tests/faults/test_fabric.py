@@ -25,7 +25,7 @@ from dissociated.transport import _ofi
 from dissociated.transport.rdm import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import demo_over
+from helpers import demo_over, needs_new_libfabric
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
@@ -192,16 +192,20 @@ def test_a_client_that_ends_within_a_live_stream_is_noticed(serve: Serve, spawn:
     wait_until(good.alone, "the server has noticed")
 
 
-def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve) -> None:
-    """Its heartbeats go on, and the server's are heard."""
-    batch = pa.record_batch({"n": pa.array(range(1 << 20), pa.int64())})
-    good = serve(WHERE)
-    good.server.publish("many", pa.Table.from_batches([batch] * 20))
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "tcp"])
+@pytest.mark.parametrize(("rows", "batches"), [(1 << 20, 20), (20_000, 2_000), (1_000, 20_000)])
+def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve, provider: str, rows: int, batches: int) -> None:
+    """Its heartbeats go on, and the server's are heard, whatever lies before them."""
+    if provider == "tcp":
+        needs_new_libfabric()
+    batch = pa.record_batch({"n": pa.array(range(rows), pa.int64())})
+    good = serve(f"{WHERE}&provider={provider}")
+    good.server.publish("many", pa.Table.from_batches([batch] * batches))
     (uri,) = good.server.locations("many")
     reader = dis.open_stream(uri, good.server.ticket("many"))
     assert reader.read_next_batch() == batch
     select.select([], [], [], 1.5)  # three times as long as a peer may be silent
-    assert sum(one.num_rows for one in reader) == 19 << 20
+    assert sum(one.num_rows for one in reader) == rows * (batches - 1)
 
 
 def test_a_closed_port_is_an_error_at_once() -> None:

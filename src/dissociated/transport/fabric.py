@@ -1,8 +1,8 @@
 """fabric://HOST:PORT[?provider=…]: libfabric, over TCP unless another provider is named.
 
 Untagged and tagged messages are libfabric's own, and carry what the protocol says. Tags have no sender, so each
-connection has an endpoint of its own; what the two ends say to each other beside the protocol, from the exchange of
-their names to heartbeats, are tagged messages too: see docs/fabric.md.
+connection has an endpoint of its own, or two; what the two ends say to each other beside the protocol, from the
+exchange of their names to heartbeats, are tagged messages too: see docs/fabric.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 import weakref
@@ -40,7 +39,7 @@ from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native import MAX_IN_FLIGHT, NativeConnection, Waker
 from dissociated.transport.rdm import MAX_UNTAGGED as _MAX_PLAIN
-from dissociated.transport.rdm import Completion, Domain, Endpoint, Found
+from dissociated.transport.rdm import QUEUE, Completion, Domain, Endpoint, Found, Pair, host_and_port, reachable
 from dissociated.transport.sockets import explain
 from dissociated.transport.tcp import check_name
 from dissociated.uri import Uri
@@ -58,8 +57,9 @@ _CONTROL_SIZE = 4096  # bytes of a control message, at most
 _CONTROL_BUFFERS = 8
 
 _JOIN = 1 << 13  # bytes up to which parts are copied together at once
-_OVERHEAD = 256  # bytes that a message counts beside its own
+_OVERHEAD = 1 << 14  # bytes that a message counts beside its own: libfabric keeps as many for one that nobody waits for
 _CREDIT = MAX_IN_FLIGHT // 8  # consumed bytes that are worth telling
+_UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
 _AHEAD = 1 << 25  # bytes of tagged messages that are received at once
 _RETRY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST = 0.25  # seconds for the last word
@@ -72,6 +72,11 @@ _LOOKS = 256  # messages that are taken before somebody else's turn
 _BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _ROUNDS = 16  # of completions that are looked at before somebody else is
 _LOOK_AGAIN = 1.0  # seconds, should libfabric ever forget to wake us
+
+
+def _beside(tag: int | None) -> bool:
+    """Whether a message with this tag is beside the protocol."""
+    return tag is not None and tag & ~_KINDS == _CONTROL
 
 
 class Kind(IntEnum):
@@ -89,11 +94,18 @@ class Kind(IntEnum):
     ABORT = 5
     #: nothing: this end closes. It is answered by another
     BYE = 6
+    #: JOIN and BYE for bodies, where those have endpoints of their own
+    BODIES_JOIN = 7
+    BODIES_BYE = 8
 
 
-def _beside(tag: int | None) -> bool:
-    """Whether a message with this tag is beside the protocol."""
-    return tag is not None and tag & ~_KINDS == _CONTROL
+#: What is said at each endpoint of a connection, first and last.
+_JOINS, _BYES = (Kind.JOIN, Kind.BODIES_JOIN), (Kind.BYE, Kind.BODIES_BYE)
+
+
+def _held_up(tag: int) -> bool:
+    """Whether a message with this tag has to wait until somebody claims it, or until others before it are claimed."""
+    return not _beside(tag) or tag & _KINDS in (Kind.BODIES_JOIN, Kind.BODIES_BYE)
 
 
 _consumed = struct.Struct("<Q")
@@ -121,7 +133,7 @@ def _provider(uri: Uri) -> str:
     if name == "tcp" and version < (2, 0):
         wrong = f"before libfabric 2.0, and this is {ofi().version}, it means tcp;ofi_rxm: say that"
     elif name == "shm":
-        wrong = "it leaves memory in /dev/shm when a process is killed: use shm: or tcp;ofi_rxm"
+        wrong = "it can only be waited for by spinning, and leaves memory in /dev/shm: use shm: or tcp;ofi_rxm"
     elif name == "net":
         wrong = "it keeps a processor busy while nothing happens: use tcp;ofi_rxm"
     elif name.startswith("udp"):
@@ -133,6 +145,13 @@ def _provider(uri: Uri) -> str:
     if wrong:
         raise UriError(f"provider={name} in {uri} cannot be used: {wrong}")
     return name
+
+
+def _endpoint(provider: str, host: str, rma: bool, domain: Domain | None = None) -> Endpoint:
+    """An endpoint for one connection."""
+    if provider == "tcp":
+        return Pair(provider, host, _held_up)
+    return Endpoint(provider, host, None, rma, domain)
 
 
 def _check_same(uri: Uri, endpoint: Endpoint) -> None:
@@ -205,6 +224,7 @@ class FabricConnection(NativeConnection):
         self._ended_before = 0  # operations, when a thread last wanted to sleep
         self._sent = self._peer_consumed = 0  # bytes, each message with its overhead
         self._consumed = self._told = 0
+        self._farewell: set[int] = set()  # of the last words, those that were heard
         self._max_untagged = MAX_CONTROL if self._accepted else MAX_UNTAGGED
         self._remote: RemoteSpace | None = None
         self.heartbeat = heartbeat
@@ -268,9 +288,12 @@ class FabricConnection(NativeConnection):
                 raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
             if not self._welcome.startswith(version):
                 raise TransportError(f"{self._peer} exchanges names in another way than version {_VERSION}")
-            self._to = endpoint.insert(_reachable(self._welcome[1:], host))
-            joining = self._say(Kind.JOIN)
-            if not self._drive(lambda: joining.ended or self._ended, timeout):
+            try:
+                self._to = endpoint.insert(reachable(self._welcome[1:], host))
+            except (ValueError, OSError, struct.error):
+                raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
+            joining = self._say_each(_JOINS)
+            if not self._drive(lambda: all(one.ended for one in joining) or self._ended, timeout):
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
             self._check_open()
 
@@ -317,6 +340,9 @@ class FabricConnection(NativeConnection):
         self._dispatch(sending)
         return sending
 
+    def _say_each(self, kinds: Sequence[Kind]) -> list[_Sending]:
+        return [self._say(kind) for kind in kinds[: self._endpoint.lanes]]
+
     def _dispatch(self, sending: _Sending) -> None:
         if self._unsent or self._to is None or not self._begin(sending):
             self._unsent.append(sending)
@@ -343,7 +369,8 @@ class FabricConnection(NativeConnection):
 
     def _has_room(self, size: int) -> bool:
         # What is in flight is what the peer has not consumed, or has not told yet, which can be up to _CREDIT.
-        return self._in_flight < MAX_IN_FLIGHT // 2 or self._in_flight + size <= MAX_IN_FLIGHT
+        few = self._in_flight < MAX_IN_FLIGHT // 2 or self._in_flight + size <= MAX_IN_FLIGHT
+        return few and len(self._under_way) < _UNDER_WAY
 
     def _complete(self, request: _Sending) -> bool:
         return request.ended
@@ -412,10 +439,14 @@ class FabricConnection(NativeConnection):
             self._to, self._client = self._endpoint.insert(self._client), None
         elif kind == Kind.ABORT:
             self._give_up(data.decode(errors="replace"))
-        elif kind == Kind.BYE:
-            if not self._closed and not self._gone and self._to is not None:
-                self._say(Kind.BYE)
-            self._lose()
+        elif kind == Kind.BODIES_JOIN:
+            pass  # it has done its work: there is a connection
+        elif kind in _BYES and kind not in self._farewell:
+            self._farewell.add(kind)
+            if len(self._farewell) == self._endpoint.lanes:
+                if not self._closed and not self._gone and self._to is not None:
+                    self._say_each(_BYES)
+                self._lose()
         else:
             self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
 
@@ -548,6 +579,11 @@ class FabricConnection(NativeConnection):
         try:
             if self._closed or self._over:
                 return
+            for _ in range(_LOOKS):  # what the peer sent before its heartbeat comes first
+                if self._heard:
+                    break
+                self._endpoint.progress()
+            self._stirred = None  # it is we who woke whoever sleeps
             self._advance()
             self._has(lambda: False)
             self._missed = 0 if self._heard else self._missed + 1
@@ -567,6 +603,7 @@ class FabricConnection(NativeConnection):
         finally:
             if self._asleep and self._over:
                 self._waker.set()
+            self._stirred = None
             self._lock.release()
 
     def _lose_by(self, error: int) -> None:
@@ -587,7 +624,7 @@ class FabricConnection(NativeConnection):
     def _release(self) -> None:
         if self._to is not None and not self._gone:
             # Until the answer comes there is something to read: closing over that could take our last words back.
-            self._say(Kind.BYE)
+            self._say_each(_BYES)
             end = time.monotonic() + _LAST
             with suppress(TransportError):
                 while not self._gone and time.monotonic() < end:
@@ -670,7 +707,7 @@ class _FabricListener(Listener):
         parameters = {"provider": self._provider, "protocol": endpoint.protocol, "libfabric": endpoint.ofi.version}
         if "heartbeat" in uri.parameters:
             parameters["heartbeat"] = uri.parameters["heartbeat"]
-        self.uri = Uri("fabric", host=self._host, port=_address(endpoint.name)[1], parameters=parameters)
+        self.uri = Uri("fabric", host=self._host, port=host_and_port(endpoint.name)[1], parameters=parameters)
 
     def _listen(self, memory: Any) -> None:
         def done(completion: Completion) -> None:
@@ -708,7 +745,7 @@ class _FabricListener(Listener):
         version, name = hello[:1], hello[1:]
         try:
             client = self._endpoint.insert(name)
-            peer = "fabric client {}:{}".format(*_address(name))
+            peer = "fabric client {}:{}".format(*host_and_port(name))
         except (TransportError, ValueError, struct.error) as error:
             _log.info("%s: a client said what is no name: %s", self.uri, error)
             return None
@@ -720,7 +757,7 @@ class _FabricListener(Listener):
             return None
         # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
         domain = self._endpoint.domain if self.exposes_memory else None
-        endpoint = Endpoint(self._provider, self._host, None, self.exposes_memory, domain)
+        endpoint = _endpoint(self._provider, self._host, self.exposes_memory, domain)
         try:
             connection = FabricConnection(endpoint, peer, self._heartbeat, name)
         except BaseException:
@@ -787,7 +824,7 @@ class FabricTransport(Transport):
         where = f"the fabric server {uri.host}:{uri.port}"
         here, there = _probe(uri.host, uri.port, timeout, where)
         spans = spans_of(uri)
-        endpoint = Endpoint(provider, here, None, rma=bool(spans))
+        endpoint = _endpoint(provider, here, bool(spans))
         try:
             _check_same(uri, endpoint)
             listener = endpoint.find(there, str(uri.port))
@@ -819,23 +856,3 @@ def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
             return probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
         raise explain(error, f"connecting to {where}") from None
-
-
-_sockaddr = {socket.AF_INET: struct.Struct("=H2s4s"), socket.AF_INET6: struct.Struct("=H2s4x16s")}
-
-
-def _address(name: bytes) -> tuple[str, int]:
-    """The host and port in the name of an endpoint, which is a socket address. Raises ValueError."""
-    family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
-    _, port, address = _sockaddr[family].unpack_from(name)
-    return socket.inet_ntop(family, address), int.from_bytes(port, "big")
-
-
-def _reachable(name: bytes, host: str) -> bytes:
-    """The name of an endpoint that listens on all interfaces, or on one, as a client reaches it at `host`."""
-    family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
-    layout = _sockaddr[family]
-    number, port, address = layout.unpack_from(name)
-    if any(address):
-        return name
-    return layout.pack(number, port, socket.inet_pton(family, host.partition("%")[0])) + name[layout.size :]

@@ -6,8 +6,14 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import stat
+import struct
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -24,10 +30,12 @@ _RXM_EAGER = 1 << 14
 _ALL = 3  # objects that an endpoint consists of
 _DRAINED = 1 << 16  # messages that are thrown away, at most
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
+_CUT = 0.25  # seconds for what is cut off to end
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
-_QUEUE = 256  # operations; the default takes 40 MB for each endpoint
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
 MAX_UNTAGGED = 1 << 16
+#: Operations that an endpoint has under way in each direction, at most; libfabric's default takes 40 MB for each.
+QUEUE = 256
 
 
 class Completion(NamedTuple):
@@ -42,6 +50,47 @@ class Completion(NamedTuple):
 
 Done = Callable[[Completion], None]
 
+#: The name of an endpoint: family, port, address, and what else there is.
+_sockaddr = {socket.AF_INET: struct.Struct("=H2s4s8s"), socket.AF_INET6: struct.Struct("=H2s4x16s4s")}
+
+
+def host_and_port(name: bytes) -> tuple[str, int]:
+    """The host and port in the name of an endpoint, which is a socket address. Raises ValueError, struct.error."""
+    family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
+    _, port, host, _ = _layout(family).unpack_from(name)
+    return socket.inet_ntop(family, host), int.from_bytes(port, "big")
+
+
+def reachable(names: bytes, host: str) -> bytes:
+    """The names of endpoints that listen on all interfaces, or on one, as others reach them at `host`.
+
+    Raises ValueError, OSError, struct.error.
+    """
+    family = socket.AddressFamily(int.from_bytes(names[:2], sys.byteorder))
+    layout, here = _layout(family), socket.inet_pton(family, host.partition("%")[0])
+    return b"".join(
+        layout.pack(number, port, named if any(named) else here, rest)
+        for number, port, named, rest in layout.iter_unpack(names)
+    )
+
+
+def _layout(family: socket.AddressFamily) -> struct.Struct:
+    if family not in _sockaddr:
+        raise ValueError(f"{family.name} is no family of internet addresses")
+    return _sockaddr[family]
+
+
+def _connections() -> Iterator[socket.socket]:
+    """The TCP connections of this process, whoever has made them; each is a duplicate."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                found = socket.socket(fileno=os.dup(int(descriptor)))
+                if found.family in _sockaddr and found.type == socket.SOCK_STREAM:
+                    yield found
+                else:
+                    found.close()
+
 
 class _Operation(NamedTuple):
     context: Any
@@ -49,6 +98,7 @@ class _Operation(NamedTuple):
     keep: Any  # memory that must stay
     many: bool  # whether it ends more than once: a buffer for untagged messages
     registered: Sequence[Any]  # memory, for as long as it lasts
+    fetches: bool  # whether the peer's memory is being read
 
 
 class Found(NamedTuple):
@@ -111,6 +161,9 @@ class Endpoint:
     whoever has a key of it. Raises TransportError where libfabric refuses.
     """
 
+    #: How many there are in one: what is sent in one comes in the order of libfabric.
+    lanes = 1
+
     def __init__(
         self, provider: str, node: str, service: str | None, rma: bool = False, domain: Domain | None = None
     ) -> None:
@@ -121,6 +174,7 @@ class Endpoint:
         self._opened: list[Any] = []  # what has to be closed, last first
         self._provider, self._rma = provider, rma
         self._pid = os.getpid()
+        self._names: set[bytes] = set()  # of endpoints that are known here
         info = self._info(node, service, c.SOURCE, f"opening {provider} at {node}:{service or '*'}")
         try:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
@@ -137,7 +191,7 @@ class Endpoint:
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
             self._open(info, domain)
         except BaseException:
-            self.close()
+            Endpoint.close(self)
             raise
         finally:
             self._lib.fi_freeinfo(info)
@@ -150,11 +204,9 @@ class Endpoint:
         self._tagged.msg_iov = self._one
         self._iov = new(f"struct iovec[{self.iov_limit}]")
         self._descriptors = new(f"void *[{self.iov_limit}]")
-        #: How many operations have ended, but for looking.
-        self.ended = 0
+        self._count = 0  # of operations that have ended, but for looking
         self._peeking: Any = None
-        #: What was found and is neither claimed nor discarded.
-        self.found: Found | None = None
+        self._found: Found | None = None
 
     def _info(self, node: str, service: str | None, flags: int, doing: str) -> Any:
         ffi, lib = self._ffi, self._lib
@@ -164,7 +216,7 @@ class Endpoint:
         hints.fabric_attr.prov_name = lib.strdup(self._provider.encode())
         hints.domain_attr.threading = c.THREAD_SAFE if self._rma else c.THREAD_DOMAIN  # which may be shared
         hints.domain_attr.mr_mode = c.MR_LOCAL | c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
-        hints.tx_attr.size = hints.rx_attr.size = _QUEUE
+        hints.tx_attr.size = hints.rx_attr.size = QUEUE
         found = ffi.new("struct fi_info **")
         where = ffi.NULL if service is None else service.encode()
         code = lib.fi_getinfo(c.API, node.encode(), where, flags, hints, found)
@@ -190,7 +242,7 @@ class Endpoint:
         vector.type = c.AV_TABLE
         self._vector = opened("fid_av", domain.ops.av_open, domain, vector)
         queue = ffi.new("struct fi_cq_attr *")
-        queue.format, queue.wait_obj, queue.size = c.CQ_FORMAT_TAGGED, c.WAIT_FD, 4 * _QUEUE
+        queue.format, queue.wait_obj, queue.size = c.CQ_FORMAT_TAGGED, c.WAIT_FD, 4 * QUEUE
         self._queue = opened("fid_cq", domain.ops.cq_open, domain, queue)
         self._endpoint = opened("fid_ep", domain.ops.endpoint, domain, info)
         self._fid = ffi.addressof(self._endpoint.fid)
@@ -202,7 +254,7 @@ class Endpoint:
         queue_fid = ffi.addressof(self._queue.fid)
         descriptor = ffi.new("int *")
         check(self._queue.fid.ops.control(queue_fid, c.GETWAIT, descriptor), doing)
-        self._descriptor: int = descriptor[0]
+        self._wakes = [int(descriptor[0])]
         self._waited_for = ffi.new("struct fid *[1]", [queue_fid])
 
     # Who is who
@@ -229,6 +281,7 @@ class Endpoint:
         padded = name.ljust(256, b"\0")
         if self._vector.ops.insert(self._vector, self._ffi.from_buffer(padded), 1, number, 0, self._ffi.NULL) != 1:
             raise TransportError(f"libfabric {self.ofi.version} knows no endpoint {name.hex()}")
+        self._names.add(name)
         return int(number[0])
 
     def remove(self, number: int) -> None:
@@ -236,6 +289,16 @@ class Endpoint:
         self._vector.ops.remove(self._vector, self._ffi.new("fi_addr_t *", number), 1, 0)
 
     # Messages
+
+    @property
+    def ended(self) -> int:
+        """How many operations have ended, but for looking."""
+        return self._count
+
+    @property
+    def found(self) -> Found | None:
+        """What was found and is neither claimed nor discarded."""
+        return self._found
 
     def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
         """Begin to send; `pieces` are at most `iov_limit` buffers (cffi's). False if that must be tried again later.
@@ -288,7 +351,7 @@ class Endpoint:
 
     def look(self) -> Found | None:
         """A tagged message that has arrived and that nobody waits for. The same until it is claimed or discarded."""
-        if self.found is None:
+        if self._found is None:
             if self._peeking is None:
                 operation = self._begin(self._looked, None)
                 self._peeking = operation.context
@@ -302,13 +365,13 @@ class Endpoint:
             for _ in range(_ANSWERED):
                 if self._peeking is None:
                     break
-                self.progress()
-        return self.found
+                Endpoint.progress(self)
+        return self._found
 
     def _looked(self, completion: Completion) -> None:
         context, self._peeking = self._peeking, None
         if not completion.error:
-            self.found = Found(completion.tag, completion.length, context)
+            self._found = Found(completion.tag, completion.length, context)
 
     def claim(self, memory: Any, done: Done) -> None:
         """Receive the message that was found into `memory`, which has its length."""
@@ -319,11 +382,13 @@ class Endpoint:
         self._claim(self._ffi.new("char[1]"), c.CLAIM | c.DISCARD, lambda completion: None)
 
     def _claim(self, memory: Any, flags: int, done: Done) -> None:
-        assert self.found is not None
-        tag, length, context = self.found
-        self.found = None
+        assert self._found is not None
+        tag, length, context = self._found
+        self._found = None
         registered = [self._register(memory)] if self._local else ()
-        operation = self._begin(done, memory, context, registered=registered)
+        operation = self._begin(
+            done, memory, context, registered=registered, fetches=length > self.whole and not flags & c.DISCARD
+        )
         self._tagged.desc = self._ffi.NULL
         if registered:
             self._descriptors[0], self._tagged.desc = registered[0].mem_desc, self._descriptors
@@ -338,7 +403,7 @@ class Endpoint:
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
         registered = [self._register(view)] if self._local else ()
-        operation = self._begin(done, view, registered=registered)
+        operation = self._begin(done, view, registered=registered, fetches=True)
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
         return self._begun(operation, code, "reading memory")
@@ -353,11 +418,17 @@ class Endpoint:
             self.domain.unregister(one)
 
     def _begin(
-        self, done: Done, keep: Any, context: Any = None, many: bool = False, registered: Sequence[Any] = ()
+        self,
+        done: Done,
+        keep: Any,
+        context: Any = None,
+        many: bool = False,
+        registered: Sequence[Any] = (),
+        fetches: bool = False,
     ) -> _Operation:
         if context is None:
             context = self._ffi.new(f"void *[{_CONTEXT}]")
-        operation = _Operation(context, done, keep, many, registered)
+        operation = _Operation(context, done, keep, many, registered, fetches)
         self._operations[int(self._ffi.cast("uintptr_t", context))] = operation
         return operation
 
@@ -400,7 +471,7 @@ class Endpoint:
             del self._operations[key]
             self._unregister(operation.registered)
         if operation.context is not self._peeking:
-            self.ended += 1
+            self._count += 1
         operation.done(Completion(error, flags, entry.len, entry.buf, entry.tag))
 
     def arm(self) -> bool:
@@ -413,27 +484,44 @@ class Endpoint:
         The only method that another thread may run beside others.
         """
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        poll.register(waker.descriptor, select.POLLIN)
+        for descriptor in (*self._wakes, waker.descriptor):
+            poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
         if waker.descriptor in ready:
             waker.clear()
-        return self._descriptor in ready
+        return not ready.isdisjoint(self._wakes)
 
     def _drain(self) -> None:
         """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
         try:
             for _ in range(_DRAINED):
-                if self.look() is None and self._peeking is None:
+                if Endpoint.look(self) is None and self._peeking is None:
                     break
-                if self.found is not None:
-                    self.discard()
+                if self._found is not None:
+                    Endpoint.discard(self)
         except TransportError:
             pass  # it is broken already
+
+    def _fetching(self) -> bool:
+        return any(operation.fetches for operation in self._operations.values())
+
+    def _cut(self) -> None:
+        """End what is being fetched, as if the peer had gone: closing an endpoint over it crashes in libfabric 1."""
+        _, port = host_and_port(self.name)
+        known = {host_and_port(name) for name in self._names}
+        for connection in _connections():
+            with connection, suppress(OSError):
+                if connection.getsockname()[1] == port or connection.getpeername()[:2] in known:
+                    connection.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + _CUT
+        while self._fetching() and time.monotonic() < end:
+            Endpoint.progress(self)
 
     def close(self) -> None:
         """Close everything, in the order that libfabric wants. What was under way is dropped."""
         if len(self._opened) == _ALL:
+            if self._fetching() and self.ofi.version.startswith("1."):
+                self._cut()
             self._drain()
             self._opened.pop().fid.ops.close(self._fid)  # the endpoint first: nothing may use memory any more
         for operation in self._operations.values():
@@ -445,3 +533,72 @@ class Endpoint:
             self._entered = False
             self.domain.leave()
         self._operations.clear()
+
+
+class Pair(Endpoint):
+    """Two endpoints that are used as one, for providers with which a message that nobody claims holds up all behind it.
+
+    Messages whose tag is `apart` go from second to second, and are the only ones to be looked for; all others are
+    waited for by the first, which nothing can hold up. Between the two there is no order. The name is that of both.
+    """
+
+    lanes = 2
+
+    def __init__(self, provider: str, node: str, apart: Callable[[int], bool]) -> None:
+        super().__init__(provider, node, None)
+        self._apart = apart
+        try:
+            self._second = Endpoint(provider, node, None, domain=self.domain)
+        except BaseException:
+            super().close()
+            raise
+        self._wakes += self._second._wakes
+
+    @property
+    def name(self) -> bytes:
+        return super().name + self._second.name
+
+    def insert(self, name: bytes) -> int:
+        half = len(super().name)
+        number = super().insert(name[:half])
+        other = self._second.insert(name[half:] or name)  # one that is no pair takes a number in both, too
+        if number != other:
+            raise TransportError(f"{name.hex()} names one endpoint twice")
+        return number
+
+    def remove(self, number: int) -> None:
+        super().remove(number)
+        self._second.remove(number)
+
+    @property
+    def ended(self) -> int:
+        return super().ended + self._second.ended
+
+    @property
+    def found(self) -> Found | None:
+        return self._second.found
+
+    def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
+        if tag is not None and self._apart(tag):
+            return self._second.send(to, tag, pieces, done)
+        return super().send(to, tag, pieces, done)
+
+    def look(self) -> Found | None:
+        return self._second.look()
+
+    def claim(self, memory: Any, done: Done) -> None:
+        self._second.claim(memory, done)
+
+    def discard(self) -> None:
+        self._second.discard()
+
+    def progress(self) -> bool:
+        first, second = super().progress(), self._second.progress()
+        return first or second
+
+    def arm(self) -> bool:
+        return super().arm() and self._second.arm()
+
+    def close(self) -> None:
+        self._second.close()
+        super().close()
