@@ -9,11 +9,9 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,11 +19,10 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
-from dissociated.transport import _ofi
 from dissociated.transport.rdm import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import demo_over, needs_new_libfabric
+from helpers import needs_new_libfabric
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
@@ -274,81 +271,3 @@ def test_a_handle_that_is_not_ours_is_refused(serve: Serve) -> None:
 def test_a_heartbeat_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UriError, match="heartbeat"):
         transport("fabric").listen(Uri("fabric", parameters={"heartbeat": text}))
-
-
-#: Loads libfabric, and tells its version and which signals it took.
-LOAD = """
-def handlers():
-    status = dict(row.split(":", 1) for row in open("/proc/self/status").read().splitlines())
-    return int(status["SigCgt"], 16) & 0x7FFFFFFF  # later ones are the C library's own
-caught = handlers()
-from dissociated.transport._ofi import ofi
-print(ofi().version, handlers() == caught)
-"""
-
-
-@pytest.fixture(params=["wheel", "system"])
-def library(request: pytest.FixtureRequest) -> str:
-    """Each libfabric there is."""
-    if request.param == "wheel":
-        found = _ofi.wheel_libraries()
-        if not found:
-            pytest.skip("the wheel mpich is not installed")
-        return str(found[0])
-    import ctypes
-
-    try:
-        ctypes.CDLL("libfabric.so.1")
-    except OSError:
-        pytest.skip("there is no libfabric.so.1 on this system")
-    return "libfabric.so.1"
-
-
-def test_loading_takes_no_signals(library: str) -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", LOAD],
-        env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
-    version, untouched = said.stdout.split()
-    assert untouched == "True"
-    assert tuple(map(int, version.split("."))) >= (1, 17)
-
-
-#: What is run with the other libfabric too.
-SUITES = ["tests/transport", "tests/contract", "tests/faults/test_fabric.py"]
-
-
-@pytest.mark.timeout(1000)
-def test_every_libfabric_keeps_the_promises_of_a_transport(library: str) -> None:
-    if library == _ofi.ofi().path:
-        pytest.skip("everything else here runs with this one")
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "fabric and not every_libfabric",
-            *SUITES,
-        ],
-        cwd=root,
-        env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-
-
-@pytest.mark.timeout(400)
-def test_the_demo_runs_over_every_libfabric(library: str, tmp_path: Path) -> None:
-    demo_over("fabric", tmp_path, DISSOCIATED_FABRIC_LIBRARY=library)

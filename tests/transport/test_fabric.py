@@ -14,7 +14,7 @@ from dissociated.transport.base import Listener
 from dissociated.transport.fabric import FabricConnection, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, complaint, leaving_nothing
+from helpers import PATIENCE, complaint, leaving_nothing, needs_new_libfabric
 
 SERVE = "dis.Server(['fabric:'], catalog=None)"
 
@@ -92,6 +92,13 @@ def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it
                 server.send([Message(1, (b"",))], PATIENCE)
 
 
+@pytest.fixture(params=["fabric:", "fabric:?provider=tcp"])
+def where(request: pytest.FixtureRequest) -> Uri:
+    if "tcp" in request.param:
+        needs_new_libfabric()
+    return Uri.parse(request.param)
+
+
 def talk(client: FabricConnection, count: int) -> None:
     """Let the client say that it consumed nothing, so often that more has arrived than there are receives for."""
     sent = [client._say(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
@@ -99,9 +106,9 @@ def talk(client: FabricConnection, count: int) -> None:
         client.arrived()
 
 
-def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once() -> None:
+def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once(where: Uri) -> None:
     """A server that took it for one would wait for the message, and its client for the server."""
-    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
         client, server = connected(listener)
         with client, server:
             for _ in range(5):
@@ -116,8 +123,8 @@ def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_on
 
 @pytest.mark.parametrize("before", [0, 8], ids=["where it is waited for", "where nobody waits for it"])
 @pytest.mark.parametrize("size", [5_000, 100_000], ids=["whole", "to be fetched"])
-def test_too_much_said_beside_the_protocol_ends_the_connection(size: int, before: int) -> None:
-    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size: int, before: int) -> None:
+    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
         client, server = connected(listener)
         with client, server:
             assert client._to is not None
@@ -133,7 +140,7 @@ def test_too_much_said_beside_the_protocol_ends_the_connection(size: int, before
                 receiving = pool.submit(server.receive, PATIENCE, lambda tag, length: bytearray(length))
                 while not receiving.done():
                     client.arrived()
-                if before:
+                if before and "provider" not in where.parameters:
                     with pytest.raises(RemoteProtocolError, match=f"says {size} bytes beside the protocol"):
                         receiving.result()
                 else:

@@ -69,6 +69,7 @@ _KNOWN = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
 _STAGING = 4  # pieces of memory that are kept to join messages in
 _LOOKS = 256  # messages that are taken before somebody else's turn
+_REFUSED = 1.0  # seconds that libfabric may take nothing, although it has nothing to do
 _BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _ROUNDS = 16  # of completions that are looked at before somebody else is
 _LOOK_AGAIN = 1.0  # seconds, should libfabric ever forget to wake us
@@ -147,9 +148,14 @@ def _provider(uri: Uri) -> str:
     return name
 
 
+def _lanes(provider: str) -> int:
+    """How many endpoints a connection has."""
+    return Pair.lanes if provider == "tcp" else Endpoint.lanes
+
+
 def _endpoint(provider: str, host: str, rma: bool, domain: Domain | None = None) -> Endpoint:
-    """An endpoint for one connection."""
-    if provider == "tcp":
+    """What one connection has."""
+    if _lanes(provider) == Pair.lanes:
         return Pair(provider, host, _held_up)
     return Endpoint(provider, host, None, rma, domain)
 
@@ -231,6 +237,7 @@ class FabricConnection(NativeConnection):
         self._heard = True  # since the last heartbeat
         self._missed = 0
         self._refused: _Sending | None = None  # what libfabric did not take at the last heartbeat
+        self._refused_at = 0.0
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._stirred: int | None = None
         with self._lock:
@@ -289,6 +296,8 @@ class FabricConnection(NativeConnection):
             if not self._welcome.startswith(version):
                 raise TransportError(f"{self._peer} exchanges names in another way than version {_VERSION}")
             try:
+                if len(self._welcome) != 1 + len(endpoint.name):
+                    raise ValueError
                 self._to = endpoint.insert(reachable(self._welcome[1:], host))
             except (ValueError, OSError, struct.error):
                 raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
@@ -317,23 +326,31 @@ class FabricConnection(NativeConnection):
 
     def _start(self, message: _Outgoing) -> None:
         tag, size, pieces = message
-        sending = _Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, size, pieces)
+        sending = _Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, pieces)
         self._sent += size + _OVERHEAD
         self._in_flight = self._sent - self._peer_consumed
         self._dispatch(sending)
         if not sending.ended:
             self._posted(sending, 0, None)
 
-    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> _Sending:
-        """A message in one piece, in memory that was used before if there is some: fresh memory costs as much again."""
-        at = next((at for at, memory in enumerate(self._staging) if size <= len(memory)), None)
-        memory = bytearray(size) if at is None else self._staging.pop(at)
+    def _joined(self, tag: int | None, pieces: Sequence[Any]) -> _Sending:
+        """A message in as many pieces as libfabric takes: those in a row are copied together that are the fewest bytes.
+
+        In memory that was used before if there is some: fresh memory costs as much again.
+        """
+        single = self._endpoint.iov_limit - 1
+        row = len(pieces) - single
+        sizes = [sum(map(len, pieces[at : at + row])) for at in range(single + 1)]
+        size = min(sizes)
+        first = sizes.index(size)
+        staged = next((at for at, memory in enumerate(self._staging) if size <= len(memory)), None)
+        memory = bytearray(size) if staged is None else self._staging.pop(staged)
         whole = self._ffi.from_buffer(memoryview(memory)[:size])
         end = 0
-        for piece in pieces:
+        for piece in pieces[first : first + row]:
             self._ffi.memmove(whole + end, piece, len(piece))
             end += len(piece)
-        return _Sending(tag, [whole], memory)
+        return _Sending(tag, [*pieces[:first], whole, *pieces[first + row :]], memory)
 
     def _say(self, kind: Kind, payload: bytes = b"") -> _Sending:
         sending = _Sending(_CONTROL | kind, [self._ffi.from_buffer(payload[:_CONTROL_SIZE])])
@@ -352,7 +369,7 @@ class FabricConnection(NativeConnection):
             sending.ended = True
             if completion.error:
                 self._lose_by(completion.error)
-            elif not _beside(sending.tag):
+            elif sending.tag != _CONTROL | Kind.CREDIT:
                 self._happened = True
             memory, sending.memory, sending.pieces = sending.memory, None, ()
             if memory is not None and len(self._staging) < _STAGING:
@@ -580,7 +597,7 @@ class FabricConnection(NativeConnection):
             if self._closed or self._over:
                 return
             for _ in range(_LOOKS):  # what the peer sent before its heartbeat comes first
-                if self._heard:
+                if self._has(lambda: self._heard):
                     break
                 self._endpoint.progress()
             self._stirred = None  # it is we who woke whoever sleeps
@@ -588,11 +605,18 @@ class FabricConnection(NativeConnection):
             self._has(lambda: False)
             self._missed = 0 if self._heard else self._missed + 1
             self._heard = False
-            refused, self._refused = self._refused, self._unsent[0] if self._unsent and not self._under_way else None
+            now, idle = time.monotonic(), not self._under_way and not self._receiving
+            refused = self._unsent[0] if self._unsent and idle and (self._sent or self._consumed) else None
+            if refused is not self._refused:
+                self._refused, self._refused_at = refused, now
             if self._missed >= _MISSED:
                 _log.info("%s was not heard for %g s", self._peer, self._missed * self.heartbeat)
                 self._lose()
-            elif refused is not None and refused is self._refused and (self._sent or self._consumed):
+            elif (
+                refused is not None
+                and (self._sent or self._consumed)
+                and time.monotonic() >= self._refused_at + _REFUSED
+            ):
                 # libfabric has nothing to do and takes nothing, where it did before: there is no connection any more.
                 _log.info("%s has gone without a word", self._peer)
                 self._lose()
@@ -752,7 +776,7 @@ class _FabricListener(Listener):
         self._known.append(client)
         if len(self._known) > _KNOWN:
             self._endpoint.remove(self._known.popleft())
-        if version != bytes([_VERSION]):
+        if version != bytes([_VERSION]) or len(name) != len(self._endpoint.name) * _lanes(self._provider):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
             return None
         # Memory is registered with a domain, so that endpoints from which it is read share the listener's.

@@ -30,6 +30,7 @@ _RXM_EAGER = 1 << 14
 _ALL = 3  # objects that an endpoint consists of
 _DRAINED = 1 << 16  # messages that are thrown away, at most
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
+_WILDCARDS = ("0.0.0.0", "::")
 _CUT = 0.25  # seconds for what is cut off to end
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
@@ -170,11 +171,14 @@ class Endpoint:
         self.ofi = ofi()
         self._ffi, self._lib = self.ofi.ffi, self.ofi.lib
         self._operations: dict[int, _Operation] = {}
-        self._entered = False
+        self._entered = self._enabled = self._closing = False
         self._opened: list[Any] = []  # what has to be closed, last first
+        self._count = 0  # of operations that have ended, but for looking
+        self._peeking: Any = None
+        self._found: Found | None = None
         self._provider, self._rma = provider, rma
         self._pid = os.getpid()
-        self._names: set[bytes] = set()  # of endpoints that are known here
+        self._known: bytes | None = None  # the name of the endpoint that was inserted last
         info = self._info(node, service, c.SOURCE, f"opening {provider} at {node}:{service or '*'}")
         try:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
@@ -189,24 +193,21 @@ class Endpoint:
             self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
             #: Whether addresses for reads are those of the server's process, rather than offsets.
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
+            new = self._ffi.new
+            self._entries = new(f"struct fi_cq_tagged_entry[{_AT_ONCE}]")
+            self._error = new("struct fi_cq_err_entry *")
+            self._tagged = new("struct fi_msg_tagged *")
+            self._tagged.addr, self._tagged.ignore = _ANYBODY, ANY_TAG
+            self._one = new("struct iovec *")
+            self._tagged.msg_iov = self._one
+            self._iov = new(f"struct iovec[{self.iov_limit}]")
+            self._descriptors = new(f"void *[{self.iov_limit}]")
             self._open(info, domain)
         except BaseException:
             Endpoint.close(self)
             raise
         finally:
             self._lib.fi_freeinfo(info)
-        new = self._ffi.new
-        self._entries = new(f"struct fi_cq_tagged_entry[{_AT_ONCE}]")
-        self._error = new("struct fi_cq_err_entry *")
-        self._tagged = new("struct fi_msg_tagged *")
-        self._tagged.addr, self._tagged.ignore = _ANYBODY, ANY_TAG
-        self._one = new("struct iovec *")
-        self._tagged.msg_iov = self._one
-        self._iov = new(f"struct iovec[{self.iov_limit}]")
-        self._descriptors = new(f"void *[{self.iov_limit}]")
-        self._count = 0  # of operations that have ended, but for looking
-        self._peeking: Any = None
-        self._found: Found | None = None
 
     def _info(self, node: str, service: str | None, flags: int, doing: str) -> Any:
         ffi, lib = self._ffi, self._lib
@@ -251,6 +252,7 @@ class Endpoint:
         least = ffi.new("size_t *", MAX_UNTAGGED)
         check(self._endpoint.ops.setopt(self._fid, 0, c.OPT_MIN_MULTI_RECV, least, ffi.sizeof("size_t")), doing)
         check(self._endpoint.fid.ops.control(self._fid, c.ENABLE, null), doing)
+        self._enabled = True
         queue_fid = ffi.addressof(self._queue.fid)
         descriptor = ffi.new("int *")
         check(self._queue.fid.ops.control(queue_fid, c.GETWAIT, descriptor), doing)
@@ -281,7 +283,7 @@ class Endpoint:
         padded = name.ljust(256, b"\0")
         if self._vector.ops.insert(self._vector, self._ffi.from_buffer(padded), 1, number, 0, self._ffi.NULL) != 1:
             raise TransportError(f"libfabric {self.ofi.version} knows no endpoint {name.hex()}")
-        self._names.add(name)
+        self._known = name
         return int(number[0])
 
     def remove(self, number: int) -> None:
@@ -472,7 +474,8 @@ class Endpoint:
             self._unregister(operation.registered)
         if operation.context is not self._peeking:
             self._count += 1
-        operation.done(Completion(error, flags, entry.len, entry.buf, entry.tag))
+        if not self._closing or operation.done == self._looked:  # nobody is told what ends by being closed
+            operation.done(Completion(error, flags, entry.len, entry.buf, entry.tag))
 
     def arm(self) -> bool:
         """Whether one may sleep now: otherwise there is something to do."""
@@ -507,22 +510,29 @@ class Endpoint:
 
     def _cut(self) -> None:
         """End what is being fetched, as if the peer had gone: closing an endpoint over it crashes in libfabric 1."""
-        _, port = host_and_port(self.name)
-        known = {host_and_port(name) for name in self._names}
-        for connection in _connections():
-            with connection, suppress(OSError):
-                if connection.getsockname()[1] == port or connection.getpeername()[:2] in known:
-                    connection.shutdown(socket.SHUT_RDWR)
+        assert self._known is not None
+        with suppress(ValueError, struct.error):  # providers that do not use TCP have other names
+            (host, port), peer = host_and_port(self.name), host_and_port(self._known)
+            for connection in _connections():
+                with connection, suppress(OSError):
+                    here = connection.getsockname()
+                    ours = here[1] == port and (here[0] == host or host in _WILDCARDS)
+                    if ours or connection.getpeername()[:2] == peer:
+                        connection.shutdown(socket.SHUT_RDWR)
         end = time.monotonic() + _CUT
-        while self._fetching() and time.monotonic() < end:
-            Endpoint.progress(self)
+        with suppress(TransportError):
+            while self._fetching() and time.monotonic() < end:
+                Endpoint.progress(self)
 
     def close(self) -> None:
         """Close everything, in the order that libfabric wants. What was under way is dropped."""
-        if len(self._opened) == _ALL:
+        self._closing = True
+        if self._enabled:
+            self._enabled = False
             if self._fetching() and self.ofi.version.startswith("1."):
                 self._cut()
             self._drain()
+        if len(self._opened) == _ALL:
             self._opened.pop().fid.ops.close(self._fid)  # the endpoint first: nothing may use memory any more
         for operation in self._operations.values():
             self._unregister(operation.registered)
@@ -548,7 +558,8 @@ class Pair(Endpoint):
         super().__init__(provider, node, None)
         self._apart = apart
         try:
-            self._second = Endpoint(provider, node, None, domain=self.domain)
+            # In a domain of its own: what waits to be claimed is found by whoever looks in the same.
+            self._second = Endpoint(provider, node, None)
         except BaseException:
             super().close()
             raise
@@ -600,5 +611,7 @@ class Pair(Endpoint):
         return super().arm() and self._second.arm()
 
     def close(self) -> None:
-        self._second.close()
-        super().close()
+        try:
+            self._second.close()
+        finally:
+            super().close()

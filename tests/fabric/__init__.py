@@ -1,0 +1,1 @@
+"""With each libfabric there is, whichever the other tests use."""

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dissociated.transport import _ofi
+from helpers import PATIENCE
+
+#: Loads libfabric, and tells its version and which signals it took.
+LOAD = """
+def handlers():
+    status = dict(row.split(":", 1) for row in open("/proc/self/status").read().splitlines())
+    return int(status["SigCgt"], 16) & 0x7FFFFFFF  # later ones are the C library's own
+caught = handlers()
+from dissociated.transport._ofi import ofi
+print(ofi().version, handlers() == caught)
+"""
+#: What is run with the library that the other tests do not use.
+SUITES = ["tests/transport", "tests/contract", "tests/faults/test_fabric.py"]
+
+
+def test_loading_takes_no_signals(library: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    version, untouched = said.stdout.split()
+    assert untouched == "True"
+    assert tuple(map(int, version.split("."))) >= (1, 17)
+
+
+@pytest.mark.timeout(1000)
+def test_the_promises_of_a_transport_are_kept(library: str) -> None:
+    if library == _ofi.ofi().path:
+        pytest.skip("everything else runs with this one")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "fabric", *SUITES],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "DISSOCIATED_FABRIC_LIBRARY": library, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
