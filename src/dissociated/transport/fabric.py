@@ -236,8 +236,8 @@ class FabricConnection(NativeConnection):
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat
         self._missed = 0
-        self._refused: _Sending | None = None  # what libfabric did not take at the last heartbeat
-        self._refused_at = 0.0
+        self._refused: _Sending | None = None  # what libfabric did not take at the last heartbeat,
+        self._refused_at = 0.0  # and since when
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._stirred: int | None = None
         with self._lock:
@@ -605,20 +605,8 @@ class FabricConnection(NativeConnection):
             self._has(lambda: False)
             self._missed = 0 if self._heard else self._missed + 1
             self._heard = False
-            now, idle = time.monotonic(), not self._under_way and not self._receiving
-            refused = self._unsent[0] if self._unsent and idle and (self._sent or self._consumed) else None
-            if refused is not self._refused:
-                self._refused, self._refused_at = refused, now
-            if self._missed >= _MISSED:
-                _log.info("%s was not heard for %g s", self._peer, self._missed * self.heartbeat)
-                self._lose()
-            elif (
-                refused is not None
-                and (self._sent or self._consumed)
-                and time.monotonic() >= self._refused_at + _REFUSED
-            ):
-                # libfabric has nothing to do and takes nothing, where it did before: there is no connection any more.
-                _log.info("%s has gone without a word", self._peer)
+            if self._missed >= _MISSED or self._refuses():
+                _log.info("%s is gone without a word", self._peer)
                 self._lose()
             elif self._to is not None and not self._unsent:
                 self._tell_consumed()
@@ -629,6 +617,15 @@ class FabricConnection(NativeConnection):
                 self._waker.set()
             self._stirred = None
             self._lock.release()
+
+    def _refuses(self) -> bool:
+        """Whether libfabric took something once, has nothing to do, and takes no more: there is no connection then."""
+        idle = not self._under_way and not self._receiving
+        refused = self._unsent[0] if self._unsent and idle and (self._sent or self._consumed) else None
+        now = time.monotonic()
+        if refused is not self._refused:
+            self._refused, self._refused_at = refused, now
+        return refused is not None and now >= self._refused_at + _REFUSED
 
     def _lose_by(self, error: int) -> None:
         if not self._gone:
