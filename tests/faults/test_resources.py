@@ -443,7 +443,8 @@ EXHAUSTED = textwrap.dedent(
         sys.stdin.readline()
         os.close(free := os.dup(0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, 4096))
-        print("limited", flush=True)
+        sys.stdout.write("limited\\n")  # at once, since others write there too
+        sys.stdout.flush()
         sys.stdin.readline()
     """
 )
