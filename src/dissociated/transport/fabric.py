@@ -58,6 +58,7 @@ _CONTROL_BUFFERS = 8
 
 _JOIN = 1 << 13  # bytes up to which parts are copied together at once
 _OVERHEAD = 1 << 14  # bytes that a message counts beside its own: libfabric keeps as many for one that nobody waits for
+_SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
 _CREDIT = MAX_IN_FLIGHT // 8  # consumed bytes that are worth telling
 _UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
 _AHEAD = 1 << 25  # bytes of tagged messages that are received at once
@@ -326,26 +327,26 @@ class FabricConnection(NativeConnection):
 
     def _start(self, message: _Outgoing) -> None:
         tag, size, pieces = message
-        sending = _Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, pieces)
+        sending = _Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, size, pieces)
         self._sent += size + _OVERHEAD
         self._in_flight = self._sent - self._peer_consumed
         self._dispatch(sending)
         if not sending.ended:
             self._posted(sending, 0, None)
 
-    def _joined(self, tag: int | None, pieces: Sequence[Any]) -> _Sending:
+    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> _Sending:
         """A message in as many pieces as libfabric takes: those in a row are copied together that are the fewest bytes.
 
         In memory that was used before if there is some: fresh memory costs as much again.
         """
-        single = self._endpoint.iov_limit - 1
+        single = self._endpoint.iov_limit - 1 if size > _SINGLY else 0  # each piece is fetched by itself
         row = len(pieces) - single
         sizes = [sum(map(len, pieces[at : at + row])) for at in range(single + 1)]
-        size = min(sizes)
-        first = sizes.index(size)
-        staged = next((at for at, memory in enumerate(self._staging) if size <= len(memory)), None)
-        memory = bytearray(size) if staged is None else self._staging.pop(staged)
-        whole = self._ffi.from_buffer(memoryview(memory)[:size])
+        least = min(sizes)
+        first = sizes.index(least)
+        staged = next((at for at, memory in enumerate(self._staging) if least <= len(memory)), None)
+        memory = bytearray(least) if staged is None else self._staging.pop(staged)
+        whole = self._ffi.from_buffer(memoryview(memory)[:least])
         end = 0
         for piece in pieces[first : first + row]:
             self._ffi.memmove(whole + end, piece, len(piece))
