@@ -35,7 +35,7 @@ from dissociated.store.segment import Memory, Segment, SegmentWriter
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
 from dissociated.transport.registry import transport
-from dissociated.uri import Uri
+from dissociated.uri import ANY_INTERFACE, Uri
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_ANY_INTERFACE = ("0.0.0.0", "::")
 _APART = (Streams.METADATA, Streams.BODIES)
 _JOIN_TIMEOUT = 5.0
 _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
@@ -364,7 +363,7 @@ class Server:
         exposed = by_address and listener.exposes_memory and isinstance(found, StaticDataset)
         located = Uri(
             uri.scheme,
-            host=self.advertise if uri.host in _ANY_INTERFACE else uri.host,
+            host=self.advertise if uri.host in ANY_INTERFACE else uri.host,
             port=uri.port,
             path=uri.path,
             want_data=want_tag(streams, packed),

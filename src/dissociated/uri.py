@@ -15,6 +15,9 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from dissociated.errors import UriError
 
+#: Hosts that mean all of this one: one can listen there, and whoever shall connect must be told another.
+ANY_INTERFACE = ("0.0.0.0", "::")
+
 _UINT64_MAX = 2**64 - 1
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*\Z")
 _BASE64URL_TO_BASE64 = str.maketrans("-_", "+/")

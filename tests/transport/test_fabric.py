@@ -113,7 +113,6 @@ def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_on
         with client, server:
             for _ in range(5):
                 talk(client, 400)
-                time.sleep(0.1)
                 assert not any(server.arrived() for _ in range(500))
             client.send([Message(2, (b"said",))], PATIENCE)
             arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))

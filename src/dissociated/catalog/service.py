@@ -77,7 +77,7 @@ from dissociated.protocol.selection import parse_identifier
 from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 from dissociated.store.stage import boot_id, directory_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
-from dissociated.uri import Uri
+from dissociated.uri import ANY_INTERFACE, Uri
 
 if TYPE_CHECKING:
     from dissociated.server import Server
@@ -94,7 +94,7 @@ _NODE_TIMEOUT = 60.0  # seconds, for another node to answer
 _TICK = 1.0  # seconds between looks at what is over
 _TIDY = 10  # ticks between looks at what writers left behind
 _SAME_HOST = ("shm", "inproc")
-_ANY_INTERFACE = ("0.0.0.0", "::", "[::]")
+_ANY_INTERFACE = (*ANY_INTERFACE, "[::]")
 
 
 class CatalogService:

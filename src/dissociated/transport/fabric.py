@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native import MAX_IN_FLIGHT, NativeConnection, Waker
 from dissociated.transport.rdm import MAX_UNTAGGED as _MAX_PLAIN
-from dissociated.transport.rdm import QUEUE, Completion, Domain, Endpoint, Found, Pair, host_and_port, reachable
+from dissociated.transport.rdm import QUEUE, Completion, Domain, Done, Endpoint, Found, Pair, host_and_port, reachable
 from dissociated.transport.sockets import explain
 from dissociated.transport.tcp import check_name
 from dissociated.uri import Uri
@@ -426,16 +426,21 @@ class FabricConnection(NativeConnection):
         self._endpoint.receive_untagged(memory, done)
 
     def _receive_control(self, memory: Any) -> None:
+        self._endpoint.receive_tagged(memory, _CONTROL, _KINDS, self._hearing(memory, self._receive_control))
+
+    def _hearing(self, memory: Any, then: Callable[[Any], None]) -> Done:
+        """What to do once `memory` holds what the peer says beside the protocol; then `then` may use that again."""
+
         def done(completion: Completion) -> None:
             error, _, length, _, tag = completion
             if error:
                 self._lose_by(error)
                 return
             data = bytes(self._ffi.buffer(memory, length))
-            self._receive_control(memory)
+            then(memory)
             self._control(tag, data)
 
-        self._endpoint.receive_tagged(memory, _CONTROL, _KINDS, done)
+        return done
 
     def _control(self, tag: int, data: bytes) -> None:
         """The peer says something beside the protocol."""
@@ -481,23 +486,12 @@ class FabricConnection(NativeConnection):
             if found is None or not _beside(found.tag):
                 return found
             if found.length <= _CONTROL_SIZE:
-                self._hear(found)
+                memory = self._ffi.new(f"char[{_CONTROL_SIZE}]")
+                self._endpoint.claim(memory, self._hearing(memory, lambda memory: None))
             else:
                 self._endpoint.discard()
                 self._broken = RemoteProtocolError(f"{self._peer} says {found.length} bytes beside the protocol")
         return None
-
-    def _hear(self, found: Found) -> None:
-        """Receive what the peer says beside the protocol, and nobody waits for."""
-        memory = self._ffi.new(f"char[{_CONTROL_SIZE}]")
-
-        def done(completion: Completion) -> None:
-            if completion.error:
-                self._lose_by(completion.error)
-            else:
-                self._control(found.tag, bytes(self._ffi.buffer(memory, found.length)))
-
-        self._endpoint.claim(memory, done)
 
     def _take(self, allocate: Allocate) -> bool:
         for _ in range(_LOOKS):

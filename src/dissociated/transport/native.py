@@ -195,8 +195,7 @@ class NativeConnection(Connection):
                 return True
             if not self._arrived:
                 self._progress()
-            over = self._ended or self._stopped or self._interrupted or self._broken is not None
-            return over or bool(self._arrived) or self._waiting()
+            return bool(self._arrived) or self._ended or self._over or self._stopped or self._waiting()
 
     def finish(self, timeout: float) -> None:
         # Closing while the last messages are in the network, or in the peer's queue, would lose them.

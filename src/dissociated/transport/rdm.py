@@ -21,6 +21,7 @@ from dissociated.errors import TransportError
 from dissociated.transport import _ofi as c
 from dissociated.transport._ofi import Ofi, ofi
 from dissociated.transport.native import Waker
+from dissociated.uri import ANY_INTERFACE
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
@@ -30,7 +31,6 @@ _RXM_EAGER = 1 << 14
 _ALL = 3  # objects that an endpoint consists of
 _DRAINED = 1 << 16  # messages that are thrown away, at most
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
-_WILDCARDS = ("0.0.0.0", "::")
 _CUT = 0.25  # seconds for what is cut off to end
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
@@ -177,7 +177,6 @@ class Endpoint:
         self._peeking: Any = None
         self._found: Found | None = None
         self._provider, self._rma = provider, rma
-        self._pid = os.getpid()
         self._known: bytes | None = None  # the name of the endpoint that was inserted last
         info = self._info(node, service, c.SOURCE, f"opening {provider} at {node}:{service or '*'}")
         try:
@@ -516,7 +515,7 @@ class Endpoint:
             for connection in _connections():
                 with connection, suppress(OSError):
                     here = connection.getsockname()
-                    ours = here[1] == port and (here[0] == host or host in _WILDCARDS)
+                    ours = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
                     if ours or connection.getpeername()[:2] == peer:
                         connection.shutdown(socket.SHUT_RDWR)
         end = time.monotonic() + _CUT
@@ -576,10 +575,6 @@ class Pair(Endpoint):
         if number != other:
             raise TransportError(f"{name.hex()} names one endpoint twice")
         return number
-
-    def remove(self, number: int) -> None:
-        super().remove(number)
-        self._second.remove(number)
 
     @property
     def ended(self) -> int:
