@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
@@ -21,6 +20,7 @@ from dissociated.memory.leases import Returns, leased_buffer
 from dissociated.memory.region import Region
 from dissociated.memory.remote import pieces
 from dissociated.message import Buffer, Incoming, Message, Run
+from dissociated.once import once
 from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, buffer_extents
@@ -247,7 +247,7 @@ class _Helper(threading.Thread):
             owner.stop()
 
 
-@cache
+@once
 def _end_at_exit() -> None:
     atexit.register(_end_helpers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 GIB = 1 << 30
+
+_launching = threading.Lock()  # the environment is the whole process's
 
 
 def session(
@@ -40,7 +43,7 @@ def session(
         builder = builder.config(key, value)
     if started.startswith("sc://") or SparkSession.getActiveSession():
         return builder.getOrCreate()
-    with _environment(_launch_variables(started)):
+    with _launching, _environment(_launch_variables(started)):
         return builder.getOrCreate()
 
 

@@ -9,11 +9,11 @@ import shutil
 import socket
 import tempfile
 import threading
-from functools import cache
 from pathlib import Path
 
 from dissociated.errors import StoreError
 from dissociated.memory.shared import explained
+from dissociated.once import once
 from dissociated.store.segment import Segment
 
 _HOST = "DISSOCIATED_HOST"
@@ -29,7 +29,7 @@ def boot_id() -> str:
     return f"{_booted()}/{named}" if named else _booted()
 
 
-@cache
+@once
 def _booted() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
 from dissociated.errors import TransportError
+from dissociated.once import once
 
 DEFINITIONS = """
 typedef uint64_t fi_addr_t;
@@ -306,7 +306,7 @@ class Ofi:
             )
 
 
-@cache
+@once
 def ofi() -> Ofi:
     """The library, loaded on first use. Raises TransportError, saying what to install, where there is none."""
     try:

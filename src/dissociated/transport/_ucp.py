@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dissociated.errors import TransportError
+from dissociated.once import once
 
 DEFINITIONS = """
 typedef int8_t ucs_status_t;  // a packed enum
@@ -243,7 +243,7 @@ class Ucp:
             raise TransportError(f"{doing}: UCX {self.version}: {self.explain(status)}")
 
 
-@cache
+@once
 def ucp() -> Ucp:
     """The library, loaded on first use. Raises TransportError, saying what to install, where there is none."""
     try:

@@ -33,6 +33,7 @@ from dissociated.errors import (
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteSpace, Span, spans_of
 from dissociated.message import Buffer, Incoming, Message
+from dissociated.once import once
 from dissociated.transport import _ofi as c
 from dissociated.transport._ofi import ofi
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
@@ -246,7 +247,7 @@ class FabricConnection(NativeConnection):
                 self._receive_control(self._ffi.new(f"char[{_CONTROL_SIZE}]"))
             for _ in range(2):
                 self._receive_untagged(self._ffi.new(f"char[{_MAX_PLAIN * (2 if self._accepted else 16)}]"))
-        _pulse.add(self)
+        _pulse(self._pid).add(self)
 
     def reach(self, spans: Sequence[Span]) -> None:
         """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
@@ -634,7 +635,7 @@ class FabricConnection(NativeConnection):
 
     def close(self) -> None:
         if self._pid == os.getpid():
-            _pulse.remove(self)
+            _pulse(self._pid).remove(self)
             super().close()
 
     def _release(self) -> None:
@@ -658,12 +659,9 @@ class _Pulse:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._due: dict[FabricConnection, float] = {}
-        self._pid = os.getpid()
 
     def add(self, connection: FabricConnection) -> None:
         """Keep this connection alive."""
-        if self._pid != os.getpid():  # threads do not survive a fork, and connections are the parent's
-            self.__init__()  # type: ignore[misc]
         with self._changed:
             if not self._due:
                 threading.Thread(target=self._run, name="fabric heartbeat", daemon=True).start()
@@ -694,7 +692,10 @@ class _Pulse:
                     self._changed.acquire()
 
 
-_pulse = _Pulse()
+@once
+def _pulse(pid: int) -> _Pulse:
+    """That of this process: threads do not survive a fork, and connections are the parent's."""
+    return _Pulse()
 
 
 # Listening and connecting

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from dissociated.errors import UriError
+from dissociated.once import once
 from dissociated.transport.base import Transport
 
 _OURS = {
@@ -19,7 +19,7 @@ _OURS = {
 }
 
 
-@cache
+@once
 def transport(scheme: str) -> Transport:
     """The transport for `scheme`, loaded on first use. Raises UriError for a scheme that nobody provides."""
     if scheme in _OURS:
@@ -32,7 +32,7 @@ def transport(scheme: str) -> Transport:
     raise UriError(f"no transport for {scheme}: here; there are {', '.join(sorted(schemes()))}")
 
 
-@cache
+@once
 def schemes() -> frozenset[str]:
     """Every scheme that has a transport here."""
     return frozenset(_OURS) | {entry.name for entry in entry_points(group="dissociated.transports")}

@@ -22,7 +22,6 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -38,6 +37,7 @@ from dissociated.errors import (
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteSpace, Span, spans_of
 from dissociated.message import Buffer, Incoming, Message
+from dissociated.once import once
 from dissociated.transport import _ucp as c
 from dissociated.transport._ucp import Ucp, ucp
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
@@ -103,7 +103,7 @@ def place(address: str, rma: bool) -> _Place:
     return _Place(ip.version == 6, ip.is_loopback, rma, os.getpid())
 
 
-@cache
+@once
 def context(where: _Place) -> Any:
     """A context, which lives as long as the process."""
     u = ucp()
@@ -207,12 +207,12 @@ class _Callbacks:
         self.metadata, self.abort, self.lost, self.requested = metadata, abort, lost, requested
 
 
-@cache
+@once
 def _callbacks() -> _Callbacks:
     return _Callbacks(ucp())
 
 
-@cache
+@once
 def _params() -> tuple[Any, ...]:
     """The parameters that calls have: contiguous, in pieces, with FORCE; the same for active messages."""
     new = ucp().ffi.new
