@@ -14,9 +14,8 @@ from hypothesis import settings
 import dissociated as dis
 from arrow_cases import Celsius
 from certificates import Certificates, certificates
-from dissociated.transport import ucx
-from dissociated.transport._ofi import ofi
 from helpers import Serve, leaving_nothing
+from machine import need
 from processes import Process, Start
 
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
@@ -34,18 +33,11 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _ucx_started() -> None:
-    """UCX keeps descriptors of its own for as long as the process lives: none of them is a leak of a test."""
-    for address in ("127.0.0.1", "::1"):
-        for rma in (False, True):
-            ucx.context(ucx.place(address, rma))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _libfabric_started() -> None:
-    """So does libfabric."""
-    ofi()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture counts what is open."""
+    for marker in item.iter_markers("needs"):
+        need(*marker.args)
 
 
 def _sockets() -> Iterator[None]:
@@ -56,6 +48,7 @@ def _sockets() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _sockets_of_the_run() -> Iterator[None]:
+    """For what is shared by many tests."""
     yield from _sockets()
 
 

@@ -14,22 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
-import pytest
-
 import dissociated as dis
-from dissociated.transport._ofi import ofi
 
 #: Seconds that anything awaited may take. Nothing waits this long but a test that fails.
 PATIENCE = 20.0
 
 #: Makes a server, of shm and tcp unless it is told otherwise, and without a catalog.
 Serve = Callable[..., dis.Server]
-
-
-def needs_new_libfabric() -> None:
-    """Skip where libfabric is older than its provider tcp."""
-    if int(ofi().version.split(".")[0]) < 2:
-        pytest.skip(f"the provider tcp needs libfabric 2.0, and this is {ofi().version}")
 
 
 def serving(server: dis.Server) -> set[threading.Thread]:
@@ -73,6 +64,16 @@ def wait_until(condition: Callable[[], object], what: str, patience: float = PAT
     while not condition():
         assert monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
         sleep(0.005)
+
+
+@contextmanager
+def case(what: object) -> Iterator[None]:
+    """One case of many in a test: a failure says which."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case: {what}")
+        raise
 
 
 @contextmanager

@@ -98,9 +98,9 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert first != second
 
 
+@pytest.mark.needs("ucx", "java")
 @pytest.mark.timeout(400)
 def test_the_demo_runs_over_ucx(tmp_path: Path) -> None:
-    pytest.importorskip("pyspark", reason="the demo needs pyspark")
     if generator() is None:
         pytest.skip("tpchgen-cli is not installed")
     demo_over("ucx", tmp_path)

@@ -6,8 +6,7 @@ A new transport joins the whole suite by one line in MEDIA.
 from __future__ import annotations
 
 import secrets
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -17,7 +16,8 @@ import pytest
 import dissociated as dis
 from certificates import Certificates
 from dissociated.tensor_client import TensorReader
-from helpers import connections_left, leaving_nothing, needs_new_libfabric
+from helpers import connections_left, leaving_nothing
+from machine import media
 
 MEDIA = {
     "inproc": "inproc:",
@@ -92,7 +92,7 @@ class Route:
         limit = MIXED_LIMIT if self.way.bodies == "mixed" else 0
         self.servers = [
             dis.Server(
-                [listening(self.way.medium)],
+                [MEDIA[self.way.medium]],
                 catalog=None,
                 inline_limit=limit,
                 allow_rma=self._rma,
@@ -146,21 +146,8 @@ class Route:
         return sum(connections_left(server) for server in self.servers)
 
 
-def _has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
-def listening(medium: str) -> str:
-    """Where a server of this medium listens."""
-    if medium.endswith("6") and not _has_ipv6():
-        pytest.skip("this host has no IPv6 loopback address")
-    if medium == "fabric, tcp":
-        needs_new_libfabric()
-    return MEDIA[medium]
+def _ways(some: Iterable[Way]) -> list[Any]:
+    return media(some, lambda way: str(way.medium))
 
 
 def _run(way: Way, certified: Certificates) -> Iterator[Route]:
@@ -176,7 +163,7 @@ def _check(route: Route) -> Iterator[Route]:
         pytest.fail("connections are left open")
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
+@pytest.fixture(scope="module", params=_ways(WAYS))
 def _any_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
     yield from _run(request.param, trusted)
 
@@ -187,13 +174,13 @@ def route(_any_route: Route) -> Iterator[Route]:
     yield from _check(_any_route)
 
 
-@pytest.fixture(params=REST, ids=str)
+@pytest.fixture(params=_ways(REST))
 def rest(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
     """The media that no other fixture has."""
     yield from _run(request.param, trusted)
 
 
-@pytest.fixture(scope="module", params=[way for way in WAYS if way.arrangement == "one"], ids=str)
+@pytest.fixture(scope="module", params=_ways(way for way in WAYS if way.arrangement == "one"))
 def _direct_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
     yield from _run(request.param, trusted)
 
@@ -207,7 +194,7 @@ def direct(_direct_route: Route) -> Iterator[Route]:
 QUICK_WAYS = [way for way in WAYS if way.arrangement == "one" and way.medium in QUICK]
 
 
-@pytest.fixture(scope="module", params=QUICK_WAYS, ids=str)
+@pytest.fixture(scope="module", params=_ways(QUICK_WAYS))
 def _quick_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
     yield from _run(request.param, trusted)
 

@@ -15,8 +15,9 @@ import pytest
 import dissociated as dis
 from certificates import Certificates
 from helpers import PATIENCE, Serve
+from machine import media
 
-from .conftest import MEDIA, Route, listening
+from .conftest import MEDIA, Route
 
 ROWS = 10_000
 
@@ -133,11 +134,11 @@ def test_a_dropped_dataset_cannot_be_requested_but_read_to_its_end(route: Route)
         route.request(uris, ticket)
 
 
-@pytest.mark.parametrize("medium", MEDIA)
+@pytest.mark.parametrize("medium", media(MEDIA))
 def test_a_closed_server_ends_streams_with_an_error(serve: Serve, trusted: Certificates, medium: str) -> None:
     schema = pa.schema([("n", pa.int64())])
     endless = (pa.record_batch({"n": np.full(ROWS, number)}) for number in count())
-    server = serve(listening(medium), **trusted.options)
+    server = serve(MEDIA[medium], **trusted.options)
     server.publish("data", pa.RecordBatchReader.from_batches(schema, endless))
     reader = dis.open_stream(server.locations("data")[0], server.ticket("data"))
     kept = reader.read_next_batch()

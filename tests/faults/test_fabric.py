@@ -22,12 +22,13 @@ from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtoco
 from dissociated.transport.rdm import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import needs_new_libfabric
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
 from .test_death import CLIENT, Reading, line
+
+pytestmark = pytest.mark.needs("libfabric")
 
 Serve = Callable[..., Good]
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -189,12 +190,10 @@ def test_a_client_that_ends_within_a_live_stream_is_noticed(serve: Serve, spawn:
     wait_until(good.alone, "the server has noticed")
 
 
-@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "tcp"])
+@pytest.mark.parametrize("provider", ["tcp;ofi_rxm", pytest.param("tcp", marks=pytest.mark.needs("libfabric 2"))])
 @pytest.mark.parametrize(("rows", "batches"), [(1 << 20, 20), (20_000, 2_000), (1_000, 20_000)])
 def test_a_client_that_does_nothing_for_long_is_not_lost(serve: Serve, provider: str, rows: int, batches: int) -> None:
     """Its heartbeats go on, and the server's are heard, whatever lies before them."""
-    if provider == "tcp":
-        needs_new_libfabric()
     batch = pa.record_batch({"n": pa.array(range(rows), pa.int64())})
     good = serve(f"{WHERE}&provider={provider}")
     good.server.publish("many", pa.Table.from_batches([batch] * batches))

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 import dissociated as dis
+from machine import media
 
 from .peer import PATIENCE
 from .test_death import line
@@ -84,7 +85,7 @@ FLOODS = {
 }
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", media(WHERE))
 def test_one_who_sends_without_end_costs_a_server_no_memory(spawn: Spawn, where: str) -> None:
     server = spawn("-c", SERVER, WHERE[where])
     assert server.stdin is not None
@@ -128,7 +129,7 @@ with dis.Server([sys.argv[1]], catalog=None) as server:
 """
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", media(WHERE))
 def test_server_of_a_slow_client_stays_small(spawn: Spawn, where: str) -> None:
     # 2 GB, of which the server may have 64 MB under way.
     process = spawn("-c", STREAMING, WHERE[where])

@@ -28,6 +28,8 @@ from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
 from .test_death import CLIENT, Reading, line
 
+pytestmark = pytest.mark.needs("ucx")
+
 Serve = Callable[..., Good]
 Spawn = Callable[..., subprocess.Popen[str]]
 

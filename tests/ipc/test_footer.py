@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dissociated.errors import FormatError
 from dissociated.ipc.footer import BLOCK, parse_footer
+from helpers import case
 
 
 def encoded(*words: str) -> pa.RecordBatch:
@@ -102,19 +103,22 @@ def parse_footer_base(footer: bytearray) -> int:
     return pa.py_buffer(footer).address
 
 
-@pytest.mark.parametrize("junk", [b"", b"\0\0\0\0", bytes(64), b"\xff" * 64, b"ARROW1\0\0"])
-def test_what_is_no_footer_is_refused(junk: bytes) -> None:
-    with pytest.raises(FormatError, match="the Arrow IPC file has a footer"):
-        parse_footer(junk)
+def test_what_is_no_footer_is_refused() -> None:
+    for junk in (b"", b"\0\0\0\0", bytes(64), b"\xff" * 64, b"ARROW1\0\0"):
+        with case(junk), pytest.raises(FormatError, match="the Arrow IPC file has a footer"):
+            parse_footer(junk)
 
 
-@pytest.mark.parametrize("length", range(0, len(FOOTER), 8))
-def test_a_footer_cut_off_anywhere_is_refused_or_complete(length: int) -> None:
-    try:
-        found = parse_footer(FOOTER[:length])
-    except FormatError:
-        return
-    assert len(found.record_batches) == 3  # only what is not read here was cut off
+def test_a_footer_cut_off_anywhere_is_refused_or_complete() -> None:
+    refused = 0
+    for length in range(len(FOOTER)):
+        try:
+            found = parse_footer(FOOTER[:length])
+        except FormatError:
+            refused += 1
+            continue
+        assert len(found.record_batches) == 3, length  # only what is not read here was cut off
+    assert refused > len(FOOTER) / 2
 
 
 @given(st.lists(st.tuples(st.integers(0, len(FOOTER) - 1), st.integers(0, 255)), min_size=1, max_size=6))

@@ -1,5 +1,11 @@
-from hypothesis import settings
+"""Nothing here has sockets, and so no directory for them."""
 
-# Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
-settings.register_profile("dissociated", deadline=None)
-settings.load_profile("dissociated")
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sockets_of_the_run() -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _sockets_of_the_test() -> None: ...

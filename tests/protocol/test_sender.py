@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
@@ -7,6 +9,7 @@ from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.sender import Body, Sender, Tags, encode_end, encode_message
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
+from helpers import case
 
 from .wire import joined, uint64s
 
@@ -200,9 +203,13 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("step", THEIRS | OURS)
-@pytest.mark.parametrize("state", ALLOWED)
-def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it(state, step):
+def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it():
+    for state, step in product(ALLOWED, THEIRS | OURS):
+        with case((state, step)):
+            check_step(state, step)
+
+
+def check_step(state, step):
     sending = sender(state)
     if step in ALLOWED[state]:
         (THEIRS | OURS)[step](sending)

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.tags import RESERVED_MASK, SEQUENCE_MASK, BodyKind, body_tag, parse_body_tag
+from helpers import case
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
@@ -38,11 +39,11 @@ def test_sequence_numbers_roll_over_in_the_tag_without_touching_its_other_bits(s
     assert body_tag(BodyKind.PACKED, sequence) == tag
 
 
-@pytest.mark.parametrize("bit", range(32, 56))
 @pytest.mark.parametrize("kind", [0, 1])
-def test_each_reserved_bit_is_refused(bit, kind):
-    with pytest.raises(RemoteProtocolError, match="reserved bits"):
-        parse_body_tag(kind << 56 | 1 << bit | 3)
+def test_each_reserved_bit_is_refused(kind):
+    for bit in range(32, 56):
+        with case(bit), pytest.raises(RemoteProtocolError, match="reserved bits"):
+            parse_body_tag(kind << 56 | 1 << bit | 3)
 
 
 def test_a_kind_shifted_by_55_as_in_the_diagram_is_refused():

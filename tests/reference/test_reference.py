@@ -16,6 +16,8 @@ from helpers import PATIENCE, connections_left, leaving_nothing
 
 from .double import COMMAND, WANT_DATA, WANT_METADATA, ReferenceClient, ReferenceFlight, ReferenceServer
 
+pytestmark = pytest.mark.needs("ucx")
+
 _RANDOM = np.random.default_rng(1)
 
 #: Batches of one row and of many, empty ones, dictionaries; metadata small enough for one packet and too large.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,8 @@ from dissociated.transport.inproc import InprocConnection
 from dissociated.transport.native import NativeConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing, needs_new_libfabric
+from helpers import PATIENCE, leaving_nothing
+from machine import media
 
 STREAMS = {
     "inproc": "inproc:",
@@ -64,17 +64,13 @@ def plain(incoming: Incoming | None) -> tuple[int | None, bytes] | None:
     return None if incoming is None else (incoming.tag, bytes(incoming.data))
 
 
-@pytest.fixture(params=MEDIA)
+@pytest.fixture(params=media(MEDIA))
 def medium(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
 @pytest.fixture
 def listener(medium: str, trusted: Certificates) -> Iterator[Listener]:
-    if medium.endswith("6") and not socket.has_dualstack_ipv6():
-        pytest.skip("this host has no IPv6 loopback address")
-    if medium == "fabric, tcp":
-        needs_new_libfabric()
     uri = Uri.parse(MEDIA[medium])
     if medium == "tls":
         uri = uri.with_parameters(cert=trusted.cert, key=trusted.key)

@@ -14,7 +14,9 @@ from dissociated.transport.base import Listener
 from dissociated.transport.fabric import FabricConnection, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, complaint, leaving_nothing, needs_new_libfabric
+from helpers import PATIENCE, complaint, leaving_nothing
+
+pytestmark = pytest.mark.needs("libfabric")
 
 SERVE = "dis.Server(['fabric:'], catalog=None)"
 
@@ -92,10 +94,8 @@ def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it
                 server.send([Message(1, (b"",))], PATIENCE)
 
 
-@pytest.fixture(params=["fabric:", "fabric:?provider=tcp"])
+@pytest.fixture(params=["fabric:", pytest.param("fabric:?provider=tcp", marks=pytest.mark.needs("libfabric 2"))])
 def where(request: pytest.FixtureRequest) -> Uri:
-    if "tcp" in request.param:
-        needs_new_libfabric()
     return Uri.parse(request.param)
 
 

@@ -18,6 +18,8 @@ from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, complaint, leaving_nothing
 
+pytestmark = pytest.mark.needs("ucx")
+
 UCX = transport("ucx")
 
 

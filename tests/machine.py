@@ -1,0 +1,94 @@
+"""What tests need of the machine beyond Python and what pip installs. Where it is missing, they skip and say so."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from dissociated.errors import JavaNotFound, TransportError
+from dissociated.transport import ucx
+from dissociated.transport._ofi import ofi
+
+
+@cache
+def _ucx() -> str | None:
+    """UCX keeps descriptors of its own for as long as the process lives: started here, they are no leak of a test."""
+    try:
+        for address in ("127.0.0.1", "::1"):
+            for rma in (False, True):
+                ucx.context(ucx.place(address, rma))
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _libfabric() -> str | None:
+    """So does libfabric."""
+    try:
+        ofi()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+def _libfabric_2() -> str | None:
+    """The first whose provider tcp has endpoints of its own."""
+    if missing := _libfabric():
+        return missing
+    new = int(ofi().version.split(".")[0]) >= 2
+    return None if new else f"the provider tcp needs libfabric 2.0, and this is {ofi().version}"
+
+
+@cache
+def _ipv6() -> str | None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return None
+    except OSError as error:
+        return f"this host has no IPv6 loopback address: {error}"
+
+
+@cache
+def _java() -> str | None:
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    from dissociated.spark import java_home
+
+    try:
+        java_home()
+    except JavaNotFound as error:
+        return str(error)
+    return None
+
+
+_MISSING: dict[str, Callable[[], str | None]] = {
+    "ucx": _ucx,
+    "libfabric": _libfabric,
+    "libfabric 2": _libfabric_2,
+    "ipv6": _ipv6,
+    "java": _java,
+}
+
+
+def need(*what: str) -> None:
+    """Skip where the machine lacks one of these; what a library opens for good is open from here on."""
+    for one in what:
+        if missing := _MISSING[one]():
+            pytest.skip(missing)
+
+
+def needs(medium: str) -> pytest.MarkDecorator:
+    """Mark a test with what a medium takes, by the names that media have in tests: "fabric, tcp", "ucx6"."""
+    what = ["ipv6"] if medium.endswith("6") else []
+    what += ["ucx"] if medium.startswith("ucx") else []
+    what += ["libfabric 2" if medium == "fabric, tcp" else "libfabric"] if medium.startswith("fabric") else []
+    return pytest.mark.needs(*what)
+
+
+def media(names: Iterable[Any], medium: Callable[[Any], str] = str) -> list[Any]:
+    """Parameters, each marked with what its medium takes."""
+    return [pytest.param(name, id=str(name), marks=needs(medium(name))) for name in names]
