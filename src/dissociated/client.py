@@ -143,7 +143,7 @@ def request(
             except ConnectionClosed:
                 connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
                 raise
-        stream = Stream(opened, uris[-1].free_data, timeout, max_body, pool)
+        stream = Stream(opened, uris[-1].free_data, timeout, max_body, pool=pool)
         connections.pop_all()  # the stream owns them now
     return stream
 

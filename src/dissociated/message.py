@@ -12,6 +12,8 @@ Buffer: TypeAlias = Any
 
 #: The largest body that is taken, in bytes, unless somebody says otherwise.
 MAX_BODY = 1 << 34
+#: The longest metadata of one message, in bytes, that is sent and taken, unless somebody says otherwise.
+MAX_METADATA = 1 << 28
 
 
 class FileSpan:

@@ -17,9 +17,8 @@ from dissociated.errors import DissociatedError, RemoteProtocolError, TransportE
 from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import Returns, leased_buffer
-from dissociated.memory.region import Region
 from dissociated.memory.remote import pieces
-from dissociated.message import Buffer, Incoming, Message, Run
+from dissociated.message import MAX_METADATA, Buffer, Incoming, Message, Run
 from dissociated.once import once
 from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
@@ -52,6 +51,7 @@ class Stream:
         free_data: int | None,
         timeout: float,
         max_body: int,
+        max_metadata: int = MAX_METADATA,
         pool: pa.MemoryPool | None = None,
     ) -> None:
         self._connections = connections
@@ -60,8 +60,7 @@ class Stream:
         self._timeout = timeout
         self._max_body = max_body
         self._pool = pool
-        self._receiver = Receiver()
-        self._receiver.want()
+        self._receiver = Receiver.taking(max_metadata, max_body)
         self._leases = _Leases(connections[-1], free_data, timeout)
 
     def deliveries(self) -> Deliveries:
@@ -149,9 +148,9 @@ class Stream:
         """What was delivered and is not attached or held by now never will be."""
         self._leases.settle()
 
-    def hold(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
-        """The whole region as a buffer, at whose end `addresses`, which were delivered, go back."""
-        return self._leases.lease(region, addresses)
+    def hold(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """Mapped memory as a buffer, at whose end `addresses`, which were delivered, go back."""
+        return self._leases.lease(memory, addresses)
 
     def _attach(self, delivery: Delivery) -> tuple[Buffer, Buffer | None]:
         if self._bodies.fetches and isinstance(delivery.body, AddressList) and delivery.body.leased:
@@ -168,10 +167,9 @@ class Stream:
             packed = self._fetch(delivery.header, delivery.parsed, body)
             wanted = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
             return [packed.slice(at, length) for at, length in wanted]
-        region = self.space.find(body.leased[0])
-        offsets = region.offsets(body.addresses, body.lengths)
-        whole = self.hold(region, body.leased)
-        return [whole.slice(offset, length) for offset, length in zip(offsets, body.lengths, strict=True)]
+        located = self.space.locate(body.addresses, body.lengths)
+        whole = self.hold(located.memory, body.leased)
+        return [whole.slice(offset, length) for offset, length in zip(located.offsets, body.lengths, strict=True)]
 
     def _fetch(self, header: bytes, parsed: Header, body: AddressList) -> pa.Buffer:
         """The body, fetched from where it lies, which is then given back."""
@@ -313,10 +311,10 @@ class _Leases:
             self._thread = _Helper(self, self._run, (), "give back")
             self._thread.start()
 
-    def lease(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
-        """The region as a buffer that gives `addresses` back when it is no longer used."""
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """The memory as a buffer that gives `addresses` back when it is no longer used."""
         self._attached += len(addresses)
-        return leased_buffer(region, addresses, self._returns)
+        return leased_buffer(memory, addresses, self._returns)
 
     def give_back(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""

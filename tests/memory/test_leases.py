@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.leases import Ledger, Returns, leased_buffer
-from dissociated.memory.region import Region
 from helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
@@ -40,6 +39,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.sent.remove(address)
         assert Counter(self.ledger.release(freed)) == Counter(set(freed) - set(self.sent))
 
+    @rule()
+    def release_an_empty_buffer(self) -> None:
+        assert self.ledger.release([0, 0]) == []
+
     @rule(address=ADDRESSES)
     def release_what_is_not_held(self, address: int) -> None:
         freed = [address] * (self.sent.count(address) + 1)
@@ -60,13 +63,13 @@ class LedgerMachine(RuleBasedStateMachine):
 TestLedger = LedgerMachine.TestCase
 
 
-def region(size: int = 64) -> Region:
-    return Region(4096, pa.py_buffer(bytes(range(size))))
+def memory(size: int = 64) -> pa.Buffer:
+    return pa.py_buffer(bytes(range(size)))
 
 
 def test_a_lease_ends_with_the_last_array() -> None:
     returns = Returns()
-    buffer = leased_buffer(region(), (1, 2, 3), returns)
+    buffer = leased_buffer(memory(), (1, 2, 3), returns)
     whole = pa.Array.from_buffers(pa.int8(), 64, [None, buffer])
     column = whole.slice(3, 4)
     del buffer, whole
@@ -77,8 +80,8 @@ def test_a_lease_ends_with_the_last_array() -> None:
     assert returns.take(10) == [1, 2, 3]
 
 
-def test_a_lease_keeps_its_region_mapped() -> None:
-    buffer = leased_buffer(region(), (1,), Returns())
+def test_a_lease_keeps_its_memory() -> None:
+    buffer = leased_buffer(memory(), (1,), Returns())
     assert buffer.to_pybytes() == bytes(range(64))
     assert buffer.size == 64
 
@@ -87,7 +90,7 @@ def test_leases_end_in_any_thread() -> None:
     returns = Returns()
 
     def drop(number: int) -> None:
-        del [leased_buffer(region(), (number,), returns)][0]
+        del [leased_buffer(memory(), (number,), returns)][0]
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(drop, range(1000)))

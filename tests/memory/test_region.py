@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
@@ -55,42 +56,65 @@ def test_a_space_is_static_where_all_of_it_is() -> None:
     assert not space.static
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def spaced(*regions: Region) -> AddressSpace:
+    space = AddressSpace()
+    for one in regions:
+        space.add(one)
+    return space
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 2**64 - 1))
+@example(1000, 100).via("all of it")
+@example(1099, 1).via("its last byte")
+@example(1099, 2).via("one too many")
+@example(2**64 - 1, 2).via("the end of the addresses")
 def test_extents_lie_within_their_region(address: int, length: int) -> None:
-    within = region(1000, 100)
-    if not length:
-        assert within.offsets([address], [length]) == [0]
-    elif address >= 1000 and address + length <= 1100:
-        assert within.offsets([address], [length]) == [address - 1000]
+    space = spaced(region(1000, 100))
+    if address >= 1000 and address + length <= 1100:
+        assert space.locate([address], [length]).offsets == [address - 1000]
     else:
-        with pytest.raises(RemoteProtocolError, match=r"leaves <Region 0x3e8 to 0x44c>"):
-            within.offsets([address], [length])
+        with pytest.raises(RemoteProtocolError, match=r"leaves <Region 0x3e8 to 0x44c>|lies in no region"):
+            space.locate([address], [length])
 
 
-@pytest.mark.parametrize("extent", [(1000, 100), (1099, 1), (1000, 1)])
-def test_the_edges_of_a_region_belong_to_it(extent: tuple[int, int]) -> None:
-    assert region(1000, 100).offsets([extent[0]], [extent[1]]) == [extent[0] - 1000]
+@given(st.data())
+def test_extents_may_lie_in_several_regions(data: st.DataObject) -> None:
+    contents = [bytes([number]) * 16 + bytes(range(16 * number, 16 * number + 16)) for number in range(4)]
+    space = spaced(*(Region(100 * number, pa.py_buffer(content)) for number, content in enumerate(contents)))
+    extents = [(0, 1), *data.draw(st.lists(st.tuples(st.integers(0, 31), st.integers(0, 32)), max_size=8))]
+    homes = [data.draw(st.integers(0, 3)) for _ in extents]
+    addresses = [100 * home + at for home, (at, _) in zip(homes, extents, strict=True)]
+    lengths = [min(length, 32 - at) for at, length in extents]
+    located = space.locate(addresses, lengths)
+    for home, (at, _), length, offset in zip(homes, extents, lengths, located.offsets, strict=True):
+        assert located.memory.slice(offset, length).to_pybytes() == (
+            contents[home][at : at + length] if length else b""
+        )
 
 
-@pytest.mark.parametrize("extent", [(999, 1), (1000, 101), (1100, 1), (1099, 2), (2**64 - 1, 2)])
-def test_what_leaves_a_region_is_refused(extent: tuple[int, int]) -> None:
-    with pytest.raises(RemoteProtocolError, match="leaves"):
-        region(1000, 100).offsets([extent[0]], [extent[1]])
+def test_what_lies_in_several_regions_keeps_them() -> None:
+    memories = [pa.py_buffer(bytes([number]) * 64) for number in range(2)]
+    space = spaced(*(Region(4096 * number, memory) for number, memory in enumerate(memories)))
+    located = space.locate([0, 4096], [64, 64])
+    del space
+    before = [sys.getrefcount(memory) for memory in memories]
+    del located
+    assert [sys.getrefcount(memory) for memory in memories] == [count - 1 for count in before]
 
 
 def test_gathering_puts_extents_where_they_are_wanted() -> None:
-    source = Region(0, pa.py_buffer(bytes(range(100))))
+    located = spaced(Region(0, pa.py_buffer(bytes(range(100))))).locate([10, 0, 51], [3, 0, 2])
     packed = pa.allocate_buffer(16)
     memoryview(packed).cast("B")[:] = bytes(16)
-    assert source.gather([10, 0, 51], [3, 0, 2], [8, 0, 0], packed) is packed
+    assert located.gather([3, 0, 2], [8, 0, 0], packed) is packed
     assert packed.to_pybytes() == bytes([51, 52, 0, 0, 0, 0, 0, 0, 10, 11, 12, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("at", [-1, 14, 16, 2**62])
 def test_gathering_does_not_leave_the_body(at: int) -> None:
-    source = Region(0, pa.py_buffer(bytes(100)))
+    located = spaced(Region(0, pa.py_buffer(bytes(100)))).locate([10], [3])
     with pytest.raises(RemoteProtocolError, match="leaves its body of 16 bytes"):
-        source.gather([10], [3], [at], pa.allocate_buffer(16))
+        located.gather([3], [at], pa.allocate_buffer(16))
 
 
 def test_bases_are_never_given_twice() -> None:

@@ -80,7 +80,7 @@ class TestAddressList:
     @pytest.mark.parametrize(
         "body",
         [
-            uint64s(9, 1, 64, 8),
+            uint64s(65, 1, 64, 8),
             uint64s(7, 1, 64, 8),
             uint64s(1, 0),
             uint64s(0, 2, 64, 2**63, 128, 2**63),  # the sum is 0 modulo 2^64
@@ -90,9 +90,19 @@ class TestAddressList:
         with pytest.raises(RemoteProtocolError, match="total"):
             parse_addresses(body)
 
-    def test_an_address_for_an_empty_buffer_is_refused(self):
-        with pytest.raises(RemoteProtocolError, match="empty buffer"):
-            parse_addresses(uint64s(8, 2, 64, 8, 128, 0))
+    def test_the_address_of_an_empty_buffer_means_nothing(self):
+        for address in (0, 128, 2**64 - 1):
+            listed = parse_addresses(uint64s(8, 2, 64, 8, address, 0))
+            assert listed == AddressList((64, 0), (8, 0))
+            assert listed.leased == (64,)
+
+    def test_a_total_may_count_padding(self):
+        for total in (11, 16, 24, 64, 128):
+            assert parse_addresses(uint64s(total, 2, 64, 8, 128, 3)).lengths == (8, 3)
+        assert parse_addresses(uint64s(4096, 1, 64, 8), body_length=4096).lengths == (8,)
+        for total, body_length in ((129, 128), (10, 128), (0, 128), (4097, 4096), (2**64 - 1, 4096)):
+            with pytest.raises(RemoteProtocolError, match=f"total is {total} bytes"):
+                parse_addresses(uint64s(total, 2, 64, 8, 128, 3), body_length)
 
     @given(st.lists(buffers))
     def test_round_trip(self, extents):
@@ -105,8 +115,11 @@ class TestAddressList:
             listed = parse_addresses(body)
         except RemoteProtocolError:
             return
-        pairs = [number for pair in zip(*listed, strict=True) for number in pair]
-        assert uint64s(sum(listed.lengths), len(listed.lengths), *pairs) == body
+        total, count, *pairs = (int.from_bytes(body[at : at + 8], "little") for at in range(0, len(body), 8))
+        assert sum(listed.lengths) <= total <= sum(length + -length % 64 for length in listed.lengths)
+        assert count == len(listed.lengths)
+        assert listed.lengths == tuple(pairs[1::2])
+        assert listed.addresses == tuple(a if n else 0 for a, n in zip(pairs[0::2], pairs[1::2], strict=True))
 
     def test_any_buffer_can_be_parsed_where_it_lies(self):
         framed = b"ab" + TWO_BUFFERS_AND_AN_ABSENT_ONE

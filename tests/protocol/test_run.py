@@ -149,7 +149,7 @@ def test_different_layouts_are_not_alike() -> None:
     assert recognise(as_run(2, swapped, bytes(shared.tags), bytes(shared.tagged)), 1) is None
 
 
-@pytest.mark.parametrize("at", [8, 16, 24])  # number of buffers; address and length of an absent one
+@pytest.mark.parametrize("at", [8, 24])  # number of buffers; length of an absent one
 def test_a_list_that_disagrees_is_not_recognised(at: int) -> None:
     run = shared_run([6, 6])
     tagged = bytearray(run.tagged)

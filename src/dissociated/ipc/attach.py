@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from dissociated.memory.region import AddressSpace, Region
+from dissociated.memory.region import AddressSpace
 from dissociated.message import Buffer
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
@@ -17,8 +17,8 @@ from dissociated.protocol.header import buffer_extents, relocate
 class Leases(Protocol):
     """What becomes of the addresses that were delivered. Each comes through one of these, once."""
 
-    def lease(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
-        """The whole region as a buffer, at whose end `addresses` go back."""
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """The same memory as a buffer, at whose end `addresses` go back."""
 
     def give_back(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""
@@ -27,7 +27,8 @@ class Leases(Protocol):
 def attach(
     delivery: Delivery, space: AddressSpace, leases: Leases, allocate: Callable[[int], pa.Buffer]
 ) -> tuple[bytes, Buffer | None]:
-    """Flatbuffer and body of a message. A body by address is its region, and the flatbuffer says where in it.
+    """Flatbuffer and body of a message. A body by address is its region, or what reaches over all that it lies in, and
+    the flatbuffer says where in it.
 
     `allocate` gives memory for a body whose buffers lie where libarrow cannot read them: they are copied.
     Raises RemoteProtocolError where an address leaves the regions of `space`.
@@ -38,11 +39,10 @@ def attach(
     leased = body.leased
     if not leased:
         return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
-    region = space.find(leased[0])
-    offsets = region.offsets(body.addresses, body.lengths)
-    if any(offset % 8 for offset in offsets):  # which libarrow refuses: gather them where they should be
+    located = space.locate(body.addresses, body.lengths)
+    if any(offset % 8 for offset in located.offsets):  # which libarrow refuses: gather them where they should be
         wanted, _ = buffer_extents(header, parsed)
-        packed = region.gather(offsets, body.lengths, wanted, allocate(parsed.body_length))
+        packed = located.gather(body.lengths, wanted, allocate(parsed.body_length))
         leases.give_back(leased)
         return header, packed
-    return relocate(header, parsed, offsets, region.size), leases.lease(region, leased)
+    return relocate(header, parsed, located.offsets, located.memory.size), leases.lease(located.memory, leased)

@@ -24,13 +24,10 @@ from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.reader import PeerReader, StreamReader
 from dissociated.ipc.stats import ReadStats
 from dissociated.memory.leases import Put, leased_buffer
-from dissociated.memory.region import AddressSpace, Region
-from dissociated.message import MAX_BODY, Buffer
+from dissociated.memory.region import AddressSpace
+from dissociated.message import MAX_BODY, MAX_METADATA, Buffer
 from dissociated.protocol.header import HeaderType
 from dissociated.protocol.receiver import Receiver
-
-#: The longest metadata of one message, in bytes.
-MAX_METADATA = 1 << 28
 
 _NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
 _AT_WORK = "a listener cannot feed the decoder that has called it"
@@ -351,8 +348,10 @@ class DissociatedDecoder(_Decoder):
     def _consume_body(self, tag: int, body: Buffer) -> None:
         view = octets(body)
         self._check(len(view), self._max_body, "max_body")
+        complete = self._receiver.complete
         self._receiver.receive_body(tag, view)
-        self._advance()
+        if not complete:  # nothing can follow but the schema's empty body
+            self._advance()
 
     def _advance(self) -> None:
         while (delivery := self._receiver.next()) is not None:
@@ -367,8 +366,7 @@ class DissociatedDecoder(_Decoder):
             raise RemoteProtocolError(f"a message has a part of {length} bytes; at most {limit} are taken ({name})")
 
     def _clear(self) -> None:
-        self._receiver = Receiver()
-        self._receiver.want()
+        self._receiver = Receiver.taking(self._max_metadata, self._max_body)
 
 
 class _Leases:
@@ -377,8 +375,8 @@ class _Leases:
     def __init__(self, returns: Put) -> None:
         self._returns = returns
 
-    def lease(self, region: Region, addresses: Sequence[int]) -> pa.Buffer:
-        return leased_buffer(region, addresses, self._returns)
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        return leased_buffer(memory, addresses, self._returns)
 
     def give_back(self, addresses: Sequence[int]) -> None:
         self._returns.put(addresses)

@@ -21,8 +21,8 @@ from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import buffer_extents
 from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
 
-#: Gives a region as a buffer, at whose end these addresses go back.
-Hold = Callable[[Region, Sequence[int]], pa.Buffer]
+#: Gives the same memory as a buffer, at whose end these addresses go back.
+Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 
 class _Part:
@@ -81,7 +81,7 @@ class InPlace:
             return None
         pieces: list[pa.Buffer] = []
         for part in self._parts:
-            whole = hold(part.region, np.concatenate(part.leased).tolist() if part.leased else [])
+            whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
             start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
             pieces.append(whole.slice(start, part.end - start))
         return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_Chain(pieces), mode="r"), options)

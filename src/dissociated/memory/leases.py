@@ -15,7 +15,6 @@ from typing import Protocol
 import pyarrow as pa
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.memory.region import Region
 
 
 class Ledger:
@@ -35,6 +34,7 @@ class Ledger:
     def release(self, addresses: Sequence[int]) -> list[int]:
         """The peer freed these. Returns those that nobody holds any more.
 
+        0 is passed over: it is the address of a buffer without bytes, and some give that back, too.
         Raises RemoteProtocolError for an address that the peer does not hold (unknown, or freed already); what
         stands before it in `addresses` has then been released.
         """
@@ -47,7 +47,7 @@ class Ledger:
             elif count:
                 del held[address]
                 gone.append(address)
-            else:
+            elif address:
                 raise RemoteProtocolError(f"the client freed the address {address:#x}, which it does not hold")
         return gone
 
@@ -92,12 +92,12 @@ class Put(Protocol):
 
 
 class Lease:
-    """Keeps a region mapped and its addresses held, for as long as anything refers to it."""
+    """Keeps memory mapped and addresses in it held, for as long as anything refers to it."""
 
     __slots__ = ("_addresses", "_memory", "_put")
 
-    def __init__(self, region: Region, addresses: Sequence[int], returns: Put) -> None:
-        self._memory = region.memory
+    def __init__(self, memory: pa.Buffer, addresses: Sequence[int], returns: Put) -> None:
+        self._memory = memory
         self._addresses = addresses
         self._put = returns.put
 
@@ -105,6 +105,6 @@ class Lease:
         self._put(self._addresses)
 
 
-def leased_buffer(region: Region, addresses: Sequence[int], returns: Put) -> pa.Buffer:
-    """The whole region as a buffer. When the last array in it is collected, `addresses` are returned."""
-    return pa.foreign_buffer(region.memory.address, region.size, Lease(region, addresses, returns))
+def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: Put) -> pa.Buffer:
+    """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are returned."""
+    return pa.foreign_buffer(memory.address, memory.size, Lease(memory, addresses, returns))

@@ -11,12 +11,14 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from dissociated.errors import RemoteProtocolError
 
 _PAGE = mmap.PAGESIZE
+_ALIGNMENT = 8  # that libarrow asks of offsets in a body
 _next_base = _PAGE  # so that no buffer ever has the address 0, which means absent
 _lock = threading.Lock()
 
@@ -57,33 +59,24 @@ class Region:
     def __repr__(self) -> str:
         return f"<Region {self.base:#x} to {self.base + self.size:#x}>"
 
-    def offsets(self, addresses: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Where these extents begin within `memory`; 0 for empty ones.
 
-        Raises RemoteProtocolError if one of them leaves the region.
-        """
-        base, end = self.base, self.base + self.size
-        offsets = []
-        for address, length in zip(addresses, lengths, strict=True):
-            if not length:
-                offsets.append(0)
-            elif base <= address and address + length <= end:
-                offsets.append(address - base)
-            else:
-                raise RemoteProtocolError(
-                    f"the peer sent the address {address:#x} with {length} bytes, which leaves {self!r}"
-                )
-        return offsets
+class Located(NamedTuple):
+    """Where the buffers of a message lie: at these offsets in `memory`, 0 for empty ones.
 
-    def gather(
-        self, offsets: Sequence[int], lengths: Sequence[int], wanted: Sequence[int], packed: pa.Buffer
-    ) -> pa.Buffer:
-        """Copy the extents at `offsets` to the offsets `wanted` in `packed`, which is returned.
+    `memory` keeps mapped what they lie in. Where they lie in several regions it reaches from the first to the last of
+    them, over whatever this process has between: only the extents that were located may be touched in it.
+    """
+
+    memory: pa.Buffer
+    offsets: Sequence[int]
+
+    def gather(self, lengths: Sequence[int], wanted: Sequence[int], packed: pa.Buffer) -> pa.Buffer:
+        """Copy the extents to the offsets `wanted` in `packed`, which is returned.
 
         Raises RemoteProtocolError if one of them leaves `packed`.
         """
         source, target = memoryview(self.memory), memoryview(packed)
-        for offset, length, at in zip(offsets, lengths, wanted, strict=True):
+        for offset, length, at in zip(self.offsets, lengths, wanted, strict=True):
             if length and not 0 <= at <= len(target) - length:
                 raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body of {len(target)} bytes")
             target[at : at + length] = source[offset : offset + length]
@@ -133,3 +126,38 @@ class AddressSpace:
             if address < region.base + region.size:
                 return region
         raise RemoteProtocolError(f"the peer sent the address {address:#x}, which lies in no region it shared")
+
+    def locate(self, addresses: Sequence[int], lengths: Sequence[int]) -> Located:
+        """Where these extents lie, of which at least one has bytes. Each lies in one region, but not all in the same.
+
+        Raises RemoteProtocolError where one of them leaves its region, or lies in none.
+        """
+        regions: list[Region] = []
+        base = end = shift = 0  # of the region that was found last; and the way from its addresses to ours
+        places = []
+        for address, length in zip(addresses, lengths, strict=True):
+            if not length:
+                places.append(0)
+                continue
+            if not base <= address < end:
+                region = self.find(address)
+                regions.append(region)
+                base, end, shift = region.base, region.base + region.size, region.memory.address - region.base
+            if address + length > end:
+                raise RemoteProtocolError(
+                    f"the peer sent the address {address:#x} with {length} bytes, which leaves {self.find(address)!r}"
+                )
+            places.append(address + shift)
+        memory = regions[0].memory if len(regions) == 1 else _spanning(regions)
+        start = memory.address
+        return Located(memory, [place - start if length else 0 for place, length in zip(places, lengths, strict=True)])
+
+
+def _spanning(regions: Sequence[Region]) -> pa.Buffer:
+    """A buffer from where the first of these begins in this process to where the last ends, which keeps them mapped.
+
+    So libarrow, which reads one body and slices it, needs no copy of buffers that lie far apart.
+    """
+    kept = [region.memory for region in regions]
+    start = min(memory.address for memory in kept) & -_ALIGNMENT
+    return pa.foreign_buffer(start, max(memory.address + memory.size for memory in kept) - start, kept)

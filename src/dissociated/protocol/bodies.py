@@ -1,9 +1,10 @@
 """Bodies of kind 1 and what comes back for them: lists of little-endian uint64.
 
 An address list ("Data Stream Sequence"): total size of all buffers, number of buffers, then for each buffer of
-the message, in order, its address and its length. An absent or empty buffer is (0, 0).
+the message, in order, its address and its length. An absent or empty buffer is (0, 0) as we send it; any address with
+the length 0 is taken for that. So is a total that counts padding.
 
-A free_data list: one or more addresses that the client no longer needs.
+A free_data list: one or more addresses that the client no longer needs. 0 in it means nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 
 _UINT64 = 8
+_MOST_ALIGNED = 64  # "Buffers [...] should be padded to a multiple of 8 or 64 bytes"
 _HEAD = struct.Struct("<QQ")
 
 
@@ -48,10 +50,11 @@ def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
     return _uint64s(len(flat)).pack(*flat)
 
 
-def parse_addresses(body: bytes) -> AddressList:
-    """Take a body of kind 1 apart.
+def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
+    """Take a body of kind 1 apart. An address of an empty buffer means nothing, and is 0 here.
 
-    Raises RemoteProtocolError where its two totals disagree with the pairs, or an empty buffer has an address.
+    Its total may count padding, up to the `body_length` that the metadata announced, or that of each buffer up to a
+    multiple of 64 bytes. Raises RemoteProtocolError where it is neither that nor the sum, or the count disagrees.
     """
     if len(body) < _HEAD.size:
         raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes; its two totals alone have 16")
@@ -60,13 +63,17 @@ def parse_addresses(body: bytes) -> AddressList:
         raise RemoteProtocolError(f"the peer sent an address list of {len(body)} bytes for {count} buffers")
     flat = _uint64s(2 * count).unpack_from(body, _HEAD.size)
     addresses, lengths = flat[0::2], flat[1::2]
-    if total != sum(lengths):
+    if total != sum(lengths) and not sum(lengths) < total <= max(body_length, sum(map(_padded, lengths))):
         raise RemoteProtocolError(
             f"the peer sent an address list whose total is {total} bytes, but its buffers have {sum(lengths)}"
         )
-    if not all(lengths) and any(a for a, n in zip(addresses, lengths, strict=True) if not n):
-        raise RemoteProtocolError("the peer sent an address for an empty buffer, which must be (0, 0)")
+    if not all(lengths):
+        addresses = tuple(address if length else 0 for address, length in zip(addresses, lengths, strict=True))
     return AddressList(addresses, lengths)
+
+
+def _padded(length: int) -> int:
+    return length + -length % _MOST_ALIGNED
 
 
 def encode_free(addresses: Sequence[int]) -> bytes:

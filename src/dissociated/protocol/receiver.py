@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.message import Buffer, Run
+from dissociated.message import MAX_METADATA, Buffer, Run
 from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
@@ -15,29 +15,33 @@ from dissociated.protocol.sequence import unwrap
 from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
 
-#: How many messages may wait for one that was overtaken, and how many bytes of bodies and of metadata.
-MAX_WAITING = 1 << 16
+#: How many bytes of bodies and of metadata may wait for a message that was overtaken.
 MAX_WAITING_BYTES = 1 << 32
 MAX_WAITING_METADATA = 1 << 28
+#: What keeping a message takes beside its own bytes, which counts as well: so their number is bounded, too.
+OVERHEAD = 512
+
+_NO_ADDRESSES = bytes(16)  # an address list of no buffers
 
 
 class Receiver:
     """Takes messages in whatever order they arrive and delivers them in the order they were numbered.
 
     A stream is a schema and what belongs to it, or tensors alone, which have no schema.
-    Bodies are opaque: only their length is looked at, and the content of address lists. What waits for its turn
-    is capped by `max_waiting` messages, `max_waiting_bytes` of bodies and `max_waiting_metadata` bytes of metadata;
-    a peer that exceeds any of them breaks the protocol.
+    Bodies are opaque: only their length is looked at, and the content of address lists. The metadata of one message
+    has at most `max_metadata` bytes. What waits for its turn is capped by `max_waiting_bytes` of bodies and
+    `max_waiting_metadata` bytes of metadata, however many messages that are; a peer that exceeds any of them breaks
+    the protocol.
     """
 
     def __init__(
         self,
-        max_waiting: int = MAX_WAITING,
+        max_metadata: int = MAX_METADATA,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         max_waiting_metadata: int = MAX_WAITING_METADATA,
     ) -> None:
         self._machine = Machine(Role.RECEIVER)
-        self._max_waiting = max_waiting
+        self._max_metadata = max_metadata
         self._max_waiting_bytes = max_waiting_bytes
         self._max_waiting_metadata = max_waiting_metadata
         self._headers: dict[int, tuple[bytes, Header]] = {}
@@ -47,6 +51,18 @@ class Receiver:
         self._next = 0  # of the message to deliver next
         self._count: int | None = None  # of messages in the stream, known from its end
         self._tensors: bool | None = None  # whether the stream is one of tensors, known from its first arrival
+        self._schema_known = False
+        self._spare_taken = False  # the empty body that some send for it
+
+    @classmethod
+    def taking(cls, max_metadata: int, max_body: int) -> Receiver:
+        """One of a stream that was requested, for somebody who takes as much as this of one message.
+
+        As much may wait, too; and where that is less than the caps above, as much as they say.
+        """
+        made = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
+        made._machine.move(Step.WANT, LocalProtocolError)
+        return made
 
     @property
     def state(self) -> State:
@@ -70,6 +86,10 @@ class Receiver:
             self._end(unwrap(wire_sequence, self._next))
             return
         self._machine.move(Step.METADATA, RemoteProtocolError)
+        if len(header) > self._max_metadata:
+            raise RemoteProtocolError(
+                f"the peer sent metadata of {len(header)} bytes; at most {self._max_metadata} are taken (max_metadata)"
+            )
         sequence = self._place(wire_sequence, self._headers, "metadata")
         parsed = parse_header(header)
         if self._tensors is None:
@@ -82,31 +102,49 @@ class Receiver:
             raise RemoteProtocolError(
                 f"message {sequence} is a {parsed.type.name}; a stream has one schema, and it comes first"
             )
-        if not parsed.has_body and sequence in self._bodies:
-            raise RemoteProtocolError(f"the peer sent a body for message {sequence}, which has none")
-        self._waiting_metadata += len(header)
+        if not parsed.has_body:
+            self._schema_known = True
+            if sequence in self._bodies:
+                self._take_spare(*self._take_body(sequence))
+        self._waiting_metadata += len(header) + OVERHEAD
         if self._waiting_metadata > self._max_waiting_metadata and sequence != self._next:
             raise RemoteProtocolError(
                 f"metadata of {self._waiting_metadata} bytes waits for message {self._next}; "
-                f"the cap is {self._max_waiting_metadata}"
+                f"the cap is {self._max_waiting_metadata} (max_metadata)"
             )
         self._headers[sequence] = header, parsed
 
     def receive_body(self, tag: int, body: Buffer) -> None:
         """Take a tagged message. Raises RemoteProtocolError where it breaks the protocol."""
-        self._machine.move(Step.BODY, RemoteProtocolError)
         kind, wire_sequence = parse_body_tag(tag)
+        if self._schema_known and unwrap(wire_sequence, self._next) == 0:
+            return self._take_spare(kind, body)
+        self._machine.move(Step.BODY, RemoteProtocolError)
         sequence = self._place(wire_sequence, self._bodies, "body")
-        known = self._headers.get(sequence)
-        if known is not None and not known[1].has_body:
-            raise RemoteProtocolError(f"the peer sent a body for message {sequence}, which has none")
-        self._waiting_bytes += len(body)
+        self._waiting_bytes += len(body) + OVERHEAD
         if self._waiting_bytes > self._max_waiting_bytes and sequence != self._next:
             raise RemoteProtocolError(
                 f"bodies of {self._waiting_bytes} bytes wait for message {self._next}; "
-                f"the cap is {self._max_waiting_bytes}"
+                f"the cap is {self._max_waiting_bytes} (max_body)"
             )
         self._bodies[sequence] = kind, body
+        return None
+
+    def _take_body(self, sequence: int) -> tuple[BodyKind, Buffer]:
+        """A body that waits, no more."""
+        kind, content = self._bodies.pop(sequence)
+        self._waiting_bytes -= len(content) + OVERHEAD
+        return kind, content
+
+    def _take_spare(self, kind: BodyKind, body: Buffer) -> None:
+        """A body for the schema, which has none: some send an empty one."""
+        if len(body) and (kind is BodyKind.PACKED or bytes(body[: len(_NO_ADDRESSES) + 1]) != _NO_ADDRESSES):
+            raise RemoteProtocolError(f"the peer sent a body of {len(body)} bytes for message 0, which has none")
+        if self._spare_taken:
+            raise RemoteProtocolError("the peer sent the body of message 0 twice")
+        if self._machine.state is State.FAILED:
+            raise RemoteProtocolError("the peer sent a body after the stream had failed")
+        self._spare_taken = True
 
     def announced_length(self, tag: int) -> int | None:
         """How long the body with this tag must be, in bytes, by its metadata; None while that is unknown."""
@@ -143,13 +181,12 @@ class Receiver:
         header, parsed = known
         body: Buffer | AddressList | None = None
         if parsed.has_body:
-            arrived = self._bodies.pop(sequence, None)
-            if arrived is None:
+            if sequence not in self._bodies:
                 return None
-            kind, content = arrived
-            self._waiting_bytes -= len(content)
+            kind, content = self._take_body(sequence)
             if kind is BodyKind.ADDRESSES:
-                body = _agreeing(parse_addresses(content), header, parsed, sequence)
+                listed = parse_addresses(content, parsed.body_length)
+                body = _agreeing(listed, header, parsed, sequence)
             elif len(content) == parsed.body_length:
                 body = content
             else:
@@ -158,7 +195,7 @@ class Receiver:
                     f"its metadata announced {parsed.body_length}"
                 )
         del self._headers[sequence]
-        self._waiting_metadata -= len(header)
+        self._waiting_metadata -= len(header) + OVERHEAD
         self._next = sequence + 1
         if self._next == self._count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
@@ -188,11 +225,6 @@ class Receiver:
             sequence = unwrap(wire_sequence, following)
             if sequence < following or sequence in arrived:
                 raise RemoteProtocolError(f"the peer sent the {what} of message {wire_sequence} twice")
-            if sequence - following >= self._max_waiting:
-                raise RemoteProtocolError(
-                    f"the {what} of message {sequence} arrived while message {following} is still missing; "
-                    f"at most {self._max_waiting} may wait"
-                )
         if self._count is not None and sequence >= self._count:
             raise RemoteProtocolError(f"the peer sent the {what} of message {sequence} after ending at {self._count}")
         return sequence
@@ -210,9 +242,15 @@ class Receiver:
 
 def _agreeing(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> AddressList:
     _, lengths = buffer_extents(header, parsed)
-    if listed.lengths != lengths:
+    if len(listed.lengths) != len(lengths):
         raise RemoteProtocolError(
-            f"the address list of message {sequence} has {len(listed.lengths)} buffers of {sum(listed.lengths)} bytes; "
-            f"its metadata announced {len(lengths)} of {sum(lengths)}, or other lengths"
+            f"the address list of message {sequence} has {len(listed.lengths)} buffers; "
+            f"its metadata announced {len(lengths)}"
         )
+    for index, (given, announced) in enumerate(zip(listed.lengths, lengths, strict=True)):
+        if given != announced:
+            raise RemoteProtocolError(
+                f"the address list of message {sequence} gives buffer {index} {given} bytes; "
+                f"its metadata announced {announced}"
+            )
     return listed

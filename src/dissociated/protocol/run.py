@@ -151,7 +151,7 @@ def _shared(
         and (lists[:, 1] == parsed.buffer_count).all()
         and (lists[:, 3::2] == lengths).all()
         and present.any(axis=1).all()
-        and (np.where(present, body_at[:, None] + offsets, 0) == addresses).all()
+        and (body_at[:, None] + offsets == addresses)[present].all()
         and (offsets + lengths <= body_length[:, None]).all()
     )
     if not agrees:

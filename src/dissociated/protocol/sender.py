@@ -68,6 +68,11 @@ class Sender:
             raise RemoteProtocolError("the client sent an untagged message; clients send want_data and free_data only")
         streams = self._tags.want.get(tag)
         if streams is not None:
+            if self.state is not State.IDLE:
+                raise RemoteProtocolError(
+                    "the client asked for a second stream (want_data) on a connection, which carries one: "
+                    "open another connection"
+                )
             self._machine.move(Step.WANT, RemoteProtocolError)
             self.streams = streams
             return StreamRequested(body, streams)
