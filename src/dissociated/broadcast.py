@@ -120,9 +120,24 @@ class Consumer:
             self.stopped = True
             self._broadcast.forget(self)
 
-    def leave(self) -> None:
-        """It is gone: everything it holds is given back."""
-        self._broadcast.leave(self)
+    def set_aside(self) -> None:
+        """It gets nothing more. What it was sent stays until it frees that, and does not count against the limit."""
+        with self._broadcast.changed:
+            self._broadcast.set_aside(self)
+
+    def leave(self, gone: bool = True) -> None:
+        """Its connection is over. If it is `gone`, everything it holds is given back; else that is not used again."""
+        with self._broadcast.changed:
+            if not gone:
+                self._broadcast.set_aside(self)
+                self.held.clear()
+            self._broadcast.leave(self)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """How much it holds, in bytes, if it was cut off; else None."""
+        with self._broadcast.changed:
+            return self._broadcast.size_of(self) if self.kept else None
 
 
 class Broadcast(Dataset):
@@ -173,13 +188,12 @@ class Broadcast(Dataset):
             return consumer
 
     def leave(self, consumer: Consumer) -> None:
-        """Give back everything that `consumer` holds. It takes nothing any more."""
-        with self.changed:
-            if consumer in self._consumers:
-                self._consumers.remove(consumer)
-            consumer.waiting.clear()
-            self.give_back(consumer, set(consumer.held))
-            self._clean()
+        """Give back everything that `consumer` holds. It takes nothing any more. Call it with `changed` held."""
+        if consumer in self._consumers:
+            self._consumers.remove(consumer)
+        consumer.waiting.clear()
+        self.give_back(consumer, set(consumer.held))
+        self._clean()
 
     def give_back(self, consumer: Consumer, addresses: set[int]) -> None:
         """`consumer` does not hold these any more. Call it with `changed` held."""
@@ -200,6 +214,18 @@ class Broadcast(Dataset):
         unsent = {address for part in consumer.waiting for address in part.addresses}
         consumer.waiting.clear()
         self.give_back(consumer, unsent)
+
+    def set_aside(self, consumer: Consumer) -> None:
+        """`consumer` gets nothing more, and what it holds counts no more. Call it with `changed` held."""
+        self.forget(consumer)
+        if not consumer.kept:
+            consumer.kept = True
+            self._memory.keep(consumer.held)
+            self.changed.notify_all()
+
+    def size_of(self, consumer: Consumer) -> int:
+        """How much memory it holds, in bytes, alone or with others. Call it with `changed` held."""
+        return self._memory.size_of(consumer.held)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return BroadcastColumns(self, indices)
@@ -287,9 +313,7 @@ class Broadcast(Dataset):
 
     def _cut_off(self, consumer: Consumer) -> None:
         _log.warning("%r: a consumer neither took nor freed anything in time, and is cut off", self.name)
-        self.forget(consumer)
-        consumer.kept = True
-        self._memory.keep(consumer.held)
+        self.set_aside(consumer)
         consumer.reason = (
             f"this reader of the live stream {self.name!r} held up the others for {self._live.stall_timeout:g} s: "
             "it was cut off. To keep more than the server's live_limit, read over tcp, or with bodies packed"

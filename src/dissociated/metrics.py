@@ -72,6 +72,8 @@ class _Collector:
         totals = vars(now.totals)
         yield family(GaugeMetricFamily, "uptime_seconds", "Since the server began", [], ([], now.seconds))
         yield family(GaugeMetricFamily, "leases", "Addresses that consumers hold", [], ([], now.leases))
+        text = "Bytes of live streams that consumers hold who were cut off"
+        yield family(GaugeMetricFamily, "kept_bytes", text, [], ([], now.kept))
         if now.store is not None:
             for name, text, value in (
                 ("store_bytes", "What the store of this node holds", now.store.held),

@@ -23,6 +23,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    SourceError,
     TransportError,
 )
 from dissociated.ipc.options import WriteOptions
@@ -55,8 +56,10 @@ class Server:
     `listen` are URIs of transports; parts that are left out are chosen: `shm:`, `tcp://127.0.0.1:0`. `catalog` is
     where Arrow Flight listens, None for no catalog. Times are in seconds: `handshake_timeout` for a client to say
     what it wants, `stall_timeout` for one that takes nothing, `lease_timeout` for one that holds memory and says
-    nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory; `inline_limit`
-    up to which size bodies are sent inline where they could be shared.
+    nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory. Who was sent away for
+    being too slow keeps what he holds until he lets go: while all of these hold `kept_limit` bytes, four times
+    `live_limit` unless you say otherwise, nobody new may read a live stream over shared memory. `inline_limit` is up to
+    which size bodies are sent inline where they could be shared.
 
     With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
     themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
@@ -86,6 +89,7 @@ class Server:
         stall_timeout: float = 300.0,
         lease_timeout: float = 86_400.0,
         live_limit: int = 1 << 28,
+        kept_limit: int | None = None,
         inline_limit: int = 0,
         max_connections: int = 1024,
         advertise: str | None = None,
@@ -102,6 +106,7 @@ class Server:
         self.lease_timeout = seconds(lease_timeout)
         self.advertise = advertise or host_name()
         self.live_limit = live_limit
+        self.kept_limit = 4 * live_limit if kept_limit is None else kept_limit
         self.inline_limit = inline_limit
         self.max_connections = max_connections
         guarded = security(
@@ -457,6 +462,16 @@ class Server:
             return self._activity.status(None, listeners, known)
         catalog = self._catalog
         return self._activity.status(catalog.uri, listeners, known, catalog.node_status(), catalog.store_status())
+
+    def admit_live(self, name: str) -> None:
+        """Raise SourceError where those who were sent away hold so much that nobody else may hold memory."""
+        kept = self._activity.kept
+        if kept >= self.kept_limit:
+            raise SourceError(
+                f"the live stream {name!r} takes no new reader over shared memory: readers that were cut off still "
+                f"hold {kept:,} bytes, and may hold {self.kept_limit:,} (kept_limit). Wait until they let go, or end "
+                "them (dissociated status shows them); or read over tcp, or with bodies packed"
+            )
 
     # The end
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from dissociated.server import Server
     from dissociated.status import Tally
 
+_log = logging.getLogger(__name__)
+
 # The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed.
 _WANT = 0x4449_5353_0000_0000
 _PACKED = 4
@@ -43,6 +47,7 @@ FREE_DATA = _WANT | 0x100
 
 _MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
 _LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
+_FOREVER = 1e6  # seconds
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
 
@@ -72,6 +77,8 @@ class Session:
         self._shared: set[int] = set()  # the bases of its regions that the client knows
         self._consumer: Consumer | None = None  # of a broadcast
         self._inline = False  # a live region was full, and no free has come since
+        self._lingers = False  # the client was sent away, and what it holds of a live stream stays until it is gone
+        tally.kept = self._kept
 
     def run(self) -> None:
         """Serve the client to its end. Raises whatever ended it before."""
@@ -89,18 +96,51 @@ class Session:
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 self._connection.finish(self._server.stall_timeout)
+        except ConnectionClosed:
+            raise  # there is nobody to tell
         except DissociatedError as error:
-            self._connection.abort(str(error))
+            self._send_away(str(error))
             raise
         except Exception:
-            self._connection.abort("the server failed for a reason that its log tells")
+            self._send_away("the server failed for a reason that its log tells")
             raise
         finally:
-            self._ledger.release_all()
-            if self._consumer is not None:
-                self._consumer.leave()
-            if self._memory is not None:
-                self._memory.close()
+            self._end()
+
+    def _end(self) -> None:
+        """Nothing is held for this client any more. What it may still map of a live stream is not used again."""
+        gone = not self._holds_live or self._connection.outlast()
+        self._ledger.release_all()
+        self._tally.kept = None  # which leads back here
+        if self._consumer is not None:
+            self._consumer.leave(gone)
+        if self._memory is not None:
+            self._memory.close()
+
+    def _send_away(self, reason: str) -> None:
+        """Tell the client why there is no more. What it holds of a live stream stays until it lets go."""
+        if not self._holds_live:
+            self._connection.abort(reason)
+            return
+        self._lingers = True
+        _log.warning("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
+        if self._consumer is not None:
+            self._consumer.set_aside()
+        self._connection.farewell(reason)
+        with suppress(DissociatedError):  # of one that breaks the rules, only its end is waited for
+            self._sender.fail()
+            self._drain(_FOREVER)
+
+    @property
+    def _holds_live(self) -> bool:
+        """Whether the client holds memory that is used again once it has been given back."""
+        return bool(len(self._ledger)) and (self._consumer is not None or self._memory is not None)
+
+    def _kept(self) -> int | None:
+        """How much memory is held for a client that was sent away, in bytes; None for one that was not."""
+        if self._consumer is not None:
+            return self._consumer.kept_bytes
+        return self._memory.unfreed if self._lingers and self._memory is not None else None
 
     def _answer(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
         """Send it, and wait until everything is given back."""
@@ -115,9 +155,9 @@ class Session:
             if self._consumer is None:
                 raise
             # What it has been sent is used again once it is freed: until then the client may take its time.
-            self._connection.abort(str(error))
+            self._connection.farewell(str(error))
             self._sender.fail()
-        self._drain()
+        self._drain(self._server.lease_timeout)
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
         incoming = self._receive(self._server.handshake_timeout)
@@ -164,6 +204,8 @@ class Session:
             self._take_frees()
 
     def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
+        if mapped:
+            self._server.admit_live(wanted.name)
         self._memory = LiveMemory(wanted.name, self._server.live_limit)
         for message in _blamed(wanted):
             body = None
@@ -186,6 +228,8 @@ class Session:
             raise SourceError(
                 f"each connection has its own place in the live stream {wanted.name!r}: request all of it over one"
             )
+        if mapped:
+            self._server.admit_live(wanted.name)
         # One that maps nothing holds up others only by not taking what is being sent.
         cut = self._connection.wake if mapped else self._connection.interrupt
         self._consumer = consumer = wanted.join(self._connection.wake, cut)
@@ -279,10 +323,10 @@ class Session:
             raise RemoteProtocolError("the client sent a run of messages, which only servers do")
         return incoming
 
-    def _drain(self) -> None:
+    def _drain(self, timeout: float) -> None:
         """ "wait for tagged <free_data> messages", until nothing is outstanding or the client is gone."""
         while len(self._ledger):
-            incoming = self._receive(self._server.lease_timeout)
+            incoming = self._receive(timeout)
             if incoming is None:
                 return
             self._freed(incoming)

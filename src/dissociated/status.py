@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,7 @@ class Consumer:
     """One open connection. `seconds` is for how long it has been; `dataset` is None until it has asked for one.
 
     `messages` and `bytes`, those of bodies whether sent inline or by address, are what it was sent; `leases` how many
-    addresses it holds.
+    addresses it holds. `kept` is how many bytes of a live stream it still holds although it was cut off.
     """
 
     connection: int
@@ -44,6 +44,7 @@ class Consumer:
     messages: int
     bytes: int
     leases: int
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ class StoreStatus:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """One moment of a server. `seconds` is for how long it has been running."""
+    """One moment of a server. `seconds` is for how long it has been running.
+
+    `kept` is how many bytes of live streams those consumers hold that were cut off.
+    """
 
     version: str
     host: str
@@ -127,6 +131,7 @@ class ServerStatus:
     nodes: tuple[NodeStatus, ...] = ()
     #: None for a server without a store
     store: StoreStatus | None = None
+    kept: int = 0
 
     def plain(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers: for JSON."""
@@ -153,7 +158,8 @@ class ServerStatus:
 
 
 def _made(kind: type[T], plain: Mapping[str, Any]) -> T:
-    return kind(**{field.name: plain[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+    there = [field for field in fields(kind) if field.name in plain or field.default is MISSING]  # type: ignore[arg-type]
+    return kind(**{field.name: plain[field.name] for field in there})
 
 
 class Tally:
@@ -168,12 +174,17 @@ class Tally:
         self.messages = 0
         self.bytes = 0
         self.held: Sized = ()
+        #: How much memory of live streams it holds, in bytes; None where it was not cut off.
+        self.kept: Callable[[], int | None] | None = None
         self.sent = False  # all there is
         self._began = time.monotonic()
 
     def status(self) -> Consumer:
         """How it stands now."""
+        kept = self._kept()
         state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
+        if kept is not None:
+            state = "cut off"
         return Consumer(
             self.connection,
             self.transport,
@@ -184,7 +195,12 @@ class Tally:
             self.messages,
             self.bytes,
             len(self.held),
+            kept or 0,
         )
+
+    def _kept(self) -> int | None:
+        kept = self.kept  # which its own thread may take away now
+        return None if kept is None else kept()
 
     def fields(self) -> dict[str, Any]:
         """What a line of the log says beside its message."""
@@ -266,6 +282,13 @@ class Activity:
         with self._lock:
             self._refused[listener] += 1
 
+    @property
+    def kept(self) -> int:
+        """How many bytes of live streams those hold that were cut off."""
+        with self._lock:
+            tallies = list(self._open.values())
+        return sum(tally.status().kept for tally in tallies)
+
     def flight(self) -> None:
         """A stream goes out over Flight."""
         with self._lock:
@@ -287,6 +310,7 @@ class Activity:
             asked = [tally for tally in tallies if tally.dataset is not None]
             at = Counter(tally.listener for tally in tallies)
             everything = self._ended.plus(asked)
+            consumers = tuple(tally.status() for tally in tallies)
             return ServerStatus(
                 __version__,
                 host_name(),
@@ -303,9 +327,10 @@ class Activity:
                 ),
                 tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
                 tuple(self._dataset(versions, asked) for versions in datasets.values()),
-                tuple(tally.status() for tally in tallies),
+                consumers,
                 tuple(nodes),
                 store,
+                sum(consumer.kept for consumer in consumers),
             )
 
     def _dataset(self, versions: Sequence[Dataset], asked: Sequence[Tally]) -> DatasetStatus:

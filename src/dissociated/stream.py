@@ -16,7 +16,7 @@ import pyarrow as pa
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
 from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
-from dissociated.memory.leases import Returns, leased_buffer
+from dissociated.memory.leases import KEPT, Returns, leased_buffer
 from dissociated.memory.remote import pieces
 from dissociated.message import MAX_METADATA, Buffer, Incoming, Message, Run
 from dissociated.once import once
@@ -90,7 +90,6 @@ class Stream:
             stopped = False
         except DissociatedError:
             receiver.fail()
-            self._failed()
             raise
         finally:
             for connection in self._connections[:-1]:
@@ -119,9 +118,6 @@ class Stream:
             for item in deliveries:
                 for delivery in (item,) if isinstance(item, Delivery) else item.expand():
                     yield make(delivery)
-        except DissociatedError:
-            self._failed()
-            raise
         finally:
             if isinstance(deliveries, Generator):
                 deliveries.close()
@@ -138,11 +134,6 @@ class Stream:
                     self._leases.expect(delivery.lease_count)
                     if isinstance(delivery.body, AddressList):
                         self._leases.give_back(delivery.body.leased)
-
-    def _failed(self) -> None:
-        """The stream is over. What is mapped stays readable, but memory of a live one only while it is held."""
-        if not self.space.live:
-            self._leases.abandon()
 
     def settle(self) -> None:
         """What was delivered and is not attached or held by now never will be."""
@@ -291,17 +282,20 @@ class _Pump:
 
 
 class _Leases:
-    """What this client holds of one server, and the thread that gives it back. Closes the connection at the end."""
+    """What this client holds of one server, and the thread that gives it back. Closes the connection at the end.
+
+    Not before: to disconnect is to give everything back, and what is mapped may change then.
+    """
 
     def __init__(self, connection: Connection, free_data: int | None, timeout: float) -> None:
         self._connection = connection
         self._free_data = free_data
         self._timeout = timeout
-        self._returns = Returns()
+        self._returns = Returns(connection)
         self._leased = 0  # addresses that will come through `lease` or `give_back`
         self._attached = 0  # those that have come
         self._finished = False
-        self._abandoned = False
+        self._stopped = False
         self._thread: threading.Thread | None = None
 
     def expect(self, count: int) -> None:
@@ -314,6 +308,7 @@ class _Leases:
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         """The memory as a buffer that gives `addresses` back when it is no longer used."""
         self._attached += len(addresses)
+        self._returns = self._returns.current()
         return leased_buffer(memory, addresses, self._returns)
 
     def give_back(self, addresses: Sequence[int]) -> None:
@@ -337,23 +332,22 @@ class _Leases:
         else:
             self._returns.wake()
 
-    def abandon(self) -> None:
-        """The stream has failed: disconnect, which gives back everything. What is mapped stays readable."""
-        self._abandoned = True
-        self._connection.interrupt()
-
     def stop(self) -> None:
-        """Make the thread end, whatever is still held."""
-        self.abandon()
-        self._finished = True
+        """Make the thread end, whatever is still held: the process ends, and with it the connection."""
+        self._stopped = True
+        if not self._connection.shares_memory:
+            self._connection.interrupt()
         self._returns.wake()
 
     def _run(self) -> None:
         returned = 0
+        forked = False
         listening = self._free_data is not None
-        while not (self._finished and (self._abandoned or returned == self._leased)):
+        while not (self._stopped or (self._finished and returned == self._leased)):
             addresses = self._returns.take(_FREE_AT_ONCE)
             returned += len(addresses)
+            if KEPT in addresses:
+                forked, addresses = True, [address for address in addresses if address != KEPT]
             try:
                 for first in range(0, len(addresses) if listening else 0, _FREE_AT_ONCE):
                     body = encode_free(addresses[first : first + _FREE_AT_ONCE])
@@ -362,4 +356,12 @@ class _Leases:
                 # A server that is gone has nothing to take back; what is mapped stays readable without it.
                 _log.debug("%r: %s", self._connection, error)
                 listening = False
-        self._connection.close()
+        if self._stopped and self._connection.shares_memory:
+            _left_open.append(self._connection)  # what is held until the very end stays as it is until then
+        elif forked:
+            self._connection.leave()
+        else:
+            self._connection.close()
+
+
+_left_open: list[Connection] = []

@@ -94,6 +94,8 @@ def _view(now: ServerStatus, before: ServerStatus | None) -> list[str]:
         f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
         f"{totals.failed:,} failed; over Flight {totals.flight:,}",
     ]
+    if now.kept:
+        lines.append(f"consumers that were cut off hold {text.size(now.kept)} of live streams until they let go")
     if now.store is not None:
         limit = "" if now.store.limit is None else f" of at most {text.size(now.store.limit)}"
         lines.append(f"the store holds {text.size(now.store.held)}{limit}")

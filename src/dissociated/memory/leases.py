@@ -7,8 +7,10 @@ place is one lease.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -58,15 +60,44 @@ class Ledger:
         return gone
 
 
+#: What comes back of an address that a forked process still maps. No buffer has this address.
+KEPT = 0
+
+_forks = 0  # how often this process has begun, or ended, to fork
+
+
+@cache
+def _count_forks() -> None:
+    def count() -> None:
+        global _forks
+        _forks += 1
+
+    os.register_at_fork(before=count, after_in_parent=count, after_in_child=count)
+
+
 class Returns:
     """Where a client's leases go when they end. Finalizers only enqueue; a connection's thread drains.
 
     SimpleQueue.put is reentrant, so it may be called from a finalizer at any point of any thread.
+
+    What was leased before this process forked is held by the child too, which says nothing when it lets go: such
+    addresses come back as KEPT. The child's leases keep `owner`, and so its copy of the connection: while that is open
+    the server gives nothing of it to others.
     """
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Sequence[int] | None] = SimpleQueue()
-        self.put = self._queue.put
+    def __init__(self, owner: object = None, queue: SimpleQueue[Sequence[int] | None] | None = None) -> None:
+        _count_forks()
+        self._queue: SimpleQueue[Sequence[int] | None] = SimpleQueue() if queue is None else queue
+        self._owner = owner
+        self._forks = _forks
+
+    def current(self) -> Returns:
+        """Where leases go that begin now: these, or after a fork others that are taken with these."""
+        return self if self._forks == _forks else Returns(self._owner, self._queue)
+
+    def put(self, addresses: Sequence[int], /) -> None:
+        """Take addresses whose lease has ended."""
+        self._queue.put(addresses if self._forks == _forks else (KEPT,) * len(addresses))
 
     def wake(self) -> None:
         """Make a waiting `take` return what there is, even nothing."""

@@ -111,6 +111,17 @@ class Connection(ABC):
     def abort(self, reason: str) -> None:
         """Tell the peer why this side gives up, as far as it still listens. `close` is still due. Never raises."""
 
+    def farewell(self, reason: str) -> None:
+        """`abort` for a peer that may not listen now: it learns why when it comes to that, while this side receives."""
+        self.abort(reason)
+
+    def outlast(self) -> bool:
+        """Wait, without a limit, until the peer has closed the connection: so it gives back all that it has mapped.
+
+        False where this side was interrupted before that. Media that share no memory do not wait.
+        """
+        return True
+
     @abstractmethod
     def interrupt(self) -> None:
         """Make whoever uses the connection in another thread return with ConnectionClosed. Never raises."""
@@ -132,6 +143,10 @@ class Connection(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the connection back. Messages already sent still arrive. Never raises."""
+
+    def leave(self) -> None:
+        """`close` it in this process alone: to the peer it stays open while a forked process has it. Never raises."""
+        self.close()
 
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
         """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""

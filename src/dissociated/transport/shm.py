@@ -23,6 +23,7 @@ import logging
 import os
 import pwd
 import secrets
+import select
 import socket
 import stat
 import struct
@@ -39,7 +40,7 @@ from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, map_received
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framing import PREAMBLE, FrameKind, encode_frame
-from dissociated.transport.sockets import SocketConnection, SocketListener, explain
+from dissociated.transport.sockets import SocketConnection, SocketListener, abort_frame, explain
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -77,10 +78,42 @@ class ShmConnection(SocketConnection):
         except OSError as error:
             raise explain(error, f"sharing memory with {self._peer}") from None
 
-    def close(self) -> None:
-        super().close()
+    def farewell(self, reason: str) -> None:
+        self._rest.append(abort_frame(reason))
+
+    def outlast(self) -> bool:
+        self._say_the_rest(0, None)
+        poll = select.poll()
+        poll.register(self._socket, 0)  # the end of both directions is told in any case
+        poll.poll()
+        return not self._interrupted
+
+    def leave(self) -> None:
+        super().leave()
         while self._descriptors:
             os.close(self._descriptors.popleft())
+
+    def _read_into(self, memory: memoryview, timeout: float) -> int:
+        if self._rest:
+            self._say_the_rest(select.POLLIN, timeout)
+        return super()._read_into(memory, timeout)
+
+    def _say_the_rest(self, events: int, timeout: float | None) -> None:
+        """Until one of `events`, or the peer's end, send what is left to be said as far as the peer takes it."""
+        poll = select.poll()
+        poll.register(self._socket, events | select.POLLOUT)
+        while self._rest:
+            happened = poll.poll(None if timeout is None else timeout * 1000)
+            if not happened or happened[0][1] != select.POLLOUT:
+                return
+            try:
+                sent = self._socket.send(self._rest[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._rest.clear()  # it does not listen any more
+                return
+            self._rest[:1] = [memoryview(self._rest[0]).cast("B")[sent:]] if sent < len(self._rest[0]) else []
 
     def _receive_into(self, memory: memoryview) -> int:
         if self._accepted:  # clients share nothing; a descriptor from one would be dropped by the kernel

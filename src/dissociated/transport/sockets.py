@@ -82,6 +82,8 @@ class SocketConnection(Connection):
         self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
         self._greeted = False
         self._torn = False  # whether a send broke off, so that nothing may follow
+        self._rest: list[Any] = []  # but this
+        self._interrupted = False
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
         self._bell: int | None = None  # an eventfd, of connections that are waited for
@@ -158,13 +160,13 @@ class SocketConnection(Connection):
     def abort(self, reason: str) -> None:
         if self._torn:
             return  # the peer would take it for the rest of what it is waiting for
-        payload = reason.encode(errors="backslashreplace")[:MAX_CONTROL]
         try:
-            self._write([encode_frame(FrameKind.ABORT, 0, payload)], _ABORT_TIMEOUT)
+            self._write([abort_frame(reason)], _ABORT_TIMEOUT)
         except (OSError, TransportError, DeadlineExceeded, RemoteProtocolError):
             pass  # the peer is past hearing it
 
     def interrupt(self) -> None:
+        self._interrupted = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -179,6 +181,9 @@ class SocketConnection(Connection):
     def close(self) -> None:
         if self._pid == os.getpid():  # a process that was forked closes its copy, not the connection
             self.interrupt()
+        self.leave()
+
+    def leave(self) -> None:
         self._socket.close()
         if self._bell is not None:
             os.close(self._bell)
@@ -203,7 +208,11 @@ class SocketConnection(Connection):
                     else self._send_buffers(window, offset)
                 )
             except BlockingIOError:
-                self._wait_writable(timeout)
+                try:
+                    self._wait_writable(timeout)
+                except DeadlineExceeded:
+                    self._rest = [_after(first, offset), *parts[at + 1 :]]
+                    raise
                 continue
             self._torn = True
             offset = 0
@@ -271,6 +280,15 @@ class SocketConnection(Connection):
             value = _timeval.pack(int(seconds), int(fraction * 1_000_000))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
             self._silence = timeout
+
+
+def abort_frame(reason: str) -> bytes:
+    """The frame that says why this side gives up."""
+    return encode_frame(FrameKind.ABORT, 0, reason.encode(errors="backslashreplace")[:MAX_CONTROL])
+
+
+def _after(part: Buffer | FileSpan, offset: int) -> Buffer | FileSpan:
+    return part.slice(offset, len(part)) if isinstance(part, FileSpan) else memoryview(part).cast("B")[offset:]
 
 
 def _refuse(tag: int | None, length: int) -> Buffer:

@@ -1,0 +1,339 @@
+"""Memory stays until it is given back: what a peer holds is what it was sent, whatever became of the connection.
+
+Checksums are taken of what is published; consumers, in processes of their own, say what they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import signal
+import socket
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from helpers import PATIENCE, serving, wait_until
+from memory.maps import shared_bytes
+
+from . import peer
+from .conftest import Good
+
+Serve = Callable[..., Good]
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+COLUMNS, ROWS = 64, 64
+ROUNDS = 3
+CONSUMER = """
+import atexit, json, os, sys, zlib
+
+ended, held = "", []
+
+def look():
+    print(json.dumps([ended, [checksum(one) for one in held]]), flush=True)
+
+@atexit.register  # before dissociated's own, so that it runs after that
+def at_the_end():
+    look()
+    sys.stdin.readline()
+    look()
+
+import dissociated as dis
+
+def checksum(batch):
+    total = 0
+    for column in batch.columns:
+        total = zlib.crc32(column.to_numpy(), total)
+    return total
+
+for line in iter(sys.stdin.readline, ""):
+    word, *rest = line.split()
+    try:
+        if word == "open":
+            ended, held, reader = "", [], dis.open_stream(rest[0], bytes.fromhex(rest[1]), timeout=30)
+        elif word == "hold":
+            held.extend(reader.read_next_batch() for _ in range(int(rest[0])))
+        elif word == "rest":
+            held.extend(reader)
+            ended = "the end"
+        elif word == "let":
+            del reader
+            held.clear()
+        elif word == "fork":  # the child answers from now on; the parent lets go of everything, and ends with it
+            child = os.fork()
+            if child:
+                held.clear()
+                sum(1 for _ in reader)
+                del reader
+                os._exit(os.waitpid(child, 0)[1])
+        elif word == "leave":
+            break
+    except dis.errors.DissociatedError as error:
+        ended = f"{type(error).__name__}: {error}"
+    look()
+"""
+
+
+def batches(count: int) -> list[pa.RecordBatch]:
+    """Of random content, so that each has a checksum of its own: much metadata, little else."""
+    values = np.random.default_rng(count)
+    return [
+        pa.record_batch({f"c{column}": values.integers(1, 1 << 60, ROWS) for column in range(COLUMNS)})
+        for _ in range(count)
+    ]
+
+
+def checksum(batch: pa.RecordBatch) -> int:
+    total = 0
+    for column in batch.columns:
+        total = zlib.crc32(column.to_numpy(), total)
+    return total
+
+
+def reader(some: list[pa.RecordBatch]) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(some[0].schema, iter(some))
+
+
+class Child:
+    """A consumer in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def __call__(self, word: str) -> tuple[str, list[int]]:
+        """Tell it a word. How its stream ended, if it did, and the checksums of what it holds."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        return self.look()
+
+    def look(self) -> tuple[str, list[int]]:
+        assert self.process.stdout is not None
+        ended, held = json.loads(self.process.stdout.readline())
+        return ended, held
+
+    def open(self, good: Good) -> None:
+        assert self(f"open {good.server.locations('live')[0]} {good.server.ticket('live').hex()}") == ("", [])
+
+
+class Holder:
+    """A client that breaks rules: it maps what it is sent, and gives nothing back."""
+
+    def __init__(self, good: Good) -> None:
+        uri = good.server.locations("live")[0]
+        self.free_tag = peer.free_of(uri)
+        self.connection = peer.connect(uri)
+        self.connection.send(peer.want(good.server.ticket("live"), peer.want_of(uri)))
+        self.extents: list[list[tuple[int, int]]] = []
+
+    def hold(self, count: int) -> Holder:
+        while len(self.extents) < count:
+            self._take(self.connection.read_frame())
+        return self
+
+    def _take(self, frame: peer.Frame) -> None:
+        if frame.kind == peer.REGION:
+            self.base, size, _ = struct.unpack("<QQQ", frame.payload)
+            self.memory = mmap.mmap(self.connection.descriptors[0], size, prot=mmap.PROT_READ)
+        elif frame.kind == peer.TAGGED:
+            assert frame.tag >> 56 == peer.ADDRESSES
+            _, count, *flat = struct.unpack(f"<{len(frame.payload) // 8}Q", frame.payload)
+            pairs = [*zip(flat[::2], flat[1::2], strict=True)]
+            assert len(pairs) == count
+            self.extents.append([(address, length) for address, length in pairs if length])
+
+    def to_the_end(self) -> str:
+        """Why its stream ended, after whatever else it is still sent."""
+        while True:
+            try:
+                frame = self.connection.read_frame()
+            except (EOFError, OSError):
+                return "closed"
+            if frame.kind == peer.ABORT:
+                return frame.payload.decode()
+            self._take(frame)
+
+    def look(self) -> list[int]:
+        found = []
+        for pairs in self.extents:
+            total = 0
+            for address, length in pairs:
+                at = address - self.base
+                total = zlib.crc32(self.memory[at : at + length], total)
+            found.append(total)
+        return found
+
+    def let_go(self) -> None:
+        self.memory.close()
+        self.connection.close()
+
+
+@pytest.fixture
+def child(spawn: Spawn) -> Child:
+    return Child(spawn("-c", CONSUMER))
+
+
+def publish_shared(good: Good, some: list[pa.RecordBatch], consumers: int = 1) -> None:
+    good.server.publish("live", reader(some), live=dis.Live(consumers=consumers, stall_timeout=60))
+
+
+def publish_own(good: Good, some: list[pa.RecordBatch], consumers: int = 1) -> None:
+    good.server.publish("live", lambda: reader(some))
+
+
+def is_sent_away(good: Good) -> bool:
+    """Whether the server has given up on its only client."""
+    return not good.server.connections or good.server.status().consumers[0].state == "cut off"
+
+
+def is_over(good: Good) -> None:
+    wait_until(good.alone, "the connection is over")
+    wait_until(lambda: not shared_bytes("live"), "all memory has gone back")
+
+
+def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
+    """Its socket is full of small messages, which it still takes afterwards, and then it is told why that was all."""
+    good = serve("shm:", stall_timeout=0.3)
+    sent = batches(400)
+    expected = [*map(checksum, sent)]
+    for publish in (publish_shared, publish_own) * ROUNDS:
+        publish(good, sent)
+        child.open(good)
+        assert child("hold 3") == ("", expected[:3])
+        child.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_sent_away(good), "the server has given up on it")
+        child.process.send_signal(signal.SIGCONT)
+        assert child("look") == ("", expected[:3])
+        ended, held = child("rest")
+        assert held == expected[: len(held)]
+        assert 3 < len(held) < len(sent)
+        assert "took nothing for 0.3 s" in ended
+        assert child("look") == (ended, held)
+        assert child("let go")[1] == []
+        is_over(good)
+
+
+def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:
+    good = serve("shm:", lease_timeout=0.2)
+    sent = batches(20)
+    expected = [*map(checksum, sent)]
+    for publish in (publish_shared, publish_own) * ROUNDS:
+        publish(good, sent)
+        child.open(good)
+        assert child("rest") == ("the end", expected)
+        child.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_sent_away(good), "the server has given up on it")
+        child.process.send_signal(signal.SIGCONT)
+        assert child("look") == ("the end", expected)
+        assert child("let go")[1] == []
+        is_over(good)
+
+
+def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_connection(serve: Serve) -> None:
+    good = serve("shm:", stall_timeout=0.3)
+    sent = batches(30)
+    expected = [*map(checksum, sent)]
+    steps: dict[str, tuple[Callable[[Holder], object], str]] = {
+        "noise": (lambda one: one.connection.send(b"\xff" * 64), "unknown kind 255"),
+        "a free of what is not its own": (lambda one: one.connection.send(peer.free(1, tag=one.free_tag)), "not hold"),
+        "a request within the stream": (lambda one: one.connection.send(peer.frame(2, b"", 5)), "unknown tag"),
+        "half a message": (lambda one: one.connection.send(peer.head(2, 8, one.free_tag)), "was silent"),
+        "an end of what it sends": (lambda one: one.connection.socket.shutdown(socket.SHUT_WR), ""),
+    }
+    for publish in (publish_shared, publish_own):
+        for what, (step, reason) in steps.items():
+            publish(good, sent)
+            holder = Holder(good).hold(5)
+            step(holder)
+            assert reason in holder.to_the_end(), what
+            assert holder.look() == expected[: len(holder.extents)], what
+            assert shared_bytes("live")
+            holder.let_go()
+            is_over(good)
+
+
+def test_whatever_becomes_of_a_live_stream_its_readers_keep_what_they_hold(serve: Serve) -> None:
+    sent = batches(30)
+    expected = [*map(checksum, sent)]
+    ends: dict[str, Callable[[dis.Server], object]] = {
+        "dropped": lambda server: server.drop("live"),
+        "replaced": lambda server: server.publish("live", sent[0]),
+        "the server closes": lambda server: server.close(),
+        "dropped before the server closes": lambda server: (server.drop("live"), server.close()),
+    }
+    for publish in (publish_shared, publish_own):
+        for what, end in ends.items():
+            with dis.Server(["shm:"], catalog=None) as server:
+                good = Good(server, pa.table({}))
+                publish(good, sent, consumers=2)
+                holders = [Holder(good), Holder(good)]
+                for holder, count in zip(holders, (2, 9), strict=True):
+                    holder.hold(count)
+                end(server)
+                server.close()
+                for holder in holders:
+                    holder.to_the_end()
+                    assert holder.look() == expected[: len(holder.extents)], what
+                    holder.let_go()
+
+
+def test_what_a_forked_child_holds_as_well(serve: Serve, spawn: Spawn) -> None:
+    """Its parent lets go, reads the rest of the stream, and lets go of that too."""
+    good = serve("shm:")
+    sent = batches(50)
+    expected = [*map(checksum, sent)]
+    for publish in (publish_shared, publish_own):
+        publish(good, sent)
+        child = Child(spawn("-c", CONSUMER))
+        child.open(good)
+        assert child("hold 5") == ("", expected[:5])
+        assert child("fork") == ("", expected[:5])
+        wait_until(
+            lambda: good.server.status().totals.done or good.server.status().consumers[0].leases <= 320, "let go"
+        )
+        assert child("look") == ("", expected[:5])
+        assert child("leave") == child("bye") == ("", expected[:5])
+        assert child.process.wait(PATIENCE) == 0
+        is_over(good)
+
+
+def test_what_is_held_until_the_interpreter_ends(serve: Serve, child: Child) -> None:
+    good = serve("shm:")
+    sent = batches(10)
+    expected = [*map(checksum, sent)]
+    publish_shared(good, sent)
+    child.open(good)
+    assert child("rest") == ("the end", expected)
+    assert child("leave") == ("the end", expected)
+    for thread in serving(good.server):
+        thread.join(0.3)
+    assert child("look") == ("the end", expected)
+    assert child.process.wait(PATIENCE) == 0
+    is_over(good)
+
+
+def test_memory_of_those_who_were_cut_off_is_told_and_bounded(serve: Serve) -> None:
+    good = serve("shm:", "tcp://127.0.0.1:0", live_limit=1 << 20, kept_limit=1 << 19, stall_timeout=0.3)
+    sent = batches(30)
+    expected = [*map(checksum, sent)]
+    publish_own(good, sent)
+    assert good.server.status().kept == 0
+    holder = Holder(good).hold(20)
+    holder.connection.send(b"\xff" * 64)
+    holder.to_the_end()
+    wait_until(lambda: good.server.status().kept, "it is told")
+    now = good.server.status()
+    assert now.kept == now.consumers[0].kept == shared_bytes("live") >= 20 * 64 * 512
+    assert now.consumers[0].state == "cut off"
+    shm, tcp = good.server.locations("live")
+    with pytest.raises(dis.errors.RemoteError, match=r"readers that were cut off still hold [\d,]+ bytes"):
+        dis.open_stream(shm, good.server.ticket("live")).read_all()
+    assert [checksum(one) for one in dis.open_stream(tcp, good.server.ticket("live"))] == expected
+    holder.let_go()
+    wait_until(lambda: not good.server.status().kept, "it has let go")
+    assert [checksum(one) for one in dis.open_stream(shm, good.server.ticket("live"))] == expected
