@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache
 from queue import SimpleQueue
 from typing import Protocol
 
 import pyarrow as pa
 
 from dissociated.errors import RemoteProtocolError
+from dissociated.once import once
 
 
 class Ledger:
@@ -66,7 +66,7 @@ KEPT = 0
 _forks = 0  # how often this process has begun, or ended, to fork
 
 
-@cache
+@once
 def _count_forks() -> None:
     def count() -> None:
         global _forks
