@@ -50,6 +50,14 @@ OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
 OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
 
 
+def check_name(name: object) -> None:
+    """Raise OptionError for what cannot be the name of a dataset."""
+    if not isinstance(name, str) or not name:
+        raise OptionError(f"the name of a dataset is a text that is not empty, not {name!r}")
+    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise OptionError(f"{name!r} cannot be the name of a dataset: it has what no other program could write")
+
+
 class Dataset(ABC):
     """A stream under a name. `rows` and `nbytes` (of the bodies) are None where they are not known."""
 
@@ -179,9 +187,7 @@ class _LiveColumns(StreamedDataset):
         return selected(self._whole.open_reader(), self._indices)
 
     def messages(self) -> Iterator[SplitMessage]:
-        if self._whole.open_columns is not None:
-            return split(self.open_reader(), self._whole.options)
-        return split(self._whole.open_reader(), self._whole.options, self._indices)
+        return split(self.open_reader(), self._whole.options)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _LiveColumns(self._whole, tuple(self._indices[index] for index in indices))

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from dissociated.access import Authorize, Granted, Ticket, security
 from dissociated.broadcast import Broadcast, Live
-from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, confined, dataset
+from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, check_name, confined, dataset
 from dissociated.errors import (
     AccessDenied,
     ConnectionClosed,
@@ -26,7 +26,9 @@ from dissociated.errors import (
     SourceError,
     TransportError,
 )
+from dissociated.ipc.batches import BatchReader, Pair
 from dissociated.ipc.options import WriteOptions
+from dissociated.ipc.split import batches
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.selection import MAGIC, PARAMETER, Selection, parse_identifier
@@ -176,6 +178,7 @@ class Server:
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
         these options, OptionError where `options` or `live` are something else.
         """
+        check_name(name)
         made = (
             dataset(name, source, options) if live is None else Broadcast(name, source, live, self.live_limit, options)
         )
@@ -194,6 +197,7 @@ class Server:
         Leaving its `with` by an exception discards them. Raises FormatError where the schema cannot be written so, and
         StoreError where there is no space left. Closing it raises DissociatedError where the server is closed.
         """
+        check_name(name)
         return SegmentWriter(
             partial(Memory, name, lambda segment: self.publish_segments(name, [segment])), schema, options
         )
@@ -294,11 +298,11 @@ class Server:
         reader = (whole if selection is None else whole.select(selection)).open_reader()
         self._activity.flight()
 
-        def batches() -> Iterator[pa.RecordBatch]:
+        def pairs() -> Iterator[Pair]:
             with found.reading():
-                yield from reader
+                yield from batches(reader)
 
-        return pa.RecordBatchReader.from_batches(reader.schema, batches())
+        return BatchReader(reader.schema, pairs())
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""

@@ -208,7 +208,7 @@ def test_there_is_nothing_to_cancel(plain: flight.FlightClient) -> None:
 
 
 def test_a_time_to_live(plain: flight.FlightClient) -> None:
-    put(plain, command(name="d", ttl=0.0), TABLE)
+    put(plain, command(name="d", ttl=1e-6), TABLE)
     with pytest.raises(KeyError, match="no dataset 'd'"):
         plain.get_flight_info(path("d"))
     assert list(plain.list_flights()) == []

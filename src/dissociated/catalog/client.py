@@ -8,7 +8,7 @@ import os
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from types import TracebackType
@@ -17,13 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from dissociated.access import check_token
+from dissociated.catalog.chunks import taken, upload
+from dissociated.catalog.publication import Publication
 from dissociated.client import TIMEOUT, open_stream, selection_of, takes_selections
+from dissociated.dataset import Source, dataset, source_blamed
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
     CatalogUnreachable,
     DatasetNotFound,
     DeadlineExceeded,
+    DissociatedError,
     FormatError,
     OptionError,
     RemoteError,
@@ -31,8 +35,10 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
+from dissociated.ipc.batches import BatchReader, Pair
 from dissociated.ipc.columns import between, selected, sliced
 from dissociated.ipc.options import ReadOptions, given
+from dissociated.ipc.split import batches
 from dissociated.ipc.tensor import Tensor
 from dissociated.message import MAX_BODY
 from dissociated.protocol.selection import Selection
@@ -193,41 +199,44 @@ class CatalogClient:
         options = given(options, ReadOptions)
         wanted = self._flight.Ticket(ticket)
         told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
-        reader = self._call(lambda: self._client.do_get(wanted, told).to_reader())
-        options.check_depth(reader.schema)
+        reader = self._call(lambda: self._client.do_get(wanted, told))
+        schema = self._call(lambda: reader.schema)
+        options.check_depth(schema)
 
-        def batches() -> Iterator[pa.RecordBatch]:
-            while (batch := self._call(lambda: next(reader, None))) is not None:
-                yield batch
+        def chunks() -> Iterator[Any]:
+            while (chunk := self._call(lambda: next(reader, None))) is not None:
+                yield chunk
 
-        return pa.RecordBatchReader.from_batches(reader.schema, batches())
+        return BatchReader(schema, taken(chunks()))
 
     def put(
         self,
         name: str,
-        reader: pa.RecordBatchReader,
+        source: Source,
         *,
         mode: str = "overwrite",
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
     ) -> int:
-        """Publish everything that `reader` gives under `name`, whole and at once, by DoPut. Returns the rows.
+        """Publish everything that `source` gives under `name`, by DoPut, whole and at once. Returns the rows.
 
-        `mode` is "overwrite" or "append"; after `ttl` seconds the dataset is gone.
+        A source is whatever `Server.publish` takes, but for tensors. `mode` is "overwrite" or "append"; after `ttl`
+        seconds the dataset is gone. Where this fails or is interrupted, also by the end of this process, what had that
+        name stays as it was.
+
+        Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
         """
-        asked = {"name": name, "mode": mode, "tags": dict(tags or {}), "ttl": ttl, "key": secrets.token_hex(16)}
-        descriptor = self._flight.FlightDescriptor.for_command(json.dumps(asked))
+        asked = Publication(name, mode, dict(tags or {}), ttl)
+        reader = dataset(name, source).open_reader()
 
-        def put() -> int:
-            writer, told = self._client.do_put(descriptor, reader.schema)
-            with writer:
-                for batch in reader:
-                    writer.write_batch(batch)
-                writer.done_writing()
-                answer = told.read()
-            return int(json.loads(answer.to_pybytes())["rows"])
+        def pairs() -> Iterator[Pair]:
+            with source_blamed(name):
+                yield from batches(reader)
 
-        return self._call(put)
+        command = json.dumps({**asdict(asked), "key": secrets.token_hex(16), "end": True})
+        descriptor = self._flight.FlightDescriptor.for_command(command)
+        answer = self._call(lambda: upload(self._client, descriptor, reader.schema, pairs()))
+        return int(answer["rows"])
 
     def stage(self) -> StagePlace:
         """Where writers put segments: on this host, if there is a node."""
@@ -270,14 +279,13 @@ class CatalogClient:
         from every other; left out, the segments do. Segments whose names begin with the key and "-", and that are not
         among these, are removed: what attempts have left that failed or were not needed.
         """
+        asked = Publication(name, mode, dict(tags or {}), ttl)
         body = {
-            "name": name,
+            **asdict(asked),
             "segments": [*segments],
             "append": mode == "append",
             "schema": base64.b64encode(schema.serialize()).decode(),
             "key": key,
-            "tags": dict(tags or {}),
-            "ttl": ttl,
         }
         self.act("commit", body)
 
@@ -325,6 +333,8 @@ class CatalogClient:
     def _call(self, call: Callable[[], T]) -> T:
         try:
             return call()
+        except DissociatedError:  # some are OSErrors, too: of a source that is put
+            raise
         except self._flight.FlightUnavailableError as error:
             if any(sign in str(error) for sign in _UNTRUSTED):
                 raise AccessDenied(
@@ -395,11 +405,11 @@ class Client(CatalogClient):
             uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uris in ways for uri in uris
         )
         if not rows.start or mapped or not all(takes_selections(uri) for uris in ways for uri in uris):
-            return _some(read(endpoint), rows)
+            return between(read(endpoint), rows)
         ends = [*accumulate(batch.num_rows for batch in read(endpoint, columns=[]))]
         first, stop = bisect_right(ends, rows.start), bisect_right(ends, rows.stop - 1) + 1
         before = ends[first - 1] if first else 0
-        return _some(read(endpoint, batches=(first, stop)), range(rows.start - before, rows.stop - before))
+        return between(read(endpoint, batches=(first, stop)), range(rows.start - before, rows.stop - before))
 
     def read_endpoint(
         self,
@@ -566,7 +576,7 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     if len(readers) == 1:
         return readers[0]
     schema = readers[0].schema if readers else info.schema
-    return pa.RecordBatchReader.from_batches(schema, (batch for reader in readers for batch in reader))
+    return BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
 
 
 def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
@@ -581,11 +591,6 @@ def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
         if first < end:
             yield endpoint, range(first, end)
         at += endpoint.rows
-
-
-def _some(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
-    """These rows of a stream, which is not read any further."""
-    return pa.RecordBatchReader.from_batches(reader.schema, between(reader, rows))
 
 
 def connect(

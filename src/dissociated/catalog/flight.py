@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated.catalog.chunks import sent
 from dissociated.catalog.guard import require_peer
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
+from dissociated.ipc.split import batches
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
@@ -35,6 +37,12 @@ def told_by_flight() -> Iterator[None]:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
         raise flight.FlightServerError(str(error)) from None
+
+
+def _told(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items; what is raised between them is told, too."""
+    with told_by_flight():
+        yield from items
 
 
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
@@ -112,11 +120,12 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with self._answering():
-            return flight.RecordBatchStream(self._service.open(ticket.ticket))
+            reader = self._service.open(ticket.ticket)
+        return flight.GeneratorStream(reader.schema, _told(sent(batches(reader))))
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
         with self._answering():
-            told = self._service.put(_described(descriptor), reader)
+            told = self._service.put(_described(descriptor), reader, context.is_cancelled)
             writer.write(pa.py_buffer(json.dumps(told).encode()))
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@ An ordinary Flight client can list (ListFlights), describe (GetFlightInfo, GetSc
 A descriptor is a path of one part, the name; or a command: the name, or JSON:
     {"name": N, "version": V, "host": H, "boot_id": B}     V is one that was replaced; H and B say who asks
 and for DoPut
-    {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K}
+    {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K, "end": true}
+where "end" says that nothing is published unless the writer says the end: see `dissociated.catalog.chunks`
 
 ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.
 
@@ -43,7 +44,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,6 +52,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.access import Granted, Security
+from dissociated.catalog.chunks import received, upload
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.database import FOR_EVER, Announced, Database, Held, Node, Part, Record
 from dissociated.catalog.flight import FlightServer
@@ -63,6 +65,7 @@ from dissociated.catalog.messages import (
     plain_node,
     plain_part,
 )
+from dissociated.catalog.publication import Publication
 from dissociated.dataset import Dataset, LiveDataset
 from dissociated.errors import (
     AccessDenied,
@@ -73,6 +76,8 @@ from dissociated.errors import (
     TransportError,
     UriError,
 )
+from dissociated.ipc.batches import BatchReader, Pair
+from dissociated.ipc.split import Validator, batches
 from dissociated.protocol.selection import parse_identifier
 from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 from dissociated.store.stage import boot_id, directory_id, host_name
@@ -476,11 +481,15 @@ class CatalogService:
         client = _Outer(node.flight, self.security)
         reader = client.do_get(ticket)
 
-        def batches() -> Iterator[pa.RecordBatch]:
-            with client:
-                yield from reader
+        validator = Validator(reader.schema)
 
-        return pa.RecordBatchReader.from_batches(reader.schema, batches())
+        def pairs() -> Iterator[Pair]:
+            with client:
+                for batch, metadata in batches(reader):
+                    validator.check(batch, full=True)  # it may be another's mistake, and would end this process
+                    yield batch, metadata
+
+        return BatchReader(reader.schema, pairs())
 
     def renew(self, ticket: bytes) -> flight.FlightEndpoint:
         """The endpoint, good for longer. Raises DatasetNotFound where it is over, AccessDenied where it has expired."""
@@ -503,16 +512,15 @@ class CatalogService:
 
     def commit(self, body: Mapping[str, Any]) -> None:
         """Publish segments, on whichever nodes they are, as one dataset, whole and at once."""
-        name = str(body["name"])
+        asked = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
+        name = asked.name
         segments = [
             (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own(), str(one))
             for one in body["segments"]
         ]
         schema = _decoded(base64.b64decode(body["schema"]))
         key = str(body.get("key") or _key(name, segments))
-        tags = {str(tag): str(value) for tag, value in dict(body.get("tags") or {}).items()}
-        ttl = None if body.get("ttl") is None else float(body["ttl"])
-        wanted = Wanted(name, key, [], schema, bool(body["append"]), tags=tags, ttl=ttl)
+        wanted = Wanted(name, key, [], schema, asked.mode == "append", tags=asked.tags, ttl=asked.ttl)
         if self._outer is not None:
             there = [{"node": node, "segment": segment} for node, segment in segments]
             there = there or [{"node": self.node.id, "segment": ""}]
@@ -625,14 +633,19 @@ class CatalogService:
         encoded = base64.b64encode(_encoded(prepared.dataset.schema)).decode()
         return {"part": plain_part(self._part(prepared)), "schema": encoded}
 
-    def put(self, asked: Mapping[str, Any], reader: Any) -> dict[str, Any]:
-        """Write a stream that a Flight client sends, and publish it unless it asks for that to wait."""
+    def put(self, asked: Mapping[str, Any], reader: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
+        """Write a stream that a Flight client sends, and publish it unless it asks for that to wait.
+
+        What breaks off, which `cancelled` tells or an end that is missing, leaves nothing.
+        """
+        Publication.parse(asked)  # before anything moves
+        pairs = received(reader, cancelled, bool(asked.get("end")))
         if self._stock is None:
-            return self._put_there(asked, reader)
+            return self._put_there(asked, reader.schema, pairs)
         segment = f"{secrets.token_hex(16)}.arrows"
         with self._stock.writer(segment, reader.schema) as writer:
-            for chunk in reader:
-                writer.write(chunk.data)
+            for batch, metadata in pairs:
+                writer.write_batch(batch, metadata)
         told = {"node": self.node.id, "segment": segment}
         if not asked.get("staged"):
             try:
@@ -642,33 +655,26 @@ class CatalogService:
                 raise
         return {**told, "rows": writer.rows}
 
-    def _put_there(self, asked: Mapping[str, Any], reader: Any) -> dict[str, Any]:
+    def _put_there(self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[Pair]) -> dict[str, Any]:
         node = self._some_node({})
-        descriptor = flight.FlightDescriptor.for_command(json.dumps({**asked, "staged": True}))
-
-        def put(client: flight.FlightClient) -> Any:
-            writer, told = client.do_put(descriptor, reader.schema)
-            with writer:
-                for chunk in reader:
-                    writer.write_batch(chunk.data)
-                writer.done_writing()
-                return json.loads(told.read().to_pybytes())
-
+        descriptor = flight.FlightDescriptor.for_command(json.dumps({**asked, "staged": True, "end": True}))
         with _Outer(node.flight, self.security) as there:
-            answer = there.forwarded(put)
-        self._commit_put(asked, reader.schema, {"node": node.id, "segment": answer["segment"]})
-        return dict(answer)
+            answer = there.forwarded(lambda client: upload(client, descriptor, schema, pairs))
+            try:
+                self._commit_put(asked, schema, {"node": node.id, "segment": answer["segment"]})
+            except BaseException:
+                with suppress(DissociatedError):
+                    there.discard([answer["segment"]])
+                raise
+        return answer
 
     def _commit_put(self, asked: Mapping[str, Any], schema: pa.Schema, segment: Mapping[str, str]) -> None:
-        mode = asked.get("mode", "overwrite")
-        if mode not in ("overwrite", "append"):
-            raise CatalogError(f"the mode {mode!r} is neither overwrite nor append")
         encoded = base64.b64encode(_encoded(schema)).decode()
         self.commit(
             {
                 "name": asked["name"],
                 "segments": [segment],
-                "append": mode == "append",
+                "append": asked.get("mode") == "append",
                 "schema": encoded,
                 "key": asked.get("key"),
                 "tags": asked.get("tags"),

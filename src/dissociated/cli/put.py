@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-
 from dissociated.cli import access, text
-from dissociated.errors import SourceError, UriError
+from dissociated.errors import OptionError, SourceError, UriError
 
 SUMMARY = "publish files as a dataset of a node"
 DESCRIPTION = """\
@@ -33,31 +32,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Publish, and say on stderr what was."""
+    from dissociated.catalog.publication import Publication
     from dissociated.dataset import dataset
+    from dissociated.ipc.batches import BatchReader
+    from dissociated.ipc.split import batches
 
-    catalog, name = _place(arguments.uri, arguments.store)
-    tags = dict(one.partition("=")[::2] for one in arguments.tag)
+    name = _name(arguments.uri)
+    mode = "append" if arguments.append else "overwrite"
+    asked = Publication(name, mode, _tags(arguments.tag), arguments.ttl)
     started = time.perf_counter()
     sources = [dataset(file.name, file) for file in arguments.file]
     schema = sources[0].schema
     for file, source in zip(arguments.file, sources, strict=True):
         if source.schema != schema:
             raise SourceError(f"{file} has another schema than {arguments.file[0]}, so they are not one dataset")
-    batches = (batch for source in sources for batch in source.open_reader())
+    pairs = (pair for source in sources for pair in batches(source.open_reader()))
+    catalog = _catalog(arguments.uri, arguments.store)  # last: a node that is started for nothing would stay
     with access.client(catalog, arguments) as client:
-        mode = "append" if arguments.append else "overwrite"
-        reader = pa.RecordBatchReader.from_batches(schema, batches)
-        rows = client.put(name, reader, mode=mode, tags=tags, ttl=arguments.ttl)
+        rows = client.put(name, BatchReader(schema, pairs), mode=mode, tags=asked.tags, ttl=asked.ttl)
     print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
 
 
-def _place(uri: str, store: Path | None) -> tuple[str, str]:
-    """The catalog, and the name of the dataset."""
-    if "://" not in uri and uri:
-        from dissociated.store.node import ensure
+def _tags(written: Sequence[str]) -> dict[str, str]:
+    for one in written:
+        if "=" not in one:
+            raise OptionError(f"--tag {one} gives it no value: KEY=VALUE")
+    return dict(one.partition("=")[::2] for one in written)
 
-        return ensure(store).uri, uri
-    catalog, name = text.split_name(uri)
+
+def _name(uri: str) -> str:
+    """The name of the dataset."""
+    name = text.split_name(uri)[1] if "://" in uri else uri
     if not name:
-        raise UriError(f"{uri} names no dataset: grpc://HOST:PORT/NAME")
-    return catalog, name
+        raise UriError(f"{uri!r} names no dataset: grpc://HOST:PORT/NAME")
+    return name
+
+
+def _catalog(uri: str, store: Path | None) -> str:
+    """Where it goes: a name alone goes to the node of this host."""
+    if "://" in uri:
+        return text.split_name(uri)[0]
+    from dissociated.store.node import ensure
+
+    return ensure(store).uri

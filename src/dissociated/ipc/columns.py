@@ -7,6 +7,9 @@ from itertools import islice
 
 import pyarrow as pa
 
+from dissociated.ipc.batches import BatchReader, Pair
+from dissociated.ipc.split import batches
+
 
 def only(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
     """`schema` with these of its fields alone."""
@@ -16,19 +19,25 @@ def only(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
 def selected(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
     """The same batches with these of their columns alone, or with none: their row counts stay."""
     schema = only(reader.schema, indices)
-    return pa.RecordBatchReader.from_batches(schema, (batch.select([*indices]) for batch in reader))
+    return BatchReader(schema, ((batch.select([*indices]), metadata) for batch, metadata in batches(reader)))
 
 
 def sliced(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.RecordBatchReader:
     """The batches from number `first` up to `stop`, as far as they are there. The others before `stop` are read too."""
-    return pa.RecordBatchReader.from_batches(reader.schema, islice(reader, first, stop))
+    return BatchReader(reader.schema, islice(batches(reader), first, stop))
 
 
-def between(batches: Iterator[pa.RecordBatch], rows: range) -> Iterator[pa.RecordBatch]:
-    """These rows of batches, of which none is read after the last of them."""
-    at = 0
-    while at < rows.stop and (batch := next(batches, None)) is not None:
-        first, end = max(0, rows.start - at), min(rows.stop - at, batch.num_rows)
-        if first < end:
-            yield batch.slice(first, end - first)
-        at += batch.num_rows
+def between(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
+    """These rows. No batch is read after the last of them; a part of one has the metadata of the whole."""
+
+    def pairs() -> Iterator[Pair]:
+        some = batches(reader)
+        at = 0
+        while at < rows.stop and (pair := next(some, None)) is not None:
+            batch, metadata = pair
+            first, end = max(0, rows.start - at), min(rows.stop - at, batch.num_rows)
+            if first < end:
+                yield batch.slice(first, end - first), metadata
+            at += batch.num_rows
+
+    return BatchReader(reader.schema, pairs())

@@ -73,6 +73,11 @@ class _Source(Readable):
         self._messages.close()
 
 
+def source(messages: Messages) -> pa.PythonFile:
+    """The stream that `messages` make, the schema first, as a file for libarrow to read from."""
+    return pa.PythonFile(_Source(messages), mode="r")
+
+
 def join(messages: Messages, options: ReadOptions | None = None, kind: type[StreamReader] = PeerReader) -> StreamReader:
     """A reader over the stream that `messages` make, the schema first.
 
@@ -80,4 +85,4 @@ def join(messages: Messages, options: ReadOptions | None = None, kind: type[Stre
     Whatever they raise comes out of the reader. Raises RemoteProtocolError where libarrow finds the content
     invalid, or what another `kind` of reader raises.
     """
-    return kind(pa.PythonFile(_Source(messages), mode="r"), options)
+    return kind(source(messages), options)

@@ -6,14 +6,13 @@ reference. Only what libarrow itself must allocate (rebased offsets of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
 from dissociated.errors import FormatError, SourceError
-from dissociated.ipc.columns import only
 from dissociated.ipc.encapsulated import CONTINUATION, encode_footer, encode_magic
 from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.packing import Packing
@@ -111,6 +110,7 @@ class Splitter:
         self.schema = schema
         self.options = given(options, WriteOptions)
         self.options.check_depth(schema)
+        self._validator = Validator(schema)
         packing = Packing(self.options)
         self._pack = packing.pack if packing.needed else None
         told = self.options.to_pyarrow()
@@ -144,10 +144,7 @@ class Splitter:
 
         Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
         """
-        try:
-            batch.validate()
-        except pa.ArrowInvalid as error:
-            raise SourceError(f"a record batch is not valid: {error}") from None
+        self._validator.check(batch)
         try:
             self._writer.write_batch(batch, custom_metadata=metadata)
         except pa.ArrowException as error:
@@ -190,6 +187,31 @@ class FileSplitter(Splitter):
         return self._take(), self._sink.tail[: -len(encode_footer(b""))]
 
 
+class Validator:
+    """Tells the record batches of a schema that libarrow can write from those on which it would abort, or worse.
+
+    `check` raises SourceError for a batch whose lengths and offsets contradict each other. Where `full` says so, every
+    value is looked at, which takes as long as reading all of it. So it is, too, for a slice of a column that has
+    children: libarrow cuts these where values say, at which nothing less looks.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._nested = [index for index, field in enumerate(schema) if _has_children(field.type)]
+
+    def check(self, batch: pa.RecordBatch, full: bool = False) -> None:
+        there = batch.num_columns  # others than there should be, perhaps: then libarrow says so
+        try:
+            batch.validate(full=full or any(batch.column(index).offset for index in self._nested if index < there))
+        except pa.ArrowInvalid as error:
+            raise SourceError(f"a record batch is not valid: {error}") from None
+
+
+def _has_children(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _has_children(type_.storage_type)
+    return bool(type_.num_fields)
+
+
 def _unwritable(error: pa.ArrowException) -> FormatError:
     advice = ""
     if "Dictionary replacement" in str(error):
@@ -200,14 +222,12 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
     return FormatError(f"this cannot be written as Arrow IPC: {error}{advice}")
 
 
-def split(
-    reader: pa.RecordBatchReader, options: WriteOptions | None = None, columns: Sequence[int] | None = None
-) -> Iterator[SplitMessage]:
-    """Every message of the stream that `reader` gives, schema first; of these columns alone if they are given."""
-    splitter = Splitter(reader.schema if columns is None else only(reader.schema, columns), options)
+def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
+    """Every message of the stream that `reader` gives, schema first."""
+    splitter = Splitter(reader.schema, options)
     yield splitter.schema_message
     for batch, metadata in batches(reader):
-        yield from splitter.split(batch if columns is None else batch.select(columns), metadata)
+        yield from splitter.split(batch, metadata)
 
 
 def batches(reader: pa.RecordBatchReader) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:

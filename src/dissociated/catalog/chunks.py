@@ -1,0 +1,171 @@
+"""What travels beside record batches over Flight, as JSON in `app_metadata`.
+
+    {"dissociated.metadata": [[KEY, VALUE], ...]}       custom metadata of a batch, both in base64
+    {"dissociated.end": {"batches": B, "rows": R}}      of DoPut, last and without a batch: that was all
+
+Metadata of a batch come with it in DoPut. In DoGet they come just before it, with an empty batch: pyarrow sends
+`app_metadata` only beside batches whose dictionaries have been sent already. Where that is the first batch of all,
+dictionaries are sent first, with one more empty batch, and `"dissociated.first": true` says so.
+
+A stream that broke off looks to a server like one that is over (its writer was closed by a `with` that was left by an
+exception, or collected): hence the end.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.errors import CatalogError, DissociatedError
+from dissociated.ipc.batches import Pair
+from dissociated.ipc.split import Validator
+
+_METADATA = "dissociated.metadata"
+_FIRST = "dissociated.first"
+_END = "dissociated.end"
+
+
+# DoPut
+
+
+def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Pair]) -> dict[str, Any]:
+    """Send all of it by DoPut of a Flight `client`, and the end. Returns what the server answers.
+
+    Raises what `pairs` raise, or else what the server says.
+    """
+    writer, told = client.do_put(descriptor, schema)
+    try:
+        _send(pairs, writer, Validator(schema))
+        answer = told.read()
+    except BaseException as error:
+        try:
+            writer.close()
+        except (pa.ArrowException, OSError):
+            if isinstance(error, DissociatedError) or not isinstance(error, Exception):
+                raise error from None
+            raise  # what the server says, where the other only says that it takes no more
+        raise
+    writer.close()
+    if answer is None:
+        raise CatalogError("the server took everything, and gave no answer")
+    answered: dict[str, Any] = json.loads(answer.to_pybytes())
+    return answered
+
+
+def _send(pairs: Iterable[Pair], writer: Any, validator: Validator) -> None:
+    batches = rows = 0
+    for batch, metadata in pairs:
+        validator.check(batch)
+        if metadata:
+            writer.write_with_metadata(batch, _encoded({_METADATA: _plain(metadata)}))
+        else:
+            writer.write_batch(batch)
+        batches, rows = batches + 1, rows + batch.num_rows
+    writer.write_metadata(_encoded({_END: {"batches": batches, "rows": rows}}))
+    writer.done_writing()
+
+
+def received(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool) -> Iterator[Pair]:
+    """Everything that comes by a Flight `reader`. Raises CatalogError in place of its end where that is not all.
+
+    So it is where the call is `cancelled`, as by the end of its process; and where a stream that is `marked` has
+    another end than it must.
+    """
+    batches = rows = 0
+    end = None
+    for chunk in reader:
+        told = _parsed(chunk.app_metadata)
+        if chunk.data is not None:
+            batches, rows = batches + 1, rows + chunk.data.num_rows
+            yield chunk.data, _metadata(told)
+        end = told.get(_END, end)
+    if cancelled() or (marked and end != {"batches": batches, "rows": rows}):
+        raise CatalogError(f"the writer broke off after {rows:,} rows: nothing is published")
+
+
+# DoGet
+
+
+def sent(pairs: Iterator[Pair]) -> Iterator[Any]:
+    """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between."""
+    following = next(pairs, None)
+
+    def run() -> Iterator[pa.RecordBatch]:
+        nonlocal following
+        while following is not None:
+            yield following[0]
+            following = next(pairs, None)
+            if following is not None and following[1]:
+                return
+
+    first = True
+    while following is not None:
+        batch, metadata = following
+        if metadata:
+            told: dict[str, Any] = {_METADATA: _plain(metadata)}
+            if first:
+                told[_FIRST] = True
+                yield _reader([batch.slice(0, 0)])
+            yield batch.slice(0, 0), _encoded(told)
+        first = False
+        yield pa.RecordBatchReader.from_batches(batch.schema, run())
+
+
+def taken(reader: Any) -> Iterator[Pair]:
+    """The same batches and metadata, where it arrives by a Flight `reader`; all batches of a stream of others."""
+    metadata = None
+    held: list[pa.RecordBatch] = []  # an empty first batch, until it is known whether it is one
+    for number, chunk in enumerate(reader):
+        told = _parsed(chunk.app_metadata)
+        if _METADATA in told:
+            metadata = _metadata(told)
+            if told.get(_FIRST):
+                held.clear()
+            continue
+        for batch in held:
+            yield batch, None
+        held.clear()
+        if chunk.data is None:
+            continue
+        if not number and not chunk.data.num_rows:
+            held.append(chunk.data)
+        else:
+            yield chunk.data, metadata
+            metadata = None
+    for batch in held:
+        yield batch, None
+
+
+def _reader(batches: list[pa.RecordBatch]) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(batches[0].schema, batches)
+
+
+def _encoded(told: dict[str, Any]) -> pa.Buffer:
+    return pa.py_buffer(json.dumps(told).encode())
+
+
+def _parsed(content: pa.Buffer | None) -> dict[str, Any]:
+    """What it says, if it is ours."""
+    if content is None:
+        return {}
+    try:
+        told = json.loads(content.to_pybytes())
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _plain(metadata: pa.KeyValueMetadata) -> list[list[str]]:
+    return [[base64.b64encode(one).decode() for one in item] for item in metadata.items()]
+
+
+def _metadata(told: dict[str, Any]) -> pa.KeyValueMetadata | None:
+    try:
+        found = [(base64.b64decode(key), base64.b64decode(value)) for key, value in told.get(_METADATA, ())]
+    except (TypeError, ValueError):
+        raise CatalogError("the metadata of a record batch are not what they should be") from None
+    return pa.KeyValueMetadata(found) if found else None

@@ -1,0 +1,272 @@
+"""A put is there whole and at once, or not at all: whatever becomes of the writer, what had the name stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pyarrow.parquet as pq
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.service import CatalogService
+from dissociated.errors import OptionError, SourceError
+from dissociated.store.node import Node
+from dissociated.store.store import Store
+from helpers import PATIENCE, wait_until
+
+OLD = pa.table({"n": pa.array([7, 8, 9], pa.int64())})
+BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
+
+
+@pytest.fixture(params=["node", "catalog"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Where to put, a node or a catalog that has one, and the stage that it ends in. There is a dataset already."""
+    with ExitStack() as running:
+        store = tmp_path / "store"
+        catalog = None
+        if request.param == "catalog":
+            catalog = running.enter_context(closing(CatalogService(None, "grpc://127.0.0.1:0"))).uri
+        node = running.enter_context(Node(Store(store), catalog=catalog))
+        uri = catalog or node.uri
+        with dis.connect(uri) as client:
+            client.put("d", OLD)
+        yield uri, store / "staging"
+
+
+def nothing_has_changed(uri: str, stage: Path) -> None:
+    wait_until(lambda: not os.listdir(stage), "nothing is left in the stage")
+    with dis.connect(uri) as client:
+        assert client.read("d").read_all() == OLD
+        assert client.describe("d").version == 1
+        assert len(client.list()) == 1
+
+
+#: Puts batches for ever, until it ends in the way that it is told.
+WRITER = """
+import os, sys, time
+import pyarrow as pa, pyarrow.flight as flight
+import dissociated as dis
+
+uri, kind, end = sys.argv[1:]
+BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
+
+def batches():
+    for number in range(4):
+        yield BATCH
+    print("reached", flush=True)
+    if end == "wait":
+        time.sleep(60)
+    if end == "exit":
+        sys.exit(1)
+    if end == "raise":
+        raise ValueError("no more")
+
+if kind == "ours":
+    with dis.connect(uri) as client:
+        client.put("d", pa.RecordBatchReader.from_batches(BATCH.schema, batches()))
+else:
+    client = flight.FlightClient(uri)
+    asked = flight.FlightDescriptor.for_command(kind)
+    writer, _ = client.do_put(asked, BATCH.schema)
+    if end == "wait":
+        for batch in batches():
+            writer.write_batch(batch)
+    else:
+        with writer:  # which says, when it is left, that this was all
+            for batch in batches():
+                writer.write_batch(batch)
+"""
+
+
+def interrupted(uri: str, kind: str, end: str, number: int | None = None) -> None:
+    arguments = [sys.executable, "-c", WRITER, uri, kind, end]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reached\n"
+        if number is not None:
+            process.send_signal(number)
+        process.communicate(timeout=PATIENCE)
+        assert process.returncode
+
+
+@pytest.mark.parametrize("kind", ["ours", "d", '{"name": "d", "end": true}'], ids=["ours", "plain", "plain, marked"])
+def test_a_writer_that_is_killed_publishes_nothing(place: tuple[str, Path], kind: str) -> None:
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        if kind == "d" and number == signal.SIGINT:
+            continue  # an exception, which the next test is about
+        interrupted(place[0], kind, "wait", number)
+        nothing_has_changed(*place)
+
+
+@pytest.mark.parametrize("kind", ["ours", '{"name": "d", "end": true}'], ids=["ours", "plain, marked"])
+def test_a_writer_that_fails_publishes_nothing(place: tuple[str, Path], kind: str) -> None:
+    for end in ("raise", "exit"):
+        interrupted(place[0], kind, end)
+        nothing_has_changed(*place)
+
+
+def test_a_plain_writer_that_says_the_end_publishes_what_it_wrote(place: tuple[str, Path]) -> None:
+    def put(end: dict[str, int]) -> None:
+        with flight.FlightClient(place[0]) as client:
+            asked = flight.FlightDescriptor.for_command('{"name": "d", "end": true}')
+            writer, _ = client.do_put(asked, BATCH.schema)
+            with writer:
+                writer.write_batch(BATCH)
+                writer.write_metadata(json.dumps({"dissociated.end": end}).encode())
+
+    for wrong in ({"batches": 2, "rows": 100}, {"batches": 1, "rows": 99}, {}):
+        with pytest.raises(flight.FlightServerError, match="broke off after 100 rows: nothing is published"):
+            put(wrong)
+        nothing_has_changed(*place)
+    put({"batches": 1, "rows": 100})
+    with dis.connect(place[0]) as client:
+        assert client.read("d").read_all() == pa.Table.from_batches([BATCH])
+
+
+def corrupt(path: Path) -> Path:
+    """A Parquet file whose last row group cannot be read, and whose footer can."""
+    pq.write_table(pa.table({"n": range(1000)}), path, row_group_size=250, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(3).column(0).data_page_offset
+    content[start : start + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    return path
+
+
+def raising() -> Iterator[pa.RecordBatch]:
+    yield from [BATCH] * 3
+    raise RuntimeError("no more")
+
+
+def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Path], tmp_path: Path) -> None:
+    broken = pa.RecordBatchReader.from_batches(BATCH.schema, raising())
+    with dis.connect(place[0]) as client:
+        for source, why in (
+            (broken, "the source of 'd' failed: RuntimeError: no more"),
+            (corrupt(tmp_path / "broken.parquet"), "the source of 'd' failed: "),
+            (tmp_path / "nowhere.parquet", "there is no such file"),
+            (object(), "cannot publish a object"),
+            (pa.Tensor.from_numpy(BATCH["n"].to_numpy()), "Flight has no messages for them"),
+        ):
+            with pytest.raises(SourceError, match=why):
+                client.put("d", source)
+            nothing_has_changed(*place)
+
+
+@pytest.mark.parametrize("place", ["catalog"], indirect=True)
+def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[str, Path], tmp_path: Path) -> None:
+    uri, stage = place
+    put = [sys.executable, "-m", "dissociated", "put"]
+    failed = subprocess.run(
+        [*put, corrupt(tmp_path / "broken.parquet"), f"{uri}/d"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert failed.returncode == 1
+    assert "the source of 'd' failed" in failed.stderr
+    nothing_has_changed(uri, stage)
+    large = tmp_path / "large.arrow"
+    with pa.ipc.new_file(large, BATCH.schema) as writer:
+        for _ in range(20_000):
+            writer.write_batch(BATCH)
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        with subprocess.Popen([*put, large, f"{uri}/d"], stderr=subprocess.DEVNULL) as process:
+            wait_until(lambda: os.listdir(stage), "it has begun to write")
+            process.send_signal(number)
+            process.wait(PATIENCE)
+            assert process.returncode
+        nothing_has_changed(uri, stage)
+
+
+def test_whatever_a_server_publishes_can_be_put(place: tuple[str, Path], tmp_path: Path) -> None:
+    table = pa.table({"n": [1, 2, 3], "s": ["a", None, "c"]})
+    with pa.ipc.new_stream(tmp_path / "some.arrows", table.schema) as writer:
+        writer.write_table(table)
+    with pa.ipc.new_file(tmp_path / "some.arrow", table.schema) as writer:
+        writer.write_table(table)
+    pq.write_table(table, tmp_path / "some.parquet")
+    sources: dict[str, Any] = {
+        "table": table,
+        "batch": table.to_batches()[0],
+        "reader": table.to_reader(),
+        "stream": tmp_path / "some.arrows",
+        "file": str(tmp_path / "some.arrow"),
+        "parquet": tmp_path / "some.parquet",
+        "callable": lambda: table,
+        "frame": table.to_pandas(),
+    }
+    with dis.connect(place[0]) as client:
+        for name, source in sources.items():
+            assert client.put(name, source) == 3, name
+            assert client.read(name).read_all().to_pylist() == table.to_pylist(), name
+        assert client.put("d", table.schema.empty_table()) == 0
+        assert client.read("d").read_all() == table.schema.empty_table()
+
+
+def test_what_makes_no_sense_is_refused_before_anything_moves(place: tuple[str, Path]) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ttl": -1}, "ttl is a positive number of seconds"),
+        ({"ttl": 0}, "ttl is a positive"),
+        ({"ttl": float("nan")}, "ttl is a positive"),
+        ({"ttl": float("inf")}, "ttl is a positive"),
+        ({"ttl": "7"}, "ttl is a positive"),
+        ({"mode": "sideways"}, "neither overwrite nor append"),
+        ({"tags": {"": "x"}}, "tags are texts"),
+        ({"tags": {"team": 7}}, "tags are texts"),
+        ({"tags": ["team"]}, "tags are texts"),
+        ({"name": ""}, "the name of a dataset"),
+        ({"name": 7}, "the name of a dataset"),
+        ({"name": "\ud800"}, "cannot be the name"),
+    ]
+    with dis.connect(place[0]) as client, flight.FlightClient(place[0]) as plain:
+        for options, why in wrong:
+            asked: dict[str, Any] = {"name": "d", **options}
+            if not isinstance(asked.get("tags"), list):
+                with pytest.raises(OptionError, match=why):
+                    client.put(source=unreadable, **asked)
+                with pytest.raises(OptionError, match=why):
+                    client.commit(segments=[], schema=OLD.schema, **{"mode": "overwrite", **asked})
+            if isinstance(asked["name"], str):
+                writer, _ = plain.do_put(flight.FlightDescriptor.for_command(json.dumps(asked)), BATCH.schema)
+                with pytest.raises(flight.FlightServerError, match=why):
+                    writer.close()
+    nothing_has_changed(*place)
+
+
+def test_the_command_put_refuses_what_makes_no_sense_before_it_looks_for_a_catalog(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.parquet"
+    pq.write_table(OLD, file)
+    for arguments, why in (
+        (["--ttl", "-1"], "ttl is a positive"),
+        (["--ttl", "nan"], "ttl is a positive"),
+        (["--tag", "team"], "--tag team gives it no value: KEY=VALUE"),
+        (["--tag", "=x"], "tags are texts"),
+    ):
+        for place in ("grpc://127.0.0.1:1/d", "d"):
+            assert main(["put", str(file), place, "--store", str(tmp_path / "store"), *arguments]) == 1
+            assert why in capsys.readouterr().err
+    assert main(["put", str(file), "", "--store", str(tmp_path / "store")]) == 1
+    assert not (tmp_path / "store").exists()
+
+
+def unreadable() -> pa.Table:
+    raise AssertionError("it was read")
+
+
+def test_a_server_takes_no_name_that_is_none() -> None:
+    with dis.Server(["shm:"], catalog=None) as server:
+        with pytest.raises(OptionError, match="the name of a dataset"):
+            server.publish("", OLD)
+        with pytest.raises(OptionError, match="the name of a dataset"):
+            server.writer("", OLD.schema)
+        assert server.names() == []
