@@ -19,6 +19,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
+from dissociated.cli import main
 from dissociated.errors import OptionError, SourceError
 from dissociated.store.node import Node
 from dissociated.store.store import Store
