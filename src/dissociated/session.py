@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import inf
@@ -77,6 +78,7 @@ class Session:
         self._shared: set[int] = set()  # the bases of its regions that the client knows
         self._consumer: Consumer | None = None  # of a broadcast
         self._inline = False  # a live region was full, and no free has come since
+        self._silent = False  # the client has ended what it sends, so it can give nothing back any more
         self._lingers = False  # the client was sent away, and what it holds of a live stream stays until it is gone
         tally.kept = self._kept
 
@@ -211,7 +213,8 @@ class Session:
             body = None
             if message.body is not None and streams & Streams.BODIES:
                 length = message.parsed.body_length
-                region = self._room(length) if mapped and length > self._server.inline_limit else None
+                by_address = mapped and not self._silent and length > self._server.inline_limit
+                region = self._room(length) if by_address else None
                 body = (
                     Body(BodyKind.PACKED, message.body)
                     if region is None
@@ -243,7 +246,7 @@ class Session:
             try:
                 chosen = wanted.choose(part)
                 if chosen is not None:
-                    body, leased = self._body(chosen, mapped)
+                    body, leased = self._body(chosen, mapped and not self._silent)
                     self._connection.send(self._sender.send(chosen.header, body), self._server.stall_timeout)
                     self._tally.messages += 1
                     self._tally.bytes += chosen.parsed.body_length if body is not None else 0
@@ -279,7 +282,8 @@ class Session:
                 self._inline = True
                 return None
             if incoming is None:
-                raise ConnectionClosed("the client closed the connection")
+                self._client_ended()
+                return None
             self._freed(incoming)
         self._share(region)
         return region
@@ -304,8 +308,20 @@ class Session:
         while self._connection.arrived():
             incoming = self._receive(self._server.stall_timeout)
             if incoming is None:
-                raise ConnectionClosed("the client closed the connection")
+                self._client_ended()
+                return
             self._freed(incoming)
+
+    def _client_ended(self) -> None:
+        """The client sends no more. If it still listens it gets the whole stream, and what it leases until it hangs up.
+
+        Raises ConnectionClosed where it is gone. Where that shows only by sending, as over TCP, who shares a live
+        stream is taken to be gone: what is read next is for those who are there.
+        """
+        gone = self._connection.hung_up()
+        if gone or (gone is None and self._consumer is not None):
+            raise ConnectionClosed("the client closed the connection")
+        self._silent = True
 
     def _freed(self, incoming: Incoming) -> None:
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
@@ -328,8 +344,19 @@ class Session:
         while len(self._ledger):
             incoming = self._receive(timeout)
             if incoming is None:
+                if not self._holds_live:  # which `_end` waits for, without a limit
+                    self._outlast(timeout)
                 return
             self._freed(incoming)
+
+    def _outlast(self, timeout: float) -> None:
+        """Wait until the client, which gives nothing back any more, has hung up."""
+        end = time.monotonic() + timeout
+        while self._connection.hung_up() is False:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"the client held memory for {timeout:g} s without a word")
+            self._connection.wait(left)
 
 
 def _allocate(tag: int | None, length: int) -> Buffer:

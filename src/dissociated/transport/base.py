@@ -96,6 +96,13 @@ class Connection(ABC):
     def arrived(self) -> bool:
         """Whether a message, or at least its beginning, or the end of the connection is there to be received."""
 
+    def hung_up(self) -> bool | None:
+        """Once `receive` has returned None: whether the peer is gone, and has not only ended what it sends.
+
+        None where the medium cannot tell before something is sent. From then on `arrived` tells that it is gone.
+        """
+        return True
+
     def wait(self, timeout: float) -> None:
         """Wait until something has `arrived`, or `wake` was called since the last wait, but for `timeout` at most."""
         end = time.monotonic() + timeout

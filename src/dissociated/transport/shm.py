@@ -78,6 +78,9 @@ class ShmConnection(SocketConnection):
         except OSError as error:
             raise explain(error, f"sharing memory with {self._peer}") from None
 
+    def hung_up(self) -> bool:
+        return bool(super().hung_up())  # a Unix socket says at once that its peer is closed
+
     def farewell(self, reason: str) -> None:
         self._rest.append(abort_frame(reason))
 

@@ -86,6 +86,8 @@ class SocketConnection(Connection):
         self._interrupted = False
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
+        self._ended = False  # whether the peer will send no more
+        self._told = False  # whether `receive` has said so
         self._bell: int | None = None  # an eventfd, of connections that are waited for
         self._accepted = accepted
         self._pid = os.getpid()
@@ -120,6 +122,7 @@ class SocketConnection(Connection):
                 except OSError as error:
                     raise explain(error, f"receiving from {self._peer}") from None
             if frame is None:
+                self._ended = self._told = True
                 return None
             if frame.kind == FrameKind.TAGGED:
                 return Incoming(frame.tag, frame.payload)
@@ -133,18 +136,25 @@ class SocketConnection(Connection):
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:
+        if self._told:
+            return bool(self.hung_up())
         if self._arrived or self._reader.buffered:
             return True
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
+    def hung_up(self) -> bool | None:
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return bool(poll.poll(0)) or None
+
     def wait(self, timeout: float) -> None:
         if self._bell is None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         if not self._woken.is_set() and not self._arrived and not self._reader.buffered:  # wake may have come before
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
+            poll.register(self._socket, 0 if self._told else select.POLLIN)
             poll.register(self._bell, select.POLLIN)
             poll.poll(timeout * 1000)
         self._woken.clear()
@@ -246,7 +256,8 @@ class SocketConnection(Connection):
     def _wait_writable(self, timeout: float) -> None:
         """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLOUT | (select.POLLIN if self._accepted else 0))
+        takes_in = select.POLLIN if self._accepted and not self._ended else 0
+        poll.register(self._socket, select.POLLOUT | takes_in)
         waited = 0.0
         while not (events := poll.poll(min(timeout - waited, _LOOK_AGAIN) * 1000)):
             waited += _LOOK_AGAIN
@@ -257,7 +268,8 @@ class SocketConnection(Connection):
         if event & select.POLLIN and not event & select.POLLOUT:
             frame = self._reader.read(timeout, _refuse)
             if frame is None:
-                raise ConnectionClosed(f"{self._peer} closed the connection")
+                self._ended = True  # which does not mean that it takes no more: that shows by sending
+                return
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
             if self._arrived_bytes > _MAX_ARRIVED:

@@ -1,0 +1,93 @@
+"""Clients that shut down their sending side once they have asked: they are sent the whole stream all the same."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from helpers import wait_until
+
+from .conftest import Good
+from .peer import TAGGED, UNTAGGED, Frame, RawConnection, connect, is_end, want, want_of
+
+Serve = Callable[..., Good]
+
+BATCHES = 200
+BATCH = pa.record_batch({"n": range(10_000), "s": [f"{n}" for n in range(10_000)]})
+
+
+def table() -> pa.Table:
+    return pa.Table.from_batches([BATCH] * BATCHES)
+
+
+def reader() -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(BATCH.schema, iter([BATCH] * BATCHES))
+
+
+def decoded(frames: list[Frame]) -> list[pa.RecordBatch]:
+    """What was sent inline, in order, each message by itself. Runs are left out: these batches are too large."""
+    headers = [frame.payload[5:] for frame in frames if frame.kind == UNTAGGED and frame.payload[0] == 1]
+    bodies = {frame.tag: frame.payload for frame in frames if frame.kind == TAGGED}
+    stream = b"".join(
+        struct.pack("<Ii", 0xFFFFFFFF, len(header)) + header + bodies.get(number, b"")
+        for number, header in enumerate(headers)
+    )
+    return list(pa.ipc.open_stream(stream))
+
+
+def asked(good: Good, scheme: str, bodies: str) -> RawConnection:
+    """A connection that has asked for the data, and says no more."""
+    (uri,) = (uri for uri in good.server.locations("data", bodies=bodies) if uri.startswith(scheme))
+    connection = connect(uri)
+    connection.send(want(good.server.ticket("data"), want_of(uri)))
+    connection.socket.shutdown(socket.SHUT_WR)
+    return connection
+
+
+#: Of a shared stream over TCP nothing else tells that a consumer is gone: see docs/framing.md.
+WAYS = [*((scheme, source) for scheme in ("tcp", "shm") for source in ("table", "reader", "callable")), ("shm", "live")]
+
+
+@pytest.mark.parametrize(("scheme", "source"), WAYS)
+def test_the_whole_stream_comes_inline(serve: Serve, scheme: str, source: str) -> None:
+    good = serve(f"{scheme}:")
+    live = dis.Live() if source == "live" else None
+    good.server.publish("data", {"table": table, "reader": reader}.get(source, lambda: reader)(), live=live)
+    with asked(good, scheme, "packed") as connection:
+        batches = decoded(connection.read_frames())
+    assert len(batches) == BATCHES
+    assert all(batch.equals(BATCH) for batch in batches)
+
+
+@pytest.mark.parametrize("source", ["static", "live"])
+def test_what_comes_by_address_is_leased_until_the_client_hangs_up(serve: Serve, source: str) -> None:
+    good = serve("shm:", live_limit=1 << 20)
+    good.server.publish("data", table() if source == "static" else reader())
+    with asked(good, "shm", "any") as connection:
+        frames = []
+        while not frames or not is_end(frames[-1]):
+            frames.append(connection.read_frame())
+        by_address = [frame for frame in frames if frame.kind == TAGGED and frame.tag >> 56]
+        if source == "live":  # a region that nobody will free is filled at most once
+            assert len(by_address) * BATCH.nbytes < (1 << 20) + 2 * BATCH.nbytes
+        if source == "static" or by_address:
+            connection.socket.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                connection.read_frame()  # the server waits
+            assert good.leases
+    wait_until(good.alone, "the server has noticed that the client hung up")
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_who_hangs_up_altogether_does_not_keep_the_source_busy(serve: Serve, scheme: str) -> None:
+    good = serve(f"{scheme}:")
+    good.server.publish("data", pa.RecordBatchReader.from_batches(BATCH.schema, itertools.repeat(BATCH)))
+    with asked(good, scheme, "packed") as connection:
+        connection.read_frame()
+    wait_until(good.alone, "the server has let go of the connection")
