@@ -14,13 +14,16 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from certificates import Certificates
 from faults.fuzz import changed
+from machine import needs
 
 from .damaged import DEADLINE, MORE_MEMORY
-from .ways import NO_ROOT, ROOT, WAYS, slow
+from .ways import NO_ROOT, ROOT, WAYS, medium, slow
 
 FOLDERS = [ROOT / "arrow-ipc-stream", ROOT / "arrow-ipc-file"] if ROOT else []
 DAMAGED = sorted(path for folder in FOLDERS for path in folder.iterdir() if path.is_file())
@@ -31,22 +34,14 @@ PATIENCE = 9 * DEADLINE + COUNT / 5  # seconds
 
 #: Ways that share a process. libarrow's own is none of ours.
 OURS = [way for way in WAYS if way != "libarrow"]
-GROUPS = [list(ways) for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way)))]
-SLOW = 5  # how many times fewer mutations, where each takes long
+GROUPS = [
+    list(ways)
+    for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way) and medium(way)))
+]
+TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
+SLOW = 8  # how many times fewer, where each takes long
 
 pytestmark = [pytest.mark.skipif(ROOT is None, reason=NO_ROOT), pytest.mark.usefixtures("trusted")]
-
-
-def test_there_are_damaged_streams_and_files() -> None:
-    assert {path.parent for path in DAMAGED} == set(FOLDERS)
-
-
-@pytest.mark.timeout(PATIENCE + DEADLINE)
-@pytest.mark.parametrize("ways", GROUPS, ids=lambda ways: "+".join(ways))
-def test_what_fuzzers_found(ways: list[str]) -> None:
-    for way, ends in ends_of(ways, DAMAGED).items():
-        assert ends["refused"] > len(DAMAGED) / 2, f"{way} reads what is damaged: {ends}"
-        assert ends["valid"], f"{way} reads nothing: {ends}"
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +58,45 @@ def mutations(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
+class Ends(NamedTuple):
+    """How often each end was there, for each way."""
+
+    found: dict[str, Counter[str]]
+    mutated: dict[str, Counter[str]]
+
+
+@pytest.fixture(scope="module", params=TOGETHER)
+def ends(request: pytest.FixtureRequest, mutations: list[Path], trusted: Certificates) -> Ends:
+    """Everything that is damaged is read by one process, for each group of ways."""
+    ways = request.param
+    ended = ends_of(ways, [*DAMAGED, *mutations][:: SLOW if slow(ways[0]) else 1])
+
+    def counted(of_fuzzers: bool) -> dict[str, Counter[str]]:
+        some = {one: end for one, end in ended.items() if (Path(one[1]) in DAMAGED) is of_fuzzers}
+        return {way: Counter(end.split(":")[0] for (one, _), end in some.items() if one == way) for way in ways}
+
+    return Ends(counted(True), counted(False))
+
+
+def test_there_are_damaged_streams_and_files() -> None:
+    assert {path.parent for path in DAMAGED} == set(FOLDERS)
+
+
 @pytest.mark.timeout(PATIENCE + DEADLINE)
-@pytest.mark.parametrize("ways", GROUPS, ids=lambda ways: "+".join(ways))
-def test_mutations_of_golden_files(mutations: list[Path], ways: list[str]) -> None:
-    some = mutations[:: SLOW if slow(ways[0]) else 1]
-    for way, ends in ends_of(ways, some).items():
-        assert ends["refused"] > len(some) / 10, f"{way} reads what is damaged: {ends}"
-        assert ends["valid"] > len(some) / 10, f"{way} reads nothing: {ends}"
+def test_what_fuzzers_found(ends: Ends) -> None:
+    for way, found in ends.found.items():
+        assert found["refused"] > found.total() / 2, f"{way} reads what is damaged: {found}"
+        assert found["valid"] or slow(way), f"{way} reads nothing: {found}"
 
 
-def ends_of(ways: list[str], paths: Sequence[Path]) -> dict[str, Counter[str]]:
-    """How often each end was there, for each way. Fails for an end that is none, or that was the process's."""
+def test_mutations_of_golden_files(ends: Ends) -> None:
+    for way, found in ends.mutated.items():
+        assert found["refused"] > found.total() / 10, f"{way} reads what is damaged: {found}"
+        assert found["valid"] > found.total() / 10, f"{way} reads nothing: {found}"
+
+
+def ends_of(ways: list[str], paths: Sequence[Path]) -> dict[tuple[str, str], str]:
+    """The end of each way with each path. Fails for an end that is none, or that was the process's."""
     run = subprocess.run(
         [sys.executable, "-m", "golden.damaged", *ways],
         input="\n".join(map(str, paths)),
@@ -90,4 +113,4 @@ def ends_of(ways: list[str], paths: Sequence[Path]) -> dict[str, Counter[str]]:
     assert run.returncode == 0, run.stderr
     assert {one: end for one, end in ended.items() if end.startswith("other")} == {}
     assert ended.keys() == {(way, str(path)) for way in ways for path in paths}
-    return {way: Counter(end.split(":")[0] for (one, _), end in ended.items() if one == way) for way in ways}
+    return ended

@@ -222,9 +222,14 @@ _DIRECT = {
 }
 
 
+def medium(way: str) -> str:
+    """What it goes over: a scheme, or nothing."""
+    return next((part for part in way.split("-") if part in LISTEN), "")
+
+
 def slow(way: str) -> bool:
     """Whether one takes much longer than others."""
-    return not {*way.split("-")}.isdisjoint(_SLOW)
+    return medium(way) in _SLOW
 
 
 WAYS: dict[str, Read] = {**_DIRECT, **_PUBLISHED, **_LIVE, **_APART, **_CARELESS}
