@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ def _ucx() -> str | None:
     """UCX keeps descriptors of its own for as long as the process lives: started here, they are no leak of a test."""
     try:
         for address in ("127.0.0.1", "::1"):
-            for rma in (False, True):
-                ucx.context(ucx.place(address, rma))
+            for rma, large in product((False, True), repeat=2):
+                ucx.context(ucx.place(address, rma, large))
     except TransportError as error:
         return str(error)
     return None

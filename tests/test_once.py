@@ -105,6 +105,7 @@ FIRST_USE = """
     """
 
 
+@pytest.mark.needs("ucx", "libfabric")
 def test_threads_that_use_ucx_and_libfabric_first_find_one_library_each() -> None:
     """Of fresh processes: with two copies of a library cffi raises, or the process dies."""
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}

@@ -116,6 +116,8 @@ def located(uri: str | Sequence[str]) -> list[Uri]:
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
         raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
+    if len(uris) == 2 and [one.parameters.get("stream") for one in uris] == ["bodies", "metadata"]:
+        raise UriError("of two URIs the first is that of the metadata, and the second that of the bodies: swap them")
     return uris
 
 

@@ -208,7 +208,14 @@ def _arrivals(connections: Sequence[Connection], allocate: Allocate, timeout: fl
         (connection,) = connections
         yield lambda bodies: connection.receive(timeout, allocate)
         return
-    pumps = [_Pump(connection, allocate, timeout) for connection in connections]
+    pumps: list[_Pump] = []
+
+    def astray(error: DissociatedError) -> None:
+        for pump in pumps:  # whichever of them is waited for
+            pump.arrived.close(error)
+
+    for bodies, connection in enumerate(connections):
+        pumps.append(_Pump(connection, bool(bodies), allocate, timeout, astray))
     try:
         yield lambda bodies: pumps[bodies].arrived.get(timeout)
     finally:
@@ -253,9 +260,19 @@ def _end_helpers() -> None:
 class _Pump:
     """A thread that receives from one of two connections, so that neither can hold up the other."""
 
-    def __init__(self, connection: Connection, allocate: Allocate, timeout: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        bodies: bool,
+        allocate: Allocate,
+        timeout: float,
+        astray: Callable[[DissociatedError], None],
+    ) -> None:
+        """`astray` is told where what arrives belongs to the other connection."""
         self.arrived: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
         self._connection = connection
+        self._bodies = bodies
+        self._astray = astray
         self._thread = _Helper(self, self._run, (allocate, timeout), "receive")
         self._thread.start()
 
@@ -263,6 +280,7 @@ class _Pump:
         try:
             while (incoming := self._connection.receive(timeout, allocate)) is not None:
                 for one in incoming.expand() if isinstance(incoming, Run) else (incoming,):
+                    self._check(one)
                     self.arrived.put(one, len(one.data), None)
             self.arrived.close()
         except DissociatedError as error:
@@ -270,6 +288,17 @@ class _Pump:
         except BaseException as error:
             self.arrived.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
             raise
+
+    def _check(self, one: Incoming) -> None:
+        if self._bodies is (one.tag is not None):
+            return
+        sent, asked = ("metadata", "bodies") if self._bodies else ("a body", "metadata")
+        error = RemoteProtocolError(
+            f"the server sent {sent} over the connection for {asked}: of two URIs the first is that of the metadata, "
+            "and the second that of the bodies"
+        )
+        self._astray(error)
+        raise error
 
     def stop(self) -> None:
         """Make the thread end."""

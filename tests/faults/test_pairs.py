@@ -63,7 +63,7 @@ PAIRS: dict[str, tuple[bytes, Then, bytes, Then, type[Exception], str]] = {
         RemoteProtocolError,
         "no tag",
     ),
-    "the two are swapped": (BODIES, HOLD, METADATA, HOLD, DeadlineExceeded, "silent"),
+    "the two are swapped": (BODIES, HOLD, METADATA, HOLD, RemoteProtocolError, "the first is that of the metadata"),
 }
 
 

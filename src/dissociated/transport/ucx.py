@@ -48,8 +48,11 @@ from dissociated.uri import Uri
 _log = logging.getLogger(__name__)
 
 _METADATA, _ABORT = 0, 1  # ids of active messages
-#: Who says this as its client id knows what an abort is.
-_OURS = int.from_bytes(b"DISSOC\0\1")
+_NAME, _VERSION = int.from_bytes(b"DISSOC"), 1  # of our clients, see _client_id
+#: The largest TCP segment that our contexts receive, and send to peers who have said that they receive it. UCX compares
+#: nothing: what is larger than the peer's buffer is written beyond that.
+_SEGMENT = 1 << 18
+_SEGMENT_PARAMETER = "tcp_segment"
 
 _JOIN = 1 << 12  # bytes up to which parts are copied together
 _GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
@@ -94,29 +97,44 @@ class _Place(NamedTuple):
     #: Whether the peer can only be on this host: looking at no other devices makes workers ten times as cheap.
     loopback: bool
     rma: bool
+    #: Whether the peer has said that it receives segments as large as ours.
+    large: bool
     pid: int
 
 
-def place(address: str, rma: bool) -> _Place:
+def place(address: str, rma: bool, large: bool) -> _Place:
     """The kind of place that a connection with this address is in, with or without one-sided access to memory."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    return _Place(ip.version == 6, ip.is_loopback, rma, os.getpid())
+    return _Place(ip.version == 6, ip.is_loopback, rma, large, os.getpid())
+
+
+class _Context(NamedTuple):
+    """A context, and the bytes of the largest TCP segment that it receives; 0 where the user has chosen that."""
+
+    handle: Any
+    segment: int
 
 
 @once
-def context(where: _Place) -> Any:
+def context(where: _Place) -> _Context:
     """A context, which lives as long as the process."""
     u = ucp()
     config = u.ffi.new("ucp_config_t **")
     u.check(u.lib.ucp_config_read(u.ffi.NULL, u.ffi.NULL, config), "reading the configuration of UCX")
-    settings = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}  # of 8k, bodies in many pieces go at half speed
+    segment = 0 if "UCX_TCP_RX_SEG_SIZE" in os.environ else _SEGMENT
+    settings = {}
+    if segment:
+        settings["TCP_RX_SEG_SIZE"] = str(segment)
+    if segment and where.large:
+        settings["TCP_TX_SEG_SIZE"] = str(segment)  # of 8k, UCX's default, bodies in many pieces go at half speed
     if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
     if where.loopback:
         settings["NET_DEVICES"] = "lo"
     for name, value in settings.items():
         if f"UCX_{name}" not in os.environ:
-            u.lib.ucp_config_modify(config[0], name.encode(), value.encode())
+            status = u.lib.ucp_config_modify(config[0], name.encode(), value.encode())
+            u.check(status, f"setting UCX_{name}={value}")
     params = u.ffi.new("ucp_params_t *")
     params.field_mask = c.PARAM_FEATURES | c.PARAM_MT_WORKERS_SHARED
     params.features = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_WAKEUP | (c.FEATURE_RMA if where.rma else 0)
@@ -125,7 +143,22 @@ def context(where: _Place) -> Any:
     status = u.lib.ucp_init_version(1, 12, params, config[0], made)
     u.lib.ucp_config_release(config[0])
     u.check(status, "starting UCX")
-    return made[0]
+    return _Context(made[0], segment)
+
+
+def _client_id(segment: int) -> int:
+    """What a client says before anything else: that it knows what an abort is, and which segments it receives.
+
+    As eight bytes: DISSOC, the logarithm to base 2 of the segment in bytes, or 0 where that is not said, and 1.
+    """
+    return _NAME << 16 | max(segment.bit_length() - 1, 0) << 8 | _VERSION
+
+
+def _client_says(client_id: int) -> tuple[bool, int]:
+    """Whether a client with this id is one of ours, and the segment that it receives, or 0."""
+    ours = client_id >> 16 == _NAME and client_id & 0xFF == _VERSION
+    exponent = client_id >> 8 & 0xFF
+    return ours, 1 << exponent if ours and exponent else 0
 
 
 #: Those that can connect two processes, as UCX_TLS names them.
@@ -151,9 +184,9 @@ class _Worker:
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
         params.thread_mode = c.THREAD_MODE_SERIALIZED
         params.flags = c.WORKER_IGNORE_REQUEST_LEAK  # what a dead peer leaves behind in error mode none
-        params.client_id = _OURS
+        params.client_id = _client_id(self.context.segment)
         worker = u.ffi.new("ucp_worker_h *")
-        u.check(u.lib.ucp_worker_create(self.context, params, worker), "creating a worker")
+        u.check(u.lib.ucp_worker_create(self.context.handle, params, worker), "creating a worker")
         self.handle = worker[0]
         descriptor = u.ffi.new("int *")
         u.check(u.lib.ucp_worker_get_efd(self.handle, descriptor), "creating a worker")
@@ -503,7 +536,7 @@ class _UcxListener(Listener):
     """A worker that only hears of connections; each then gets its own."""
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
-        self._place = place(address, rma)
+        self._place = place(address, rma, large=False)
         self.exposes_memory = rma
         self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, weakref.finalize[..., Region]]]
         self._exposed = weakref.WeakKeyDictionary()
@@ -535,6 +568,8 @@ class _UcxListener(Listener):
         attributes.field_mask = c.LISTENER_ATTR_SOCKADDR
         u.check(u.lib.ucp_listener_query(self._listener, attributes), "listening")
         parameters = {"ucx": u.version, **({"err_mode": mode} if mode != "peer" else {})}
+        if self._worker.context.segment:
+            parameters[_SEGMENT_PARAMETER] = str(self._worker.context.segment)
         self.uri = Uri("ucx", host=host, port=_parse(u, attributes.sockaddr)[1], parameters=parameters)
 
     def accept(self) -> Connection | None:
@@ -559,21 +594,23 @@ class _UcxListener(Listener):
 
     def _welcome(self, request: Any) -> Connection:
         u = self._ucp
-        try:
-            worker = _Worker(self._place)
-        except TransportError:
-            u.lib.ucp_listener_reject(self._listener, request)
-            raise
         asked = u.ffi.new("ucp_conn_request_attr_t *")
         asked.field_mask = c.CONN_REQUEST_CLIENT_ADDR | c.CONN_REQUEST_CLIENT_ID
         known = u.lib.ucp_conn_request_query(request, asked) == c.OK
         peer = "ucx client {}:{}".format(*_parse(u, asked.client_address)) if known else "ucx client"
+        ours, segment = _client_says(asked.client_id if known else 0)
+        try:
+            # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
+            worker = _Worker(self._place._replace(large=segment >= _SEGMENT and not self.exposes_memory))
+        except TransportError:
+            u.lib.ucp_listener_reject(self._listener, request)
+            raise
         endpoint = u.ffi.new("ucp_ep_params_t *")
         endpoint.field_mask, endpoint.conn_request = c.EP_PARAM_CONN_REQUEST, request
         if self._mode == "peer":  # otherwise it is the client's choice
             endpoint.field_mask |= c.EP_PARAM_ERR_MODE
             endpoint.err_mode = c.ERR_MODE_PEER
-        made = UcxConnection(worker, peer, endpoint, accepted=True, ours=known and asked.client_id == _OURS)
+        made = UcxConnection(worker, peer, endpoint, accepted=True, ours=ours)
         made.exposes_memory = self.exposes_memory
         return made
 
@@ -588,7 +625,7 @@ class _UcxListener(Listener):
             return self._exposed[region][0]
 
     def _register(self, region: Region) -> tuple[Span, weakref.finalize[..., Region]]:
-        u, context = self._ucp, self._worker.context
+        u, context = self._ucp, self._worker.context.handle
         address = int(region.memory.address)
         params = u.ffi.new("ucp_mem_map_params_t *")
         params.field_mask = c.MEM_ADDRESS | c.MEM_LENGTH | c.MEM_PROT
@@ -656,9 +693,8 @@ class UcxTransport(Transport):
         endpoint.err_mode = _MODES[mode]
         keep = _point(u, endpoint.sockaddr, address, uri.port)
         spans = spans_of(uri)
-        connection = UcxConnection(
-            _Worker(place(address, rma=bool(spans))), where, endpoint, accepted=False, ours=False
-        )
+        worker = _Worker(place(address, rma=bool(spans), large=_segment(uri) >= _SEGMENT))
+        connection = UcxConnection(worker, where, endpoint, accepted=False, ours=False)
         del keep
         try:
             connection.wait_connected(timeout)
@@ -680,6 +716,14 @@ def _mode(uri: Uri) -> str:
     if mode not in _MODES:
         raise UriError(f"err_mode={mode} in {uri}: there are {' and '.join(_MODES)}")
     return mode
+
+
+def _segment(uri: Uri) -> int:
+    """The bytes of the largest TCP segment that the server says it receives; 0 where it does not say."""
+    text = uri.parameters.get(_SEGMENT_PARAMETER, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise UriError(f"{_SEGMENT_PARAMETER}={text} in {uri} is not a number of bytes")
+    return int(text)
 
 
 def _check_version(u: Ucp, uri: Uri, where: str) -> None:
