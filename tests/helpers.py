@@ -87,7 +87,7 @@ def leaving_nothing() -> Iterator[None]:
     left_threads = set(threading.enumerate()) - threads
     assert not left_threads, "threads are left behind"
     left = {number: target for number, target in descriptors().items() if number not in before}
-    assert not left, "descriptors are left behind"
+    assert not left, f"descriptors are left behind: {left}"
 
 
 def as_big_endian(stream: bytes) -> bytes:

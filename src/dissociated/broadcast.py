@@ -34,7 +34,8 @@ from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.live import LiveMemory, LiveRegion
 from dissociated.message import Buffer, FileSpan
 from dissociated.protocol.header import Header, HeaderType, buffer_extents
-from dissociated.protocol.projection import Projection, dictionary_of
+from dissociated.protocol.layout import dictionary_of
+from dissociated.protocol.projection import Projection
 
 _log = logging.getLogger(__name__)
 

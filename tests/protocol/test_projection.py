@@ -14,7 +14,8 @@ from dissociated.ipc.encapsulated import END_OF_STREAM, encapsulate
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.protocol.header import HeaderType, parse_header
-from dissociated.protocol.projection import Projection, dictionary_of
+from dissociated.protocol.layout import dictionary_of
+from dissociated.protocol.projection import Projection
 from helpers import case
 
 METADATA = {b"k": b"v", b"": b"", "ü".encode(): b"\xff"}

@@ -36,7 +36,7 @@ from .wire import (
     uint64s,
 )
 
-DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode(), "n": [1, 2, 3]})
+DICTIONARY = pa.record_batch({"d": pa.array(["x", "yy", "x"]).dictionary_encode()})  # as many buffers as NUMBERS
 EMPTY = pa.record_batch({"n": pa.array([], pa.int64())})
 NUMBERS = pa.record_batch({"n": [1, 2, 3, 4]})  # buffers: no validity, 32 bytes of values
 ROLLS_OVER_AFTER_3 = 2**32 - 3

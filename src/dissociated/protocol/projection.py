@@ -17,39 +17,7 @@ from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.message import Buffer, FileSpan, cutter
 from dissociated.protocol.flatbuffer import Builder, Table, follow, root
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
-
-_V5 = 4
-_UNION, _RUN_END_ENCODED, _NULL = 14, 22, 1
-#: Buffers of a type beside its validity bitmap, by its number in the union `Type` of Schema.fbs.
-_BUFFERS = {
-    _NULL: 0,
-    2: 1,  # Int
-    3: 1,  # FloatingPoint
-    4: 2,  # Binary
-    5: 2,  # Utf8
-    6: 1,  # Bool
-    7: 1,  # Decimal
-    8: 1,  # Date
-    9: 1,  # Time
-    10: 1,  # Timestamp
-    11: 1,  # Interval
-    12: 1,  # List
-    13: 0,  # Struct_
-    _UNION: 1,  # and the offsets of a dense one
-    15: 1,  # FixedSizeBinary
-    16: 0,  # FixedSizeList
-    17: 1,  # Map
-    18: 1,  # Duration
-    19: 2,  # LargeBinary
-    20: 2,  # LargeUtf8
-    21: 1,  # LargeList
-    _RUN_END_ENCODED: 0,
-    23: 1,  # BinaryView, and as many as the message says
-    24: 1,  # Utf8View
-    25: 2,  # ListView
-    26: 2,  # LargeListView
-}
-_VIEWS = (23, 24)
+from dissociated.protocol.layout import SchemaLayout, dictionary_of
 
 
 class Cut(NamedTuple):
@@ -80,39 +48,6 @@ class Chosen(NamedTuple):
         return [*pieces, bytes(self.padding)]
 
 
-class _Layout:
-    """How many nodes and buffers a field has, those of its children included, and which dictionaries it uses.
-
-    Each of its `views` has as many more buffers as the message says.
-    """
-
-    def __init__(self, field: Table, version: int) -> None:
-        self.nodes = self.buffers = self.views = 0
-        self.dictionaries: set[int] = set()
-        self._add(field, version, encoded=False)
-
-    def _add(self, field: Table, version: int, encoded: bool) -> None:
-        """Count a field; of values that are `encoded` in a dictionary, only the dictionaries they use themselves."""
-        dictionary = field.table(4, 1) if field.fields[4] else None
-        if dictionary is not None:
-            self.dictionaries.add(dictionary.scalar(0, "q"))
-        if not encoded:
-            self.nodes += 1
-            self.buffers += _buffers(field, version) if dictionary is None else 2  # of the indices
-            self.views += dictionary is None and field.scalar(2, "B") in _VIEWS
-        for child in field.tables(5, 7):
-            self._add(child, version, encoded or dictionary is not None)
-
-
-def _buffers(field: Table, version: int) -> int:
-    type_ = field.scalar(2, "B")
-    if type_ not in _BUFFERS:
-        raise FormatError(f"a schema has a field of the unknown type {type_}")
-    without_validity = type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= _V5)
-    dense = type_ == _UNION and field.table(3, 1).scalar(0, "h") == 1
-    return _BUFFERS[type_] + (not without_validity) + dense
-
-
 class Projection:
     """Some fields of the schema in a message. `header` is that message with these fields alone.
 
@@ -122,10 +57,8 @@ class Projection:
     def __init__(self, schema: bytes, indices: Sequence[int]) -> None:
         self._indices = frozenset(indices)
         with _damaged():
-            message = Table.read(schema, root(schema), 5)
-            version = message.scalar(0, "h")
-            self._layouts = [_Layout(field, version) for field in message.table(2, 4).tables(1, 7)]
-            self.header = _with_fields(schema, message.table(2, 4), indices)
+            self._layouts = SchemaLayout(schema).fields
+            self.header = _with_fields(schema, Table.read(schema, root(schema), 3).table(2, 4), indices)
             self._dictionaries = {one for index in indices for one in self._layouts[index].dictionaries}
 
     def choose(self, header: bytes, parsed: Header) -> Chosen | None:
@@ -269,12 +202,3 @@ def _damaged() -> Iterator[None]:
         yield
     except (struct.error, IndexError, RemoteProtocolError) as error:
         raise FormatError(f"not an Arrow IPC message: {error}") from None
-
-
-def dictionary_of(header: bytes) -> tuple[int, bool]:
-    """The id of a dictionary batch, and whether it is a delta. Raises RemoteProtocolError for what is no message."""
-    try:
-        batch = Table.read(header, root(header), 3).table(2, 3)
-        return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
-    except (struct.error, IndexError) as error:
-        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Container
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
@@ -9,6 +10,7 @@ from dissociated.message import MAX_METADATA, Buffer, Run
 from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
+from dissociated.protocol.layout import SchemaLayout, layout_of
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import Batches, recognise
 from dissociated.protocol.sequence import unwrap
@@ -52,6 +54,7 @@ class Receiver:
         self._count: int | None = None  # of messages in the stream, known from its end
         self._tensors: bool | None = None  # whether the stream is one of tensors, known from its first arrival
         self._schema_known = False
+        self._layout: SchemaLayout | None = None  # known once the schema is delivered, if it can be read
         self._spare_taken = False  # the empty body that some send for it
 
     @classmethod
@@ -164,6 +167,7 @@ class Receiver:
             return None
         batches = recognise(run, self._next)
         if batches is not None:
+            self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self._next)
             self._next += run.length
         return batches
 
@@ -194,12 +198,28 @@ class Receiver:
                     f"the body of message {sequence} has {len(content)} bytes; "
                     f"its metadata announced {parsed.body_length}"
                 )
+        self._check_buffers(header, parsed, sequence)
         del self._headers[sequence]
         self._waiting_metadata -= len(header) + OVERHEAD
         self._next = sequence + 1
         if self._next == self._count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
         return Delivery(sequence, header, parsed, body)
+
+    def _check_buffers(self, header: bytes, parsed: Header, sequence: int) -> None:
+        """Whether a message, the next one, has the buffers that the schema needs: libarrow takes the first of more."""
+        if parsed.type is HeaderType.SCHEMA:
+            self._layout = layout_of(header)
+        elif self._layout is not None and not parsed.is_tensor:
+            try:
+                needed = self._layout.buffers_of(header, parsed)
+            except (struct.error, IndexError):
+                return  # libarrow will say what is wrong with it
+            if needed is not None and needed != parsed.buffer_count:
+                raise RemoteProtocolError(
+                    f"message {sequence} has {parsed.buffer_count} buffers; by the schema it has {needed}. Does the "
+                    "peer send those of earlier messages again, as the C++ example does?"
+                )
 
     def disconnected(self) -> None:
         """The peer is gone. Raises RemoteProtocolError, naming the gap, unless nothing is missing."""
