@@ -147,6 +147,8 @@ class Broadcast(Dataset):
     `limit` is how many bytes of it may be held in shared memory. Close it after use.
     """
 
+    divisible = False  # each connection has its own place in the stream
+
     def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
         if not isinstance(live, Live):
             raise OptionError(f"live is a dissociated.Live, not {live!r}")

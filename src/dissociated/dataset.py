@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, FormatError, OptionError, SourceError
+from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.columns import only, selected, sliced
-from dissociated.ipc.files import open_either
 from dissociated.ipc.options import WriteOptions, given
-from dissociated.ipc.split import SplitMessage, split
+from dissociated.ipc.split import Pair, SplitMessage, Validated, batches, split
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.memory.shared import Backing
 from dissociated.message import Buffer, FileSpan, Message
@@ -63,6 +63,8 @@ class Dataset(ABC):
 
     rows: int | None = None
     nbytes: int | None = None
+    #: Whether metadata can be had over one connection, and bodies over another.
+    divisible = True
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name
@@ -146,6 +148,7 @@ class LiveDataset(StreamedDataset):
         self._first = first if one_shot else None
         self._open_reader = open_reader
         self._one_shot = one_shot
+        self.divisible = not one_shot
         self._lock = threading.Lock()
         self.options = options
         self.open_columns = open_columns
@@ -415,15 +418,18 @@ class TableDataset(StaticDataset):
     def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
         super().__init__(name, table.schema)
         self.rows = table.num_rows
-        self.nbytes = table.nbytes
+        # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
+        crashes = any(_has_union(field.type) for field in table.schema)
+        self.nbytes = table.get_total_buffer_size() if crashes else table.nbytes
         self._table = table
         self._options = options
         self._packed: list[StaticMessage] | None = None
         self._segments: SegmentsDataset | None = None
         self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
+        self._validated = Validated()
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return self._table.to_reader()
+        return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
 
     def packed(self) -> Sequence[StaticMessage]:
         with self._lock:
@@ -437,6 +443,14 @@ class TableDataset(StaticDataset):
                 segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
                 self._segments = SegmentsDataset(self.name, [segment])
             return self._segments.mapped()
+
+
+def _has_union(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _has_union(type_.storage_type)
+    if pa.types.is_dictionary(type_):
+        return _has_union(type_.value_type)
+    return pa.types.is_union(type_) or any(_has_union(type_.field(index).type) for index in range(type_.num_fields))
 
 
 class SegmentsDataset(StaticDataset):
@@ -476,12 +490,12 @@ class SegmentsDataset(StaticDataset):
         ]
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return pa.RecordBatchReader.from_batches(self.schema, self._batches())
+        return BatchReader(self.schema, self._batches())
 
-    def _batches(self) -> Iterator[pa.RecordBatch]:
+    def _batches(self) -> Iterator[Pair]:
         with source_blamed(self.name):
             for segment in self.segments:
-                yield from open_either(segment.region.memory)
+                yield from segment.batches()
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages

@@ -26,9 +26,9 @@ from dissociated.errors import (
     SourceError,
     TransportError,
 )
-from dissociated.ipc.batches import BatchReader, Pair
+from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.options import WriteOptions
-from dissociated.ipc.split import batches
+from dissociated.ipc.split import Pair, batches
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.selection import MAGIC, PARAMETER, Selection, parse_identifier
@@ -344,9 +344,12 @@ class Server:
         """The URIs that `name` can be requested at, one for each listener.
 
         `streams` is "both", or one of "metadata" and "bodies" for clients that ask for the two separately.
-        `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound.
+        `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound, and SourceError where
+        two connections cannot share it: each would have its own place in a live stream, or its own reading.
         """
         found, wanted = self.dataset(name), Streams[streams.upper()]
+        if wanted is not Streams.BOTH and not found.divisible:
+            raise SourceError(f"{name!r} is read once: metadata and bodies come over one connection, or not at all")
         return [str(self._location(one, found, wanted, bodies == "packed")) for one in self._listeners]
 
     def listening(self) -> list[str]:
@@ -361,8 +364,10 @@ class Server:
     def reference_locations(self, found: Dataset) -> list[str]:
         """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
 
-        It needs UCX without error handling: `ucx:?err_mode=none`.
+        It needs UCX without error handling: `ucx:?err_mode=none`. There are none for what two connections cannot share.
         """
+        if not found.divisible:
+            return []
         places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
         return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _APART]
 

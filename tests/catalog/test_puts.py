@@ -54,10 +54,11 @@ def nothing_has_changed(uri: str, stage: Path) -> None:
 
 #: Puts batches for ever, until it ends in the way that it is told.
 WRITER = """
-import os, sys, time
+import signal, sys, time
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 uri, kind, end = sys.argv[1:]
 BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
 
@@ -86,6 +87,16 @@ else:
         with writer:  # which says, when it is left, that this was all
             for batch in batches():
                 writer.write_batch(batch)
+"""
+
+
+#: `dissociated`, also where a shell has Ctrl-C ignored.
+COMMAND = """
+import signal
+from dissociated.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+raise SystemExit(main())
 """
 
 
@@ -167,7 +178,7 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
 @pytest.mark.parametrize("place", ["catalog"], indirect=True)
 def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[str, Path], tmp_path: Path) -> None:
     uri, stage = place
-    put = [sys.executable, "-m", "dissociated", "put"]
+    put = [sys.executable, "-c", COMMAND, "put"]
     failed = subprocess.run(
         [*put, corrupt(tmp_path / "broken.parquet"), f"{uri}/d"], capture_output=True, text=True, timeout=PATIENCE
     )

@@ -91,6 +91,20 @@ def test_the_socket_of_a_server_that_lives_is_left_alone(tmp_path: Path) -> None
         SHM.connect(uri, PATIENCE).close()
 
 
+def test_a_server_that_lives_does_not_see_who_looks_whether_it_does() -> None:
+    """It would take that for a client, and write of it in its log."""
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(runtime_directory() / "other.sock"))
+        other.listen()
+        other.setblocking(False)
+        SHM.listen(Uri.parse("shm:")).close()
+        with pytest.raises(BlockingIOError):
+            other.accept()
+    assert (runtime_directory() / "other.sock").exists()
+    SHM.listen(Uri.parse("shm:")).close()  # which finds it dead now
+    assert not (runtime_directory() / "other.sock").exists()
+
+
 def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("precious")
     with pytest.raises(TransportError, match="in use"):

@@ -21,8 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.errors import CatalogError, DissociatedError
-from dissociated.ipc.batches import Pair
-from dissociated.ipc.split import Validator
+from dissociated.ipc.split import Pair, Validator
 
 _METADATA = "dissociated.metadata"
 _FIRST = "dissociated.first"
@@ -90,13 +89,18 @@ def received(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool)
 # DoGet
 
 
-def sent(pairs: Iterator[Pair]) -> Iterator[Any]:
-    """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between."""
+def sent(schema: pa.Schema, pairs: Iterator[Pair]) -> Iterator[Any]:
+    """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between.
+
+    Raises SourceError before a batch on which libarrow would abort.
+    """
+    validator = Validator(schema)
     following = next(pairs, None)
 
     def run() -> Iterator[pa.RecordBatch]:
         nonlocal following
         while following is not None:
+            validator.check(following[0])
             yield following[0]
             following = next(pairs, None)
             if following is not None and following[1]:

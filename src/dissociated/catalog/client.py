@@ -35,10 +35,11 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
-from dissociated.ipc.batches import BatchReader, Pair
+from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.columns import between, selected, sliced
 from dissociated.ipc.options import ReadOptions, given
-from dissociated.ipc.split import batches
+from dissociated.ipc.reader import named
+from dissociated.ipc.split import Pair, batches
 from dissociated.ipc.tensor import Tensor
 from dissociated.message import MAX_BODY
 from dissociated.protocol.selection import Selection
@@ -162,23 +163,39 @@ class CatalogClient:
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
         criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_asking()}).encode()
-        return self._call(lambda: [_info(found) for found in self._client.list_flights(criteria, self._options())])
+
+        def found() -> list[DatasetInfo]:
+            try:
+                return [_info(one) for one in self._client.list_flights(criteria, self._options())]
+            except NotImplementedError:
+                raise CatalogError(
+                    f"the server at {self.uri} does not list what it has (it has no ListFlights): "
+                    "ask for a dataset by its name"
+                ) from None
+
+        return self._call(found)
 
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
         """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
-        asked = {"name": name, **_asking(), **({} if version is None else {"version": version})}
-        try:
-            return self._describe(json.dumps(asked))
-        except CatalogError as refused:
-            if version is not None or isinstance(refused, DatasetNotFound):
-                raise
+        describe = self._flight.FlightDescriptor
+        ours = {"name": name, **_asking(), **({} if version is None else {"version": version})}
+        ways = [describe.for_command(json.dumps(ours))]
+        if version is None:
+            ways += describe.for_command(name), describe.for_path(name)  # as other servers may understand it
+        unknown = False
+        for way in ways:
             try:
-                return self._describe(name)  # all that the reference understands
-            except CatalogError:
-                raise refused from None
+                return self._described(way)
+            except CatalogUnreachable:
+                raise
+            except CatalogError as error:
+                refused = error
+                unknown = unknown or isinstance(error, DatasetNotFound)
+        if unknown and not isinstance(refused, DatasetNotFound):
+            raise DatasetNotFound(f"the server at {self.uri} knows no dataset {name!r}") from None
+        raise refused
 
-    def _describe(self, command: str) -> DatasetInfo:
-        descriptor = self._flight.FlightDescriptor.for_command(command)
+    def _described(self, descriptor: Any) -> DatasetInfo:
         return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
@@ -200,7 +217,7 @@ class CatalogClient:
         wanted = self._flight.Ticket(ticket)
         told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._call(lambda: self._client.do_get(wanted, told))
-        schema = self._call(lambda: reader.schema)
+        schema = self._call(lambda: named(reader.schema))
         options.check_depth(schema)
 
         def chunks() -> Iterator[Any]:
@@ -648,7 +665,7 @@ def _info(found: Any) -> DatasetInfo:
     about = json.loads(found.app_metadata or b"{}")
     return DatasetInfo(
         name=b"/".join(found.descriptor.path).decode() if found.descriptor.path else found.descriptor.command.decode(),
-        schema=found.schema,
+        schema=named(found.schema),
         rows=found.total_records if found.total_records >= 0 else None,
         nbytes=found.total_bytes if found.total_bytes >= 0 else None,
         endpoints=tuple(

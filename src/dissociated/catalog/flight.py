@@ -121,7 +121,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with self._answering():
             reader = self._service.open(ticket.ticket)
-        return flight.GeneratorStream(reader.schema, _told(sent(batches(reader))))
+        return flight.GeneratorStream(reader.schema, _told(sent(reader.schema, batches(reader))))
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
         with self._answering():

@@ -76,8 +76,8 @@ from dissociated.errors import (
     TransportError,
     UriError,
 )
-from dissociated.ipc.batches import BatchReader, Pair
-from dissociated.ipc.split import Validator, batches
+from dissociated.ipc.batches import BatchReader
+from dissociated.ipc.split import Pair, Validator, batches
 from dissociated.protocol.selection import parse_identifier
 from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
 from dissociated.store.stage import boot_id, directory_id, host_name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,6 +16,8 @@ import pyarrow as pa
 
 from dissociated.cli import access, text
 from dissociated.errors import DissociatedError, UriError
+from dissociated.ipc.split import Validator, batches
+from dissociated.store.files import NewFile
 
 SUMMARY = "copy a dataset into a file"
 DESCRIPTION = """\
@@ -82,19 +85,38 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _copy(reader: pa.RecordBatchReader, output: str, open_format: _Open) -> tuple[int, int]:
     rows = nbytes = 0
+    validator = Validator(reader.schema)
+    is_ipc = open_format in (pa.ipc.new_file, pa.ipc.new_stream)
     with ExitStack() as stack:
-        if output == "-":
-            sink: Any = sys.stdout.buffer
-        else:
-            partial = Path(f"{output}.{os.getpid()}.part")
-            stack.callback(partial.unlink, missing_ok=True)
-            sink = stack.enter_context(pa.OSFile(str(partial), "wb"))
+        sink = sys.stdout.buffer if output == "-" else stack.enter_context(_whole(Path(output)))
         with open_format(sink, reader.schema) as writer:
-            for batch in reader:
-                writer.write_batch(batch)
+            for batch, metadata in batches(reader):
+                validator.check(batch, full=not is_ipc)  # other formats look at the values
+                writer.write_batch(batch, **({"custom_metadata": metadata} if is_ipc else {}))
                 rows += batch.num_rows
                 nbytes += batch.get_total_buffer_size()  # nbytes crashes on an empty sparse union
-        if output != "-":
-            sink.close()
-            partial.replace(output)
     return rows, nbytes
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Any]:
+    """A file for `path`, which it replaces when it is whole. Before, it has no name: who is killed leaves nothing."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    file = NewFile(part)
+    if part.exists():  # this file system knows no files without a name
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        os.fchmod(file.descriptor, 0o666 & ~_umask())
+        with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
+            yield sink
+    except BaseException:
+        file.abort()
+        raise
+    file.commit(0)
+    part.replace(path)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

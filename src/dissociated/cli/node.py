@@ -10,9 +10,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dissociated import log
 from dissociated.cli import access, text
+
+if TYPE_CHECKING:
+    from dissociated.store.node import Node
 
 SUMMARY = "serve a store of segments, one for each host"
 DESCRIPTION = """\
@@ -23,6 +27,7 @@ When the store reaches its limit, the policy says what happens: whoever writes i
 that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
 
 _TICK = 0.5  # seconds between looks at whether anybody is there
+_SURE = 3  # looks after which a node that was started for nothing ends
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     access.add_serving_arguments(parser, peers=True)
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -120,6 +126,9 @@ def run(arguments: argparse.Namespace) -> None:
             with suppress(BrokenPipeError):  # whoever started it may have been killed: others wait for it too
                 os.write(arguments.ready_fd, f"{node.uri}\n".encode())
             os.close(arguments.ready_fd)
+        if arguments.starter_fd is not None:
+            follow = threading.Thread(target=_follow, args=(arguments.starter_fd, node, stop), daemon=True)
+            follow.start()
         busy = time.monotonic()
         while not stop.wait(None if arguments.idle_exit is None else _TICK):
             if not node.idle:
@@ -127,3 +136,16 @@ def run(arguments: argparse.Namespace) -> None:
             elif time.monotonic() - busy > arguments.idle_exit:
                 break
         node.drain(arguments.drain)
+
+
+def _follow(starter: int, node: Node, stop: threading.Event) -> None:
+    """Stop when whoever has started this node is gone, nothing has been committed by then, and nobody else is there."""
+    before = node.store.versions()
+    os.read(starter, 1)  # which ends when the other end is closed
+    os.close(starter)
+    idle = 0
+    while idle < _SURE and not stop.wait(_TICK):
+        if node.store.versions() != before:
+            return
+        idle = idle + 1 if node.idle else 0
+    stop.set()

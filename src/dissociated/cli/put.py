@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dissociated.cli import access, text
@@ -47,8 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         if source.schema != schema:
             raise SourceError(f"{file} has another schema than {arguments.file[0]}, so they are not one dataset")
     pairs = (pair for source in sources for pair in batches(source.open_reader()))
-    catalog = _catalog(arguments.uri, arguments.store)  # last: a node that is started for nothing would stay
-    with access.client(catalog, arguments) as client:
+    with _catalog(arguments.uri, arguments.store) as catalog, access.client(catalog, arguments) as client:
         rows = client.put(name, BatchReader(schema, pairs), mode=mode, tags=asked.tags, ttl=asked.ttl)
     print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
 
@@ -68,10 +69,17 @@ def _name(uri: str) -> str:
     return name
 
 
-def _catalog(uri: str, store: Path | None) -> str:
-    """Where it goes: a name alone goes to the node of this host."""
+@contextmanager
+def _catalog(uri: str, store: Path | None) -> Iterator[str]:
+    """Where it goes: a name alone goes to the node of this host, which ends with us if it was started for nothing."""
     if "://" in uri:
-        return text.split_name(uri)[0]
+        yield text.split_name(uri)[0]
+        return
     from dissociated.store.node import ensure
 
-    return ensure(store).uri
+    read, write = os.pipe()
+    try:
+        yield ensure(store, starter=read).uri
+    finally:
+        os.close(read)
+        os.close(write)

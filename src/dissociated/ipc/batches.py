@@ -8,18 +8,15 @@ batch by batch, from where their buffers lie.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 
 from dissociated.ipc.join import Messages, source
 from dissociated.ipc.options import WriteOptions
-from dissociated.ipc.split import SplitMessage, Splitter
+from dissociated.ipc.split import Pair, SplitMessage, Splitter
 from dissociated.message import Buffer
 from dissociated.protocol.header import buffer_extents, relocate
-
-#: A record batch and its metadata, None without any.
-Pair: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
 
 _ALIGNMENT = 8  # which libarrow asks of buffers in a body
 

@@ -7,8 +7,8 @@ from itertools import islice
 
 import pyarrow as pa
 
-from dissociated.ipc.batches import BatchReader, Pair
-from dissociated.ipc.split import batches
+from dissociated.ipc.batches import BatchReader
+from dissociated.ipc.split import Pair, batches
 
 
 def only(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:

@@ -44,7 +44,13 @@ def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
 def read_schema(header: bytes, blame: type[DissociatedError]) -> pa.Schema:
     """The schema of this flatbuffer."""
     with blamed(blame):
-        return pa.ipc.read_schema(pa.py_buffer(encapsulate(header)))
+        return named(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
+
+
+def named(schema: pa.Schema) -> pa.Schema:
+    """The same. Raises UnicodeDecodeError now where a column has a name that pyarrow cannot tell later."""
+    assert schema.names is not None
+    return schema
 
 
 class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

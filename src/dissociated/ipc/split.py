@@ -6,7 +6,7 @@ reference. Only what libarrow itself must allocate (rebased offsets of a slice, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +21,8 @@ from dissociated.protocol.header import Header, parse_header
 
 #: Of a batch or of a file: a dict, or what pyarrow gives.
 Metadata: TypeAlias = "pa.KeyValueMetadata | Mapping[str | bytes, str | bytes]"
+#: A record batch and its metadata, None without any.
+Pair: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
 
 
 class SplitMessage(NamedTuple):
@@ -206,6 +208,22 @@ class Validator:
             raise SourceError(f"a record batch is not valid: {error}") from None
 
 
+class Validated:
+    """Remembers how much of a stream that stays has been validated, so that this is done once."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+
+    def check(self, schema: pa.Schema, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """The same batches, which begin with the first of the stream. Raises SourceError where one is not valid."""
+        validator = Validator(schema)
+        for number, pair in enumerate(pairs):
+            if number >= self._batches:
+                validator.check(pair[0], full=True)
+                self._batches = number + 1
+            yield pair
+
+
 def _has_children(type_: pa.DataType) -> bool:
     if isinstance(type_, pa.BaseExtensionType):
         return _has_children(type_.storage_type)
@@ -230,7 +248,7 @@ def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> 
         yield from splitter.split(batch, metadata)
 
 
-def batches(reader: pa.RecordBatchReader) -> Iterator[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]:
+def batches(reader: pa.RecordBatchReader) -> Iterator[Pair]:
     """What `reader` gives, each batch with its metadata."""
     if not isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
         for batch in reader:

@@ -201,12 +201,15 @@ def ensure(
     flight: str = "grpc://127.0.0.1:0",
     idle_exit: float | None = None,
     options: Sequence[str] = (),
+    starter: int | None = None,
     timeout: float = 30.0,
 ) -> Address:
     """The node of the store in `directory`, which is started where there is none.
 
     The node is a process of its own, that goes on when this one ends; all options but `directory` and `timeout` are
-    for one that is started. With `idle_exit` it ends when nobody has read or written for so many seconds; what is
+    for one that is started. `starter` is the end of a pipe that is read from, and stays yours: when its other end has
+    been closed everywhere, a node that was started ends, too, if nothing has been committed and nobody is there. With
+    `idle_exit` it ends when nobody has read or written for so many seconds; what is
     committed stays. `options` are further ones of the command `dissociated node`, as those for access. However many
     processes ask at once, one node is started. Raises StoreError where none answers
     within `timeout` seconds, with what it said.
@@ -224,7 +227,7 @@ def ensure(
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _alone(store, deadline):
         found = running(store)
-        return found if found is not None else _start(store, arguments, deadline)
+        return found if found is not None else _start(store, arguments, deadline, starter)
 
 
 @contextlib.contextmanager
@@ -242,8 +245,10 @@ def _alone(store: Path, deadline: float) -> Iterator[None]:
         yield
 
 
-def _start(store: Path, arguments: Sequence[str], deadline: float) -> Address:
+def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> Address:
     log = store / _LOG
+    if starter is not None:
+        arguments = [*arguments, "--starter-fd", str(starter)]
     read, write = os.pipe()
     with os.fdopen(read) as told:
         try:
@@ -253,7 +258,7 @@ def _start(store: Path, arguments: Sequence[str], deadline: float) -> Address:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=(write,),
+                    pass_fds=(write,) if starter is None else (write, starter),
                     start_new_session=True,
                     cwd="/",
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,11 +17,12 @@ import pyarrow as pa
 
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.ipc.encapsulated import Encapsulated
+from dissociated.ipc.files import FileReader, open_either
 from dissociated.ipc.index import Index
 from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.reader import read_schema
 from dissociated.ipc.sink import DescriptorSink, Sink
-from dissociated.ipc.split import Metadata, Splitter, batches
+from dissociated.ipc.split import Metadata, Pair, Splitter, Validated, batches
 from dissociated.ipc.writer import EncapsulatedWriter
 from dissociated.memory.region import Region
 from dissociated.memory.shared import (
@@ -55,6 +56,7 @@ class Segment:
         weakref.finalize(self, os.close, descriptor)
         self.name = name
         self.backing = backing
+        self._validated = Validated()
         try:
             with explained(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
@@ -106,6 +108,19 @@ class Segment:
     def nbytes(self) -> int:
         """How many bytes the bodies have together."""
         return self.index.body_size
+
+    def batches(self) -> Iterator[Pair]:
+        """Its record batches, to leave this process through libarrow: each is validated, the first time.
+
+        Raises SourceError and FormatError where one is damaged.
+        """
+        reader = open_either(self.region.memory)
+        pairs = (
+            map(reader.get_batch_with_custom_metadata, range(reader.num_record_batches))
+            if isinstance(reader, FileReader)
+            else batches(reader)
+        )
+        return self._validated.check(self.schema, pairs)
 
     def body(self, message: Encapsulated) -> Buffer:
         """The packed body of `message`, which lies in the mapping."""

@@ -297,13 +297,13 @@ def _remove_stale(path: str) -> None:
     """Remove the socket of a server that died. Anything else is left, and bind then fails."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    probe.setblocking(False)  # a server that lives may be too busy to answer
+    # Of another kind, so that a server that lives is not connected to, but for the error that says so: EPROTOTYPE.
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         probe.connect(path)
     except ConnectionRefusedError:
         os.unlink(path)
     except OSError:
-        pass  # nothing there, or not for us
+        pass  # it lives, or is not for us, or is not there any more
     finally:
         probe.close()

@@ -1,0 +1,124 @@
+"""What a command leaves behind that fails or is killed: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dissociated as dis
+from dissociated.store.node import ensure, running
+from helpers import PATIENCE, wait_until
+
+BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
+
+#: `dissociated`, also where a file system knows no files without a name.
+COMMAND = """
+import os
+from dissociated.cli import main
+
+if "NAMED" in os.environ:
+    os.O_TMPFILE = os.O_DIRECTORY  # so that open says EISDIR, as there
+raise SystemExit(main())
+"""
+
+
+def command(*arguments: str | Path, named: bool = False) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **({"NAMED": "1"} if named else {})},
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode
+    return said
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["nameless", "named"])
+def test_get_that_is_killed_leaves_what_was_there(tmp_path: Path, named: bool) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[pa.RecordBatch]:
+        yield BATCH
+        asked.set()
+        go_on.wait(PATIENCE)
+        yield BATCH
+
+    output = tmp_path / "out.arrow"
+    output.write_text("old")
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("slow", lambda: pa.RecordBatchReader.from_batches(BATCH.schema, slow()))
+        for number in (signal.SIGTERM,) if named else (signal.SIGTERM, signal.SIGKILL):
+            asked.clear()
+            with command("get", f"{server.catalog_uri}/slow", "-o", output, named=named) as process:
+                assert asked.wait(PATIENCE)
+                process.send_signal(number)
+                ended(process)
+            assert os.listdir(tmp_path) == ["out.arrow"]
+            assert output.read_text() == "old"
+        go_on.set()
+        with command("get", f"{server.catalog_uri}/slow", "-o", output, named=named) as process:
+            process.communicate(timeout=PATIENCE)
+        assert pa.ipc.open_file(output).read_all() == pa.Table.from_batches([BATCH] * 2)
+        assert os.listdir(tmp_path) == ["out.arrow"]
+        mask = os.umask(0)
+        os.umask(mask)
+        assert output.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def corrupt(path: Path) -> Path:
+    """A Parquet file whose last row group cannot be read, and whose footer can."""
+    pq.write_table(pa.table({"n": range(1000)}), path, row_group_size=250, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(3).column(0).data_page_offset
+    content[start : start + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    return path
+
+
+def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with command("put", tmp_path / "nowhere.parquet", "d", "--store", store) as process:
+        assert "there is no such file" in ended(process)
+    assert not store.exists()
+    with command("put", corrupt(tmp_path / "corrupt.parquet"), "d", "--store", store) as process:
+        assert "the source of 'd' failed" in ended(process)
+    wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
+    wait_until(lambda: not (store / "node.json").exists(), "it says so")
+    large = tmp_path / "large.arrow"
+    with pa.ipc.new_file(large, BATCH.schema) as writer:
+        for _ in range(20_000):
+            writer.write_batch(BATCH)
+    with command("put", large, "d", "--store", store) as process:
+        wait_until(lambda: (store / "staging").exists() and os.listdir(store / "staging"), "it has begun to write")
+        process.kill()
+        ended(process)
+    wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
+
+
+def test_a_node_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    read, write = os.pipe()
+    node = ensure(store, starter=read)
+    try:
+        with dis.connect(node.uri) as client:
+            client.put("d", pa.Table.from_batches([BATCH]))
+            os.close(write)
+            os.close(read)
+            time.sleep(2)  # longer than a node takes that is not needed
+            assert client.read("d").read_all().num_rows == 1000
+    finally:
+        os.kill(node.pid, signal.SIGTERM)
