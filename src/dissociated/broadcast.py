@@ -14,14 +14,12 @@ A consumer that joins late gets the schema and the dictionaries as they are, and
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import pyarrow as pa
 
@@ -32,7 +30,7 @@ from dissociated.ipc.join import Messages, join
 from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.split import SplitMessage, Splitter, split
 from dissociated.memory.live import LiveMemory, LiveRegion
-from dissociated.message import Buffer, FileSpan
+from dissociated.message import Buffer
 from dissociated.protocol.header import Header, HeaderType, buffer_extents
 from dissociated.protocol.layout import dictionary_of
 from dissociated.protocol.projection import Projection
@@ -65,7 +63,7 @@ class Part(NamedTuple):
 
     header: bytes
     parsed: Header
-    body: Sequence[Buffer | FileSpan] | None
+    body: Sequence[Buffer] | None
     region: LiveRegion | None = None
     extents: Sequence[tuple[int, int]] = ()
 
@@ -280,9 +278,9 @@ class Broadcast(Dataset):
                 return
             taking = self._taking
             offsets, lengths = buffer_extents(message.header, message.parsed)
+            body = (region.body(at, length),) if length else ()
             placed = region.hold(length, zip(offsets, lengths, strict=True), len(taking))
-            span = FileSpan(region.descriptor, at, length)
-            part = Part(message.header, message.parsed, (span,) if length else (), region, placed)
+            part = Part(message.header, message.parsed, body, region, placed)
             if message.parsed.type is HeaderType.DICTIONARY_BATCH:
                 id_, is_delta = dictionary_of(message.header)
                 self._dictionaries[id_] = [*(self._dictionaries.get(id_, ()) if is_delta else ()), message]
@@ -386,14 +384,6 @@ class BroadcastColumns(Dataset):
         return BroadcastColumns(self._whole, tuple(self._indices[index] for index in indices))
 
 
-def in_memory(parts: Sequence[Buffer | FileSpan], up_to: float = inf) -> list[Any]:
-    """The same parts, with those in files that are shorter than `up_to` read from there."""
-    return [
-        os.pread(part.descriptor, len(part), part.offset) if isinstance(part, FileSpan) and len(part) < up_to else part
-        for part in parts
-    ]
-
-
 def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
     """What libarrow joins, in this process."""
     try:
@@ -403,7 +393,7 @@ def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
                 woken.wait()
                 woken.clear()
                 continue
-            body = None if part.body is None else b"".join(map(memoryview, in_memory(part.body)))
+            body = None if part.body is None else b"".join(part.body)
             consumer.free(part.addresses)
             yield part.header, body
     finally:

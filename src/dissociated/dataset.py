@@ -25,7 +25,7 @@ from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.split import Pair, SplitMessage, Validated, batches, split
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.memory.shared import Backing
-from dissociated.message import Buffer, FileSpan, Message
+from dissociated.message import Buffer, Message
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.header import Header, HeaderType
@@ -33,7 +33,7 @@ from dissociated.protocol.projection import Chosen, Projection
 from dissociated.protocol.selection import Selection
 from dissociated.protocol.sender import Body, encode_message
 from dissociated.protocol.tags import BodyKind
-from dissociated.store.segment import MIN_SPAN, Segment
+from dissociated.store.segment import Segment
 from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
@@ -218,8 +218,7 @@ class _LiveBatches(StreamedDataset):
 class StaticMessage(NamedTuple):
     """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
 
-    `segment` numbers the segment that it lies in, and `spans` are the packed body in parts of which some lie in a
-    file, if it is worth sending from there.
+    `segment` numbers the segment that it lies in.
     """
 
     header: bytes
@@ -227,7 +226,6 @@ class StaticMessage(NamedTuple):
     packed: Sequence[Buffer] | None
     extents: Sequence[tuple[int, int]] | None = None
     segment: int = 0
-    spans: Sequence[Buffer | FileSpan] | None = None
 
 
 class Group(NamedTuple):
@@ -371,10 +369,6 @@ def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
     if chosen.header is message.header:
         return message
     packed = chosen.body(message.packed or ())
-    spans: list[Buffer | FileSpan] | None = None
-    if message.spans is not None:
-        both = zip(packed, chosen.body(message.spans), strict=True)  # one piece in memory, or one in the file
-        spans = [span if len(span) >= MIN_SPAN else piece for piece, span in both]
     extents = None
     if message.extents is not None:
         extents = [message.extents[index] for index in chosen.indices]
@@ -383,7 +377,6 @@ def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
         parsed=chosen.parsed,
         packed=packed,
         extents=extents,
-        spans=spans,
     )
 
 
@@ -401,8 +394,6 @@ def _encode(
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
                 leased += (address for address, length in message.extents if length)
-            elif message.spans is not None and connection.sends_files:
-                body = Body(BodyKind.PACKED, message.spans)
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += encode_message(sequence, message.header, body, streams)
@@ -482,7 +473,6 @@ class SegmentsDataset(StaticDataset):
                 (segment.body(message),) if message.parsed.has_body else None,
                 segment.addresses(message) if message.parsed.has_body else None,
                 index,
-                segment.spans(message),
             )
             for index, segment in enumerate(segments)
             for message in segment.messages

@@ -16,42 +16,21 @@ MAX_BODY = 1 << 34
 MAX_METADATA = 1 << 28
 
 
-class FileSpan:
-    """Bytes that lie in a file: a part of a message for connections that can send them from there.
-
-    The descriptor is borrowed, like the memory of other parts.
-    """
-
-    __slots__ = ("_length", "descriptor", "offset")
-
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self.descriptor = descriptor
-        self.offset = offset
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def slice(self, begin: int, end: int) -> FileSpan:
-        """The bytes from `begin` to `end` of these."""
-        return FileSpan(self.descriptor, self.offset + begin, end - begin)
-
-
-def cutter(parts: Sequence[Buffer | FileSpan]) -> Callable[[int, int], list[Buffer | FileSpan]]:
+def cutter(parts: Sequence[Buffer]) -> Callable[[int, int], list[Buffer]]:
     """A function that gives the bytes from one position to another of what `parts` are one after the other.
 
     They are given by reference.
     """
     ends = [*accumulate(map(len, parts))]
 
-    def cut(begin: int, end: int) -> list[Buffer | FileSpan]:
+    def cut(begin: int, end: int) -> list[Buffer]:
         pieces = []
         for index in range(bisect_right(ends, begin), len(parts)):
             part, at = parts[index], ends[index] - len(parts[index])
             if at >= end:
                 break
             first, last = max(begin - at, 0), min(end - at, len(part))
-            pieces.append(part.slice(first, last) if isinstance(part, FileSpan) else memoryview(part)[first:last])
+            pieces.append(memoryview(part)[first:last])
         return pieces
 
     return cut
@@ -60,13 +39,12 @@ def cutter(parts: Sequence[Buffer | FileSpan]) -> Callable[[int, int], list[Buff
 class Message(NamedTuple):
     """A delimited message, tagged or not ("Requirements").
 
-    `tag` is None for an untagged message. `parts` are buffers, or spans of files on a connection that
-    `sends_files`. They are sent one after the other and arrive as one; they are
+    `tag` is None for an untagged message. `parts` are sent one after the other and arrive as one; they are
     borrowed until the send returns and never joined on the way.
     """
 
     tag: int | None
-    parts: Sequence[Buffer | FileSpan]
+    parts: Sequence[Buffer]
 
 
 class Incoming(NamedTuple):

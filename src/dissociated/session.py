@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from math import inf
 from typing import TYPE_CHECKING
 
-from dissociated.broadcast import Broadcast, BroadcastColumns, Consumer, Part, in_memory
+from dissociated.broadcast import Broadcast, BroadcastColumns, Consumer, Part
 from dissociated.dataset import Dataset, StaticDataset, StreamedDataset, source_blamed
 from dissociated.errors import (
     ColumnNotFound,
@@ -31,7 +30,6 @@ from dissociated.protocol.selection import MAX_IDENTIFIER, Selection, parse_iden
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
-from dissociated.store.segment import MIN_SPAN
 from dissociated.transport.base import Connection
 
 if TYPE_CHECKING:
@@ -261,7 +259,9 @@ class Session:
         if mapped and part.region is not None and addresses and part.parsed.body_length > self._server.inline_limit:
             self._share(part.region)
             return self._leased(part.extents), addresses
-        return Body(BodyKind.PACKED, in_memory(part.body, MIN_SPAN if self._connection.sends_files else inf)), set()
+        # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
+        by_reference = self._connection.copies and not mapped
+        return Body(BodyKind.PACKED, part.body if by_reference else [*map(bytes, part.body)]), set()
 
     def _room(self, length: int) -> LiveRegion | None:
         """The live region that takes a body of this length, after waiting for frees if need be; None for inline.

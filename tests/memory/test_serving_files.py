@@ -1,4 +1,4 @@
-"""A file that is served takes no memory of the server's, whoever reads it how often."""
+"""A file that is served takes no memory of the server's own, whoever reads it how often."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def server(file: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def resident(pid: int) -> int:
-    """Resident memory of a process of any kind, mapped files included, in bytes."""
+    """Resident memory of a process's own, without pages of files, which the kernel may take back; in bytes."""
     fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -10,9 +10,18 @@ import mmap
 import os
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 from dissociated.memory.region import pages, reserve_base
-from dissociated.memory.shared import Backing, create_memfd, explained, reopen_read_only, seal, write_parts
+from dissociated.memory.shared import (
+    Backing,
+    create_memfd,
+    explained,
+    map_read_only,
+    reopen_read_only,
+    seal,
+    write_parts,
+)
 from dissociated.message import Buffer
 
 #: Costs address space alone, in both processes, until it is written.
@@ -79,6 +88,15 @@ class LiveRegion:
         """Write a body where the next one is to lie. `hold` must follow."""
         with explained("shared memory for a live stream"):
             write_parts(self._writable, parts, self.offset)
+
+    def body(self, at: int, length: int) -> memoryview:
+        """What was written there. It changes when it has been freed: only what copies it may be given this."""
+        return self._mapped[at : at + length]
+
+    @cached_property
+    def _mapped(self) -> memoryview:
+        with explained("shared memory for a live stream"):
+            return memoryview(map_read_only(self.descriptor, _SPAN))
 
     def hold(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
         """The rest of `place`, for a body that has been written."""

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.message import Buffer, FileSpan, cutter
+from dissociated.message import Buffer, cutter
 from dissociated.protocol.flatbuffer import Builder, Table, follow, root
 from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.layout import SchemaLayout, dictionary_of
@@ -41,7 +41,7 @@ class Chosen(NamedTuple):
     cuts: Sequence[Cut]
     padding: int
 
-    def body(self, parts: Sequence[Buffer | FileSpan]) -> list[Buffer | FileSpan]:
+    def body(self, parts: Sequence[Buffer]) -> list[Buffer]:
         """Its body, by reference, given the parts of the whole one."""
         cut = cutter(parts)
         pieces = [piece for padding, begin, end in self.cuts for piece in (bytes(padding), *cut(begin, end))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.message import Buffer, FileSpan, Message
+from dissociated.message import Buffer, Message
 from dissociated.protocol.bodies import parse_free
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
@@ -30,7 +30,7 @@ class Body(NamedTuple):
     """A body about to be sent: its bytes, packed or an address list, in parts."""
 
     kind: BodyKind
-    parts: Sequence[Buffer | FileSpan]
+    parts: Sequence[Buffer]
 
 
 def encode_message(sequence: int, header: bytes, body: Body | None, streams: Streams) -> list[Message]:

@@ -35,12 +35,9 @@ from dissociated.memory.shared import (
     seal,
     write_parts,
 )
-from dissociated.message import Buffer, FileSpan
+from dissociated.message import Buffer
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
 from dissociated.store.files import NewFile, Reserve, StagedFile
-
-#: From how many bytes on a body is sent from the file.
-MIN_SPAN = 1 << 17
 
 
 class Segment:
@@ -125,11 +122,6 @@ class Segment:
     def body(self, message: Encapsulated) -> Buffer:
         """The packed body of `message`, which lies in the mapping."""
         return self._memory[message.body_at : message.body_at + message.parsed.body_length]
-
-    def spans(self, message: Encapsulated) -> tuple[FileSpan] | None:
-        """The packed body of `message` as a span of the file; None for a small one, which memory serves better."""
-        length = message.parsed.body_length
-        return (FileSpan(self.descriptor, message.body_at, length),) if length >= MIN_SPAN else None
 
     def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
         """Address and length of each buffer of `message`."""

@@ -47,8 +47,8 @@ class Connection(ABC):
 
     #: Whether regions of memory can be shared over this connection.
     shares_memory: bool = False
-    #: Whether parts of messages may be spans of files.
-    sends_files: bool = False
+    #: Whether the memory of messages may change as soon as `send` has returned: they have been copied by then.
+    copies: bool = False
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
     #: Whether this side can fetch from memory of the peer's that its URI names.
@@ -75,7 +75,8 @@ class Connection(ABC):
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.
 
-        The connection may keep references to the parts until they have been sent: what lies there must not change.
+        The connection may keep references to the parts until they have been sent, unless it `copies`: what lies
+        there must not change.
         On a connection that a listener accepted, what the peer sends meanwhile is kept for `receive`, so that two
         sides which both send cannot block each other for ever.
         """

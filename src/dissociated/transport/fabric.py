@@ -323,7 +323,7 @@ class FabricConnection(NativeConnection):
         if tag is None and size > _MAX_PLAIN:
             tag = _LARGE
         if not parts or (len(parts) > 1 and size <= _JOIN):
-            parts = [b"".join(parts)]  # type: ignore[arg-type]  # no spans of files here
+            parts = [b"".join(parts)]
         return _Outgoing(tag, size, [self._ffi.from_buffer(part) for part in parts])
 
     def _start(self, message: _Outgoing) -> None:

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any
 
 from dissociated.errors import (
@@ -23,7 +22,7 @@ from dissociated.errors import (
     SourceError,
     TransportError,
 )
-from dissociated.message import Buffer, FileSpan, Incoming, Message, Run
+from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framing import (
     MAX_CONTROL,
@@ -55,6 +54,8 @@ def explain(error: OSError, what: str) -> DissociatedError:
         return error
     if isinstance(error, TimeoutError):
         return DeadlineExceeded(f"{what}: no answer in time")
+    if error.errno == errno.EFAULT:  # the memory cannot be read: a mapped file was truncated
+        return SourceError(f"{what}: a file that is being served has become shorter")
     if error.errno in _GONE:
         return ConnectionClosed(f"{what}: the peer closed the connection")
     return TransportError(f"{what}: {error.strerror or error}")
@@ -68,10 +69,11 @@ class SocketConnection(Connection):
     """Framed messages over a connected stream socket, which this object owns.
 
     On an `accepted` connection one thread both sends and receives. A client receives in one thread and gives
-    leases back in another, and sends no spans of files.
+    leases back in another.
     """
 
-    sends_files = True
+    #: Never by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer has it.
+    copies = True
 
     def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
         super().__init__()
@@ -210,18 +212,13 @@ class SocketConnection(Connection):
         at = offset = 0  # of what is not sent yet: which part, and where in it
         while at < len(parts):
             window = parts[at : at + _IOV_MAX]
-            first = window[0]
             try:
-                sent = offset + (
-                    self._send_span(first, offset)
-                    if isinstance(first, FileSpan)
-                    else self._send_buffers(window, offset)
-                )
+                sent = offset + self._send_buffers(window, offset)
             except BlockingIOError:
                 try:
                     self._wait_writable(timeout)
                 except DeadlineExceeded:
-                    self._rest = [_after(first, offset), *parts[at + 1 :]]
+                    self._rest = [_after(window[0], offset), *parts[at + 1 :]]
                     raise
                 continue
             self._torn = True
@@ -235,23 +232,8 @@ class SocketConnection(Connection):
         self._torn = False
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
-        """Send what the socket takes of these parts, from `offset` in the first on, up to the first span of a file."""
-        buffers = [*takewhile(lambda part: not isinstance(part, FileSpan), window)]
-        flags = _SEND_FLAGS if len(buffers) == len(window) else _SEND_FLAGS | socket.MSG_MORE
-        if offset:
-            buffers[0] = memoryview(buffers[0]).cast("B")[offset:]
-        return self._socket.sendmsg(buffers, (), flags)
-
-    def _send_span(self, span: FileSpan, offset: int) -> int:
-        """Send what the socket takes of a span, straight from the file."""
-        self._socket.setblocking(False)  # there is no flag for a single call
-        try:
-            sent = os.sendfile(self._socket.fileno(), span.descriptor, span.offset + offset, len(span) - offset)
-        finally:
-            self._socket.setblocking(True)
-        if not sent:
-            raise SourceError("a file that is being served has become shorter")
-        return sent
+        """Send what the socket takes of these parts, from `offset` in the first on."""
+        return self._socket.sendmsg([_after(window[0], offset), *window[1:]], (), _SEND_FLAGS)
 
     def _wait_writable(self, timeout: float) -> None:
         """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
@@ -299,8 +281,8 @@ def abort_frame(reason: str) -> bytes:
     return encode_frame(FrameKind.ABORT, 0, reason.encode(errors="backslashreplace")[:MAX_CONTROL])
 
 
-def _after(part: Buffer | FileSpan, offset: int) -> Buffer | FileSpan:
-    return part.slice(offset, len(part)) if isinstance(part, FileSpan) else memoryview(part).cast("B")[offset:]
+def _after(part: Buffer, offset: int) -> Buffer:
+    return memoryview(part).cast("B")[offset:] if offset else part
 
 
 def _refuse(tag: int | None, length: int) -> Buffer:

@@ -36,8 +36,6 @@ _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 class TlsConnection(SocketConnection):
     """Framed messages within TLS. `handshake` comes first, on both sides; a client checks that its peer is `host`."""
 
-    sends_files = False  # the kernel would send them as they are
-
     def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext, host: str | None) -> None:
         super().__init__(sock, peer, accepted=host is None)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

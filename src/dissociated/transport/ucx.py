@@ -325,7 +325,7 @@ class UcxConnection(NativeConnection):
 
     def _encode(self, message: Message) -> _Outgoing:
         u = self._ucp
-        parts: list[Buffer] = [part for part in message.parts if len(part)]  # no spans of files: see sends_files
+        parts: list[Buffer] = [part for part in message.parts if len(part)]
         size = sum(map(len, parts))
         if len(parts) > 1 and size > _JOIN:
             pieces = array("Q")
@@ -335,7 +335,7 @@ class UcxConnection(NativeConnection):
                 keep.append(view)
                 pieces.extend((u.address(view), len(view)))
             return _Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, keep)
-        data = parts[0] if len(parts) == 1 else b"".join(parts)  # no spans of files here
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
         return _Outgoing(message.tag, size, u.ffi.from_buffer(data), size, False, None)
 
     def _start(self, message: _Outgoing) -> None:

@@ -1,0 +1,87 @@
+"""Readers that take their time get what they asked for, although that is gone and its pages are written over."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from certificates import Certificates
+from dissociated.errors import DissociatedError
+from dissociated.store.node import Node
+from dissociated.store.store import Store
+from helpers import case, connections_left, wait_until
+from machine import media
+
+from .nodes import put
+
+ROWS = 100_000  # 800 kB in each batch, which a TCP socket holds two of
+FEW_ROWS = 18_000  # 144 kB, which a Unix socket holds one of
+#: Where the server ends a connection as soon as the kernel has everything; over other media it waits for the reader.
+QUEUED = ("tcp", "tls", "shm, packed")
+MEDIA = (*QUEUED, "shm", "ucx", "ucx, rma", "fabric", "inproc")
+ENDS = ("drop", "replace", "append", "expire", "restart")
+
+
+def numbers(first: int, rows: int, batches: int) -> pa.Table:
+    made = [pa.record_batch({"n": np.arange(rows) + first + at * rows}) for at in range(batches)]
+    return pa.Table.from_batches(made)
+
+
+def inodes(store: Path) -> set[int]:
+    return {path.stat().st_ino for path in store.glob("segments/*/*.arrows")}
+
+
+@pytest.mark.parametrize("medium", media(MEDIA))
+def test_a_slow_reader_sees_nothing_of_what_came_later(memory: Path, trusted: Certificates, medium: str) -> None:
+    """It has taken one batch of A when A goes, in whatever way; then B is put, over the pages of A where it can be."""
+    written_over = 0
+    for number, end in enumerate(ENDS * 2 if medium in QUEUED else ENDS):
+        with case(end):
+            written_over += _round(memory / str(number), medium, end, trusted)
+    assert written_over or medium not in QUEUED, "nothing was written over: this test would see nothing"
+
+
+def _round(directory: Path, medium: str, end: str, trusted: Certificates) -> bool:
+    """Returns whether B was written over A while the reader had still something to take."""
+    scheme, _, kind = medium.partition(", ")
+    place = {"tcp": "tcp://127.0.0.1:0", "tls": "tls://127.0.0.1:0"}.get(scheme, f"{scheme}:")
+    options = trusted.options if scheme == "tls" else {}
+    rows, batches = (FEW_ROWS, 2) if medium == "shm, packed" else (ROWS, 3)
+    a, b = numbers(0, rows, batches), numbers(10_000_000, rows, batches)
+    with ExitStack() as nodes:
+        node = nodes.enter_context(Node(Store(directory), [place], retain=0.0, **options))
+        put(node.uri, "a", a, ttl=0.2 if end == "expire" else None)
+        lay = inodes(directory)
+        bodies = "any" if kind == "rma" or medium == "shm" else "packed"
+        (location,) = node.server.locations("a", bodies=bodies)
+        reader = dis.open_stream(location, node.server.ticket("a"), allow_rma=kind == "rma")
+        held = [reader.read_next_batch()]
+        if medium in QUEUED:
+            assert connections_left(node.server) == 0
+        with dis.connect(node.uri) as client:
+            if end == "replace":
+                put(node.uri, "a", b.slice(0, 1))
+            elif end == "expire":
+                wait_until(lambda: client.list() == [], "it expires")
+            else:
+                if end == "append":
+                    put(node.uri, "a", b.slice(0, 1), mode="append")
+                client.drop("a")
+        if end == "restart":
+            nodes.close()
+            node = nodes.enter_context(Node(Store(directory), [place], retain=0.0, **options))
+        put(node.uri, "b", b)
+        written_over = bool(inodes(directory) & lay)
+        try:
+            held += reader
+        except DissociatedError:
+            assert (end, medium in QUEUED) == ("restart", False)  # a server that ends may say so
+        assert pa.Table.from_batches(held).equals(a.slice(0, len(held) * rows)), "bytes of another dataset"
+        assert len(held) == batches or end == "restart"
+        del held, reader
+    return written_over
