@@ -15,8 +15,9 @@ from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
 from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.reader import read_schema
-from dissociated.message import MAX_BODY, Buffer, Message
+from dissociated.message import MAX_BODY, MAX_METADATA, Buffer, Message
 from dissociated.protocol.events import Delivery
+from dissociated.protocol.metadata import PREFIX_SIZE
 from dissociated.protocol.run import Batches
 from dissociated.protocol.selection import PARAMETER, Selection
 from dissociated.stream import Deliveries, Stream
@@ -43,6 +44,7 @@ def open_stream(
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
+    max_metadata: int = MAX_METADATA,
     allow_rma: bool = False,
 ) -> pa.RecordBatchReader:
     """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
@@ -54,8 +56,10 @@ def open_stream(
     `columns` asks for these top-level columns alone, in the order of the schema; so does `included_fields` of
     `options`, which say how batches are decoded. `batches` asks for those from the first number up to the second.
     A server whose URI does not say that it can choose sends everything, and the rest is dropped here. `timeout` is how
-    many seconds the server may be silent, `max_body` the largest body that is taken, in bytes. `allow_rma` lets this
-    process fetch from the server's memory where a URI has a remote_handle; the server could then write to ours.
+    many seconds the server may be silent, `max_body` the largest body that is taken, in bytes, and `max_metadata` the
+    longest metadata of one message. As much may wait for what it has overtaken; at least 4 GiB of bodies, 256 MiB of
+    metadata. `allow_rma` lets this process fetch from the server's memory where a URI has a remote_handle; the server
+    could then write to ours.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
@@ -66,7 +70,7 @@ def open_stream(
     uris = located(uri)
     asked = selection is not None and all(takes_selections(one) for one in uris)
     identifier = selection.identifier(ticket) if selection is not None and asked else ticket
-    stream = request(uris, identifier, timeout, max_body, options.memory_pool, allow_rma)
+    stream = request(uris, identifier, timeout, max_body, max_metadata, options.memory_pool, allow_rma)
     deliveries = stream.deliveries()
     schema = next(deliveries)
     assert isinstance(schema, Delivery)  # no run begins a stream
@@ -126,6 +130,7 @@ def request(
     identifier: bytes,
     timeout: float,
     max_body: int,
+    max_metadata: int,
     pool: pa.MemoryPool | None = None,
     allow_rma: bool = False,
 ) -> Stream:
@@ -140,12 +145,13 @@ def request(
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
         for connection, tag in zip(opened, tags, strict=True):
+            connection.limit_untagged(PREFIX_SIZE + max_metadata)
             try:
                 connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:
                 connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
                 raise
-        stream = Stream(opened, uris[-1].free_data, timeout, max_body, pool=pool)
+        stream = Stream(opened, uris[-1].free_data, timeout, max_body, max_metadata, pool)
         connections.pop_all()  # the stream owns them now
     return stream
 
@@ -159,6 +165,7 @@ async def open_stream_async(
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
+    max_metadata: int = MAX_METADATA,
     allow_rma: bool = False,
 ) -> AsyncStreamReader:
     """`open_stream` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
@@ -173,6 +180,7 @@ async def open_stream_async(
         options=options,
         timeout=timeout,
         max_body=max_body,
+        max_metadata=max_metadata,
         allow_rma=allow_rma,
     )
 

@@ -22,10 +22,10 @@ from dissociated.errors import DissociatedError, FormatError, OptionError, Sourc
 from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.columns import only, selected, sliced
 from dissociated.ipc.options import WriteOptions, given
-from dissociated.ipc.split import Pair, SplitMessage, Validated, batches, split
+from dissociated.ipc.split import Pair, SplitMessage, Splitter, Validated, batches, split
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.memory.shared import Backing
-from dissociated.message import Buffer, Message
+from dissociated.message import Buffer, Message, too_long
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.header import Header, HeaderType
@@ -89,6 +89,12 @@ class Dataset(ABC):
         finally:
             with self._counting:
                 self._readers -= 1
+
+    def check_metadata(self, limit: int) -> None:
+        """Raise SourceError or StoreError where the metadata of a message that is known has more than `limit` bytes."""
+        why = too_long(repr(self.name), len(Splitter(self.schema).schema_message.header), limit)
+        if why is not None:
+            raise SourceError(why)
 
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:
@@ -486,6 +492,10 @@ class SegmentsDataset(StaticDataset):
         with source_blamed(self.name):
             for segment in self.segments:
                 yield from segment.batches()
+
+    def check_metadata(self, limit: int) -> None:
+        for segment in self.segments:
+            segment.check_metadata(limit)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages

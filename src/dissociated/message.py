@@ -16,6 +16,16 @@ MAX_BODY = 1 << 34
 MAX_METADATA = 1 << 28
 
 
+def too_long(what: str, length: int, limit: int) -> str | None:
+    """Why metadata of so many bytes cannot be sent; None where it can."""
+    if length <= limit:
+        return None
+    return (
+        f"{what} has a message with {length:,} bytes of metadata; at most {limit:,} are sent and taken: "
+        "put less into it, or raise max_metadata on the server and on its clients"
+    )
+
+
 def cutter(parts: Sequence[Buffer]) -> Callable[[int, int], list[Buffer]]:
     """A function that gives the bytes from one position to another of what `parts` are one after the other.
 

@@ -30,6 +30,7 @@ from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import Pair, batches
 from dissociated.memory.remote import with_spans
+from dissociated.message import MAX_METADATA
 from dissociated.protocol.events import Streams
 from dissociated.protocol.selection import MAGIC, PARAMETER, Selection, parse_identifier
 from dissociated.session import FREE_DATA, Session, want_tag
@@ -61,7 +62,8 @@ class Server:
     nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory. Who was sent away for
     being too slow keeps what he holds until he lets go: while all of these hold `kept_limit` bytes, four times
     `live_limit` unless you say otherwise, nobody new may read a live stream over shared memory. `inline_limit` is up to
-    which size bodies are sent inline where they could be shared.
+    which size bodies are sent inline where they could be shared. What has more than `max_metadata` bytes of metadata in
+    one message, a schema above all, is not published: clients take no more either, unless they say so.
 
     With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
     themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
@@ -93,6 +95,7 @@ class Server:
         live_limit: int = 1 << 28,
         kept_limit: int | None = None,
         inline_limit: int = 0,
+        max_metadata: int = MAX_METADATA,
         max_connections: int = 1024,
         advertise: str | None = None,
         allow_rma: bool = False,
@@ -110,6 +113,7 @@ class Server:
         self.live_limit = live_limit
         self.kept_limit = 4 * live_limit if kept_limit is None else kept_limit
         self.inline_limit = inline_limit
+        self.max_metadata = max_metadata
         self.max_connections = max_connections
         guarded = security(
             ticket_lifetime=ticket_lifetime, secret=secret, authorize=authorize, tls_cert=tls_cert, tls_key=tls_key
@@ -217,6 +221,7 @@ class Server:
             self._adopt(SegmentsDataset(name, segments))
 
     def _adopt(self, new: Dataset) -> None:
+        new.check_metadata(self.max_metadata)
         with self._lock:
             if self._closed:
                 raise DissociatedError("the server is closed")

@@ -22,7 +22,7 @@ from dissociated.errors import (
 from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveMemory, LiveRegion
-from dissociated.message import Buffer, Incoming, Run
+from dissociated.message import Buffer, Incoming, Message, Run, too_long
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.header import buffer_extents
@@ -218,7 +218,7 @@ class Session:
                     if region is None
                     else self._place(region, message, message.body)
                 )
-            self._connection.send(self._sender.send(message.header, body), self._server.stall_timeout)
+            self._connection.send(self._numbered(wanted, message.header, body), self._server.stall_timeout)
             self._tally.messages += 1
             if body is not None:
                 self._tally.bytes += message.parsed.body_length
@@ -245,11 +245,18 @@ class Session:
                 chosen = wanted.choose(part)
                 if chosen is not None:
                     body, leased = self._body(chosen, mapped and not self._silent)
-                    self._connection.send(self._sender.send(chosen.header, body), self._server.stall_timeout)
+                    self._connection.send(self._numbered(wanted, chosen.header, body), self._server.stall_timeout)
                     self._tally.messages += 1
                     self._tally.bytes += chosen.parsed.body_length if body is not None else 0
             finally:
                 consumer.free(part.addresses - leased)
+
+    def _numbered(self, wanted: Dataset, header: bytes, body: Body | None) -> list[Message]:
+        """The next message of a stream whose metadata nobody could look at before."""
+        why = too_long(repr(wanted.name), len(header), self._server.max_metadata)
+        if why is not None:
+            raise SourceError(why)
+        return self._sender.send(header, body)
 
     def _body(self, part: Part, mapped: bool) -> tuple[Body | None, set[int]]:
         """The body of a message of a broadcast, and what the client holds with it."""

@@ -18,7 +18,7 @@ from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import KEPT, Returns, leased_buffer
 from dissociated.memory.remote import pieces
-from dissociated.message import MAX_METADATA, Buffer, Incoming, Message, Run
+from dissociated.message import Buffer, Incoming, Message, Run
 from dissociated.once import once
 from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
@@ -51,7 +51,7 @@ class Stream:
         free_data: int | None,
         timeout: float,
         max_body: int,
-        max_metadata: int = MAX_METADATA,
+        max_metadata: int,
         pool: pa.MemoryPool | None = None,
     ) -> None:
         self._connections = connections

@@ -8,7 +8,7 @@ from functools import partial
 from dissociated.client import TIMEOUT, located, request
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.ipc.tensor import Tensor, cut, join_tensor
-from dissociated.message import MAX_BODY
+from dissociated.message import MAX_BODY, MAX_METADATA
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 from dissociated.stream import Stream
@@ -36,6 +36,7 @@ def open_tensors(
     *,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
+    max_metadata: int = MAX_METADATA,
     allow_rma: bool = False,
 ) -> TensorReader:
     """Request the tensors `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
@@ -45,9 +46,10 @@ def open_tensors(
     last of them is collected; the connection stays open until then. Dropping the reader ends the stream.
 
     `timeout` is how many seconds the server may be silent, `max_body` the largest body that is taken, in bytes.
-    `allow_rma` as for `open_stream`. Raises what that raises, and WrongKind where the stream holds record batches.
+    `max_metadata` and `allow_rma` as for `open_stream`. Raises what that raises, and WrongKind where the stream holds
+    record batches.
     """
-    stream = request(located(uri), ticket, timeout, max_body, allow_rma=allow_rma)
+    stream = request(located(uri), ticket, timeout, max_body, max_metadata, allow_rma=allow_rma)
     return TensorReader(stream.each(stream.deliveries(), partial(_tensor, stream)))
 
 

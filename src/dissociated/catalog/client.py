@@ -41,7 +41,7 @@ from dissociated.ipc.options import ReadOptions, given
 from dissociated.ipc.reader import named
 from dissociated.ipc.split import Pair, batches
 from dissociated.ipc.tensor import Tensor
-from dissociated.message import MAX_BODY
+from dissociated.message import MAX_BODY, MAX_METADATA
 from dissociated.protocol.selection import Selection
 from dissociated.status import ServerStatus
 from dissociated.store.handover import hand_over
@@ -142,6 +142,7 @@ class CatalogClient:
         token: str | None = None,
         tls_roots: str | os.PathLike[str] | None = None,
         trusted_users: Sequence[str | int] = (),
+        max_metadata: int = MAX_METADATA,
     ) -> None:
         import pyarrow.flight as flight
 
@@ -151,6 +152,7 @@ class CatalogClient:
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
         self._timeout = seconds(timeout)
+        self._max_metadata = max_metadata
         self.uri = uri
         roots = None if tls_roots is None else os.fspath(tls_roots)
         self._trust = {
@@ -454,6 +456,7 @@ class Client(CatalogClient):
             options=options,
             timeout=self._timeout,
             max_body=max_body,
+            max_metadata=self._max_metadata,
             allow_rma=allow_rma,
         )
         return self._nearest(info.name, transport, endpoint, opened, allow_rma)
@@ -474,7 +477,13 @@ class Client(CatalogClient):
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
-        opened = partial(open_tensors, timeout=self._timeout, max_body=max_body, allow_rma=allow_rma)
+        opened = partial(
+            open_tensors,
+            timeout=self._timeout,
+            max_body=max_body,
+            max_metadata=self._max_metadata,
+            allow_rma=allow_rma,
+        )
         _, readers = self._endpoints(
             name,
             version,
@@ -617,16 +626,18 @@ def connect(
     token: str | None = None,
     tls_roots: str | os.PathLike[str] | None = None,
     trusted_users: Sequence[str | int] = (),
+    max_metadata: int = MAX_METADATA,
 ) -> Client:
     """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
 
     `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
     certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
-    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm.
+    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm. `max_metadata` is as
+    for `open_stream`.
 
     Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
     """
-    return Client(catalog_uri, timeout, token, tls_roots, trusted_users)
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata)
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:

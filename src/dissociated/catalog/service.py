@@ -130,6 +130,8 @@ class CatalogService:
         self._activity = Activity()  # of a catalog alone
         self._server = server
         self._stock = stock
+        if stock is not None and server is not None:
+            stock.max_metadata = server.max_metadata
         self.retain = retain
         self._beat = beat
         self._prepared: dict[str, Dataset] = {}  # what this node holds, by the ids of the parts

@@ -23,6 +23,7 @@ from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.memory.shared import explained
+from dissociated.message import MAX_METADATA
 from dissociated.server import Server
 from dissociated.store.handover import HandOver
 from dissociated.store.stock import StoreStock
@@ -68,6 +69,7 @@ class Node:
         tls_key: str | os.PathLike[str] | None = None,
         tls_roots: str | os.PathLike[str] | None = None,
         metrics: str | None = None,
+        max_metadata: int = MAX_METADATA,
     ) -> None:
         self.store = store
         with ExitStack() as undo:
@@ -96,6 +98,7 @@ class Node:
                     tls_cert=tls_cert,
                     tls_key=tls_key,
                     metrics=metrics,
+                    max_metadata=max_metadata,
                 )
             )
             self.service = CatalogService(

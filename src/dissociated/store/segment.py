@@ -35,9 +35,11 @@ from dissociated.memory.shared import (
     seal,
     write_parts,
 )
-from dissociated.message import Buffer
+from dissociated.message import Buffer, too_long
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
 from dissociated.store.files import NewFile, Reserve, StagedFile
+
+_PREFIX = 8  # bytes before the flatbuffer
 
 
 class Segment:
@@ -118,6 +120,12 @@ class Segment:
             else batches(reader)
         )
         return self._validated.check(self.schema, pairs)
+
+    def check_metadata(self, limit: int) -> None:
+        """Raise StoreError where the metadata of one of its messages has more than `limit` bytes."""
+        why = too_long(self.name, int(self.index.metadata_lengths.max()) - _PREFIX, limit)
+        if why is not None:
+            raise StoreError(why)
 
     def body(self, message: Encapsulated) -> Buffer:
         """The packed body of `message`, which lies in the mapping."""

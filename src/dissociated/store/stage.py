@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dissociated.errors import StoreError
 from dissociated.memory.shared import explained
+from dissociated.message import MAX_METADATA
 from dissociated.once import once
 from dissociated.store.segment import Segment
 
@@ -83,10 +84,12 @@ class Stage:
         self._directory = directory
         return directory
 
-    def take(self, names: list[str]) -> list[Segment]:
-        """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be opened."""
+    def take(self, names: list[str], max_metadata: int = MAX_METADATA) -> list[Segment]:
+        """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be served."""
         paths = [self.path(name) for name in names]
         segments = [Segment.open(path) for path in paths]
+        for segment in segments:
+            segment.check_metadata(max_metadata)
         for path in paths:
             path.unlink(missing_ok=True)
         return segments

@@ -17,6 +17,7 @@ import pyarrow as pa
 from dissociated.dataset import SegmentsDataset
 from dissociated.errors import SourceError, StoreError
 from dissociated.ipc.options import WriteOptions
+from dissociated.message import MAX_METADATA
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.shelf import Version
 from dissociated.store.stage import Stage
@@ -58,6 +59,8 @@ class Stock(ABC):
     id: str
     #: Whether writers must `reserve` before they write.
     limited = False
+    #: How many bytes of metadata one message may have.
+    max_metadata = MAX_METADATA
     #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
     handover = ""
 
@@ -122,7 +125,7 @@ class StageStock(Stock):
 
     def prepare(self, wanted: Wanted) -> Prepared:
         before = wanted.before if wanted.append else None
-        segments = self._stage.take([*wanted.staged])
+        segments = self._stage.take([*wanted.staged], self.max_metadata)
         if before is not None:
             segments = [*before.segments, *segments]
         if not segments:
@@ -188,6 +191,7 @@ class StoreStock(Stock):
             prepared=not wanted.whole,
             tags=wanted.tags,
             ttl=wanted.ttl,
+            max_metadata=self.max_metadata,
         )
         return self.of(version)
 

@@ -40,6 +40,7 @@ from dissociated.errors import StoreError
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.region import machine_memory, pages
 from dissociated.memory.shared import explained
+from dissociated.message import MAX_METADATA
 from dissociated.store.files import PART, claimed
 from dissociated.store.memfds import Memfds
 from dissociated.store.segment import Segment, SegmentWriter
@@ -328,6 +329,7 @@ class Store:
         prepared: bool = False,
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
+        max_metadata: int = MAX_METADATA,
     ) -> Version:
         """Make these segments in the staging directory a version of `name`, at once and for good.
 
@@ -357,6 +359,8 @@ class Store:
                 self.writer(staged[0], schema).close()
                 paths = [self._shelf.staged(staged[0])]
             segments = [self._open(path) for path in paths]
+            for segment in segments:
+                segment.check_metadata(max_metadata)
             version = replace(
                 self._made(name, segments, key, prepared, tags or {}, ttl),
                 before=() if before is None else (*before.before, before.key),

@@ -71,6 +71,9 @@ class Connection(ABC):
         May also raise AccessDenied.
         """
 
+    def limit_untagged(self, length: int) -> None:  # noqa: B027  # where nothing is allocated for what is announced
+        """Take untagged messages of up to so many bytes: what is announced to be longer ends the connection."""
+
     @abstractmethod
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         """Send messages, or what `prepare` made of them, in order.

@@ -37,7 +37,6 @@ from dissociated.once import once
 from dissociated.transport import _ofi as c
 from dissociated.transport._ofi import ofi
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
-from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native import MAX_IN_FLIGHT, NativeConnection, Waker
 from dissociated.transport.rdm import MAX_UNTAGGED as _MAX_PLAIN
 from dissociated.transport.rdm import QUEUE, Completion, Domain, Done, Endpoint, Found, Pair, host_and_port, reachable
@@ -233,7 +232,6 @@ class FabricConnection(NativeConnection):
         self._sent = self._peer_consumed = 0  # bytes, each message with its overhead
         self._consumed = self._told = 0
         self._farewell: set[int] = set()  # of the last words, those that were heard
-        self._max_untagged = MAX_CONTROL if self._accepted else MAX_UNTAGGED
         self._remote: RemoteSpace | None = None
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat

@@ -28,8 +28,9 @@ _LENGTH_MASK = (1 << 56) - 1
 _PADDING = [bytes(-n % 8) for n in range(8)]
 _run_head = struct.Struct("<QQQ")
 
-#: Caps on payloads whose memory nobody else allocates.
-MAX_UNTAGGED = 1 << 26
+#: Caps on payloads whose memory nobody else allocates: of untagged messages, unless whoever receives says otherwise.
+MAX_UNTAGGED = 1 << 28
+MAX_RUN = 1 << 26
 MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
@@ -182,13 +183,17 @@ class FrameReader:
             FrameKind.UNTAGGED: max_untagged,
             FrameKind.REGION: MAX_CONTROL,
             FrameKind.ABORT: MAX_CONTROL,
-            FrameKind.RUN: max_untagged,
+            FrameKind.RUN: min(max_untagged, MAX_RUN),
         }
         self._new_chunk()
         self._begin = 0  # of what is not used yet
         self._end = 0
         self._read_size = _CHUNK
         self._greeted = False
+
+    def limit_untagged(self, length: int) -> None:
+        """Take untagged messages of up to so many bytes."""
+        self._limits[FrameKind.UNTAGGED] = length
 
     @property
     def buffered(self) -> bool:

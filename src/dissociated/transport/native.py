@@ -26,6 +26,7 @@ from dissociated.errors import (
 )
 from dissociated.message import Buffer, Incoming, Message
 from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
 MAX_IN_FLIGHT = 1 << 26
@@ -81,6 +82,7 @@ class NativeConnection(Connection):
         super().__init__()
         self._peer = peer
         self._accepted = accepted
+        self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
         self._lock = threading.Condition(threading.Lock())
         self._moving = False  # whether there is a thread for what is under way while nobody waits for it
         self._asleep = False  # whether a thread waits for the medium, and wakes the other
@@ -100,6 +102,9 @@ class NativeConnection(Connection):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
+
+    def limit_untagged(self, length: int) -> None:
+        self._max_untagged = length
 
     # What a medium does
 

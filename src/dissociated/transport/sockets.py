@@ -102,6 +102,9 @@ class SocketConnection(Connection):
     def peer(self) -> str:
         return self._peer
 
+    def limit_untagged(self, length: int) -> None:
+        self._reader.limit_untagged(length)
+
     def prepare(self, messages: Sequence[Message]) -> Prepared:
         return Prepared(encode_runs(messages))
 

@@ -41,7 +41,6 @@ from dissociated.once import once
 from dissociated.transport import _ucp as c
 from dissociated.transport._ucp import Ucp, ucp
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
-from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native import NativeConnection, Waker
 from dissociated.uri import Uri
 
@@ -278,7 +277,6 @@ class UcxConnection(NativeConnection):
         self._receiving_bytes = 0
         self._announced: deque[tuple[Any, int]] = deque()  # metadata that waits to be fetched
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
-        self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
         self._status = c.OK
         self._remote: RemoteSpace | None = None
         self._keys: dict[Span, Any] = {}
