@@ -31,7 +31,9 @@ def serving(server: dis.Server) -> set[threading.Thread]:
 
 def connections_left(server: dis.Server, but: Iterable[threading.Thread] = ()) -> int:
     """How many connections of `server` are still open, after each had time to end, `but` these."""
-    _join(serving(server).difference(but))
+    end = monotonic() + PATIENCE
+    while (left := serving(server).difference(but)) and monotonic() < end:
+        _join(left)  # and then those that a listener had not come to yet
     return server.connections
 
 
@@ -109,22 +111,6 @@ def as_big_endian(stream: bytes) -> bytes:
     struct.pack_into("<H", header, slot(schema, 0), len(header) - schema)
     header += struct.pack("<q", 1)
     return stream[:4] + struct.pack("<i", len(header)) + bytes(header) + stream[8 + length :]
-
-
-def demo_over(transport: str, directory: Path, **environment: str) -> None:
-    """Run the TPC-H demo, small, with this transport besides those that it always has."""
-    arguments = ["--scale", "0.001", "--transport", transport, "--plot", str(directory / "tpch.png")]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.tpch", *arguments],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout
 
 
 def complaint(script: str, **environment: str) -> str:

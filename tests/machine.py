@@ -39,8 +39,8 @@ def _libfabric() -> str | None:
 
 def _libfabric_2() -> str | None:
     """The first whose provider tcp has endpoints of its own."""
-    if missing := _libfabric():
-        return missing
+    if reason := _libfabric():
+        return reason
     new = int(ofi().version.split(".")[0]) >= 2
     return None if new else f"the provider tcp needs libfabric 2.0, and this is {ofi().version}"
 
@@ -75,11 +75,16 @@ _MISSING: dict[str, Callable[[], str | None]] = {
 }
 
 
+def missing(what: str) -> str | None:
+    """Why the machine lacks this; None where it has it, and what a library opens for good is open from here on."""
+    return _MISSING[what]()
+
+
 def need(*what: str) -> None:
-    """Skip where the machine lacks one of these; what a library opens for good is open from here on."""
+    """Skip where the machine lacks one of these."""
     for one in what:
-        if missing := _MISSING[one]():
-            pytest.skip(missing)
+        if reason := missing(one):
+            pytest.skip(reason)
 
 
 def needs(medium: str) -> pytest.MarkDecorator:

@@ -24,8 +24,6 @@ from examples.tpch.data import generate, generator
 from examples.tpch.loader import Loader, view
 from examples.tpch.queries import QUERIES
 
-from helpers import demo_over
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -98,9 +96,14 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert first != second
 
 
-@pytest.mark.needs("ucx", "java")
+@pytest.mark.needs("ucx", "libfabric", "java")
 @pytest.mark.timeout(400)
-def test_the_demo_runs_over_ucx(tmp_path: Path) -> None:
+def test_the_demo_runs_over_ucx_and_libfabric(tmp_path: Path) -> None:
     if generator() is None:
         pytest.skip("tpchgen-cli is not installed")
-    demo_over("ucx", tmp_path)
+    transports = ["--transport", "ucx", "--transport", "fabric"]
+    command = [sys.executable, "-m", "examples.tpch", "--scale", "0.001", *transports, "--plot", tmp_path / "tpch.png"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for transport in ("ucx", "fabric"):
+        assert f"copy over {transport}" in done.stdout or f"  {transport} " in done.stdout

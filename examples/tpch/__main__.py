@@ -123,14 +123,20 @@ def make(scale: float, directory: Path, lane: Lane) -> Step:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.tpch", description="TPC-H from Spark to its consumers.")
     parser.add_argument("--scale", type=float, default=0.01, help="of TPC-H; 1 is a gigabyte (default: %(default)s)")
-    parser.add_argument("--transport", choices=["ucx", "fabric"], help="a transport to read over beside shm and tcp")
+    parser.add_argument(
+        "--transport",
+        action="append",
+        choices=["ucx", "fabric"],
+        default=[],
+        help="a transport to read over beside shm and tcp; may be given twice",
+    )
     parser.add_argument("--plot", type=Path, default=Path("tpch.png"), help="where to draw (default: %(default)s)")
     arguments = parser.parse_args()
     missing = [module for module in NEEDS if not find_spec(module)] + ([] if generator() else ["tpchgen-cli"])
     if missing:
         sys.exit(f"tpch: {', '.join(missing)} not installed: pip install 'dissociated[spark,demo]'")
     console = Console(width=None if sys.stdout.isatty() else 100)
-    transports = [*TRANSPORTS, *([arguments.transport] if arguments.transport else [])]
+    transports = [*TRANSPORTS, *arguments.transport]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tpch-") as scratch:
         steps = run(arguments.scale, transports, Path(scratch), console)

@@ -1,6 +1,8 @@
 """Every way from a source to a reader: each transport, arrangement of connections, and kind of bodies.
 
-A new transport joins the whole suite by one line in MEDIA.
+A new transport joins the whole suite by one line in MEDIA. A test goes over as many ways as its subject depends
+on: `route` is every way, `direct` every medium, `quick` each kind of bodies, `arranged` each arrangement of
+connections, `either` bodies inline and by address.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import dissociated as dis
 from certificates import Certificates
 from dissociated.tensor_client import TensorReader
 from helpers import connections_left, leaving_nothing
-from machine import media
+from machine import media, missing
 
 MEDIA = {
     "inproc": "inproc:",
@@ -54,7 +56,7 @@ FEWER = {
 #: All by address; all packed; by address only what is larger than MIXED_LIMIT bytes.
 BODIES = {"shm": ("any", "packed", "mixed"), "ucx, rma": ("any", "mixed"), "fabric, rma": ("any", "mixed")}
 MIXED_LIMIT = 256
-#: Where a test of many cases runs all of them: what those depend on is not the medium.
+#: Where a connection takes no time.
 QUICK = ("inproc", "tcp", "shm")
 
 
@@ -151,6 +153,9 @@ def _ways(some: Iterable[Way]) -> list[Any]:
 
 
 def _run(way: Way, certified: Certificates) -> Iterator[Route]:
+    """Routes of several fixtures overlap: what libraries open for good is opened before the first of them counts."""
+    for library in ("ucx", "libfabric"):
+        missing(library)
     with leaving_nothing(), closing(Route(way, certified)) as route:
         yield route
 
@@ -201,5 +206,30 @@ def _quick_route(request: pytest.FixtureRequest, trusted: Certificates) -> Itera
 
 @pytest.fixture
 def quick(_quick_route: Route) -> Iterator[Route]:
-    """Every way that is one connection, made in no time, for tests of many cases."""
+    """Every kind of bodies, over one connection that is made in no time: for tests of many cases."""
     yield from _check(_quick_route)
+
+
+ARRANGED = [Way(medium, arrangement) for medium in ("tcp", "shm") for arrangement in ARRANGEMENTS]
+
+
+@pytest.fixture(scope="module", params=_ways(ARRANGED))
+def _arranged_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
+
+
+@pytest.fixture
+def arranged(_arranged_route: Route) -> Iterator[Route]:
+    """Every arrangement of connections, with bodies inline and by address: for what two servers must agree on."""
+    yield from _check(_arranged_route)
+
+
+@pytest.fixture(scope="module", params=_ways([Way("tcp"), Way("shm")]))
+def _either_route(request: pytest.FixtureRequest, trusted: Certificates) -> Iterator[Route]:
+    yield from _run(request.param, trusted)
+
+
+@pytest.fixture
+def either(_either_route: Route) -> Iterator[Route]:
+    """Bodies inline, and by address: for what no medium changes."""
+    yield from _check(_either_route)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from helpers import case
 
 from .conftest import Route
 from .test_columns import ROWS, SOURCES, TABLE, moved
@@ -25,53 +28,61 @@ def identifier(ticket: bytes, asked: str) -> bytes:
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + asked.encode()
 
 
-@pytest.mark.parametrize("source", [name for name in SOURCES if "reader" not in name])
-def test_of_every_source(quick: Route, source: str, tmp_path: Path) -> None:
-    quick.publish(SOURCES[source](tmp_path / "source"))
-    sent = pq.ParquetFile(tmp_path / "source").iter_batches() if source == "parquet" else TABLE.to_batches()
-    batches = [*sent]
-    for first, stop in RANGES:
-        arrived = quick.open(batches=(first, stop)).read_all()
-        arrived.validate(full=True)
-        assert arrived == pa.Table.from_batches(batches[first:stop], batches[0].schema)
+def test_of_every_source(either: Route, tmp_path: Path) -> None:
+    for name in (name for name in SOURCES if "reader" not in name):
+        either.publish(SOURCES[name](tmp_path / name))
+        batches = [*(pq.ParquetFile(tmp_path / name).iter_batches() if name == "parquet" else TABLE.to_batches())]
+        for first, stop in RANGES:
+            arrived = either.open(batches=(first, stop)).read_all()
+            arrived.validate(full=True)
+            with case((name, first, stop)):
+                assert arrived == pa.Table.from_batches(batches[first:stop], batches[0].schema)
+
+
+def words(source: str, path: Path) -> tuple[pa.Table, Any]:
+    """Batches each with a dictionary of its own, and how they are published."""
+    table = pa.Table.from_batches(WORDS)
+    if source == "batches":
+        return table, table
+    if source == "ipc stream":
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+        return table, path
+    grown = [pa.array(["a", "b", "c", "d"][: n + 1]) for n in range(4)]
+    some = [pa.record_batch({"d": pa.DictionaryArray.from_arrays([n], words)}) for n, words in enumerate(grown)]
+    table = pa.Table.from_batches(some)
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+    with pa.ipc.new_file(path, table.schema, options=options) as writer:
+        writer.write_table(table)
+    return table, path
 
 
 @pytest.mark.parametrize("source", ["batches", "ipc stream", "ipc file with deltas"])
-@pytest.mark.parametrize("columns", [None, ["d"], ["n"], []], ids=str)
-def test_dictionaries_that_change_come_along(
-    quick: Route, source: str, columns: list[str] | None, tmp_path: Path
-) -> None:
-    table = pa.Table.from_batches(WORDS)
-    if source == "batches":
-        quick.publish(table)
-    elif source == "ipc stream":
-        with pa.ipc.new_stream(tmp_path / "words", table.schema) as writer:
-            writer.write_table(table)
-        quick.publish(tmp_path / "words")
-    else:
-        grown = [pa.array(["a", "b", "c", "d"][: n + 1]) for n in range(4)]
-        some = [pa.record_batch({"d": pa.DictionaryArray.from_arrays([n], words)}) for n, words in enumerate(grown)]
-        table = pa.Table.from_batches(some)
-        columns = ["d"] if columns is None else [name for name in columns if name == "d"]
-        options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
-        with pa.ipc.new_file(tmp_path / "words", table.schema, options=options) as writer:
-            writer.write_table(table)
-        quick.publish(tmp_path / "words")
-    wanted = table.to_batches()
-    for first, stop in RANGES:
-        arrived = quick.open(columns=columns, batches=(first, stop))
-        names = table.schema.names if columns is None else columns
-        expected = [batch.select(names).to_pylist() for batch in wanted[first:stop]]
-        assert [batch.to_pylist() for batch in arrived] == expected
+def test_dictionaries_that_change_come_along(quick: Route, source: str, tmp_path: Path) -> None:
+    table, published = words(source, tmp_path / "words")
+    quick.publish(published)
+    for columns, (first, stop) in product((None, ["d"], ["n"], []), RANGES):
+        names = table.schema.names if columns is None else [name for name in columns if name in table.schema.names]
+        arrived = quick.open(columns=None if columns is None else names, batches=(first, stop))
+        expected = [batch.select(names).to_pylist() for batch in table.to_batches()[first:stop]]
+        with case((columns, first, stop)):
+            assert [batch.to_pylist() for batch in arrived] == expected
 
 
-@pytest.mark.parametrize("batches", [(0, 2), (3, 4)], ids=str)
-def test_over_every_way(route: Route, batches: tuple[int, int]) -> None:
-    first, stop = batches
+def test_two_servers_choose_the_same(arranged: Route) -> None:
+    for source, (first, stop) in product((TABLE, TABLE.to_reader), ((0, 2), (3, 4))):
+        arranged.publish(source)
+        rows = slice(first * EACH, stop * EACH)
+        assert arranged.open(batches=(first, stop)).read_all() == TABLE[rows]
+        assert arranged.open(columns=["n"], batches=(first, stop)).read_all() == TABLE.select(["n"])[rows]
+
+
+def test_over_every_way(route: Route) -> None:
+    """Some columns of some batches."""
     for source in (TABLE, TABLE.to_reader):
         route.publish(source)
-        assert route.open(batches=batches).read_all() == TABLE[first * EACH : stop * EACH]
-        assert route.open(columns=["n"], batches=batches).read_all() == TABLE.select(["n"])[first * EACH : stop * EACH]
+        arrived = route.open(columns=["t", "d"], batches=(1, 3)).read_all()
+        assert arrived == TABLE.select(["d", "t"])[EACH : 3 * EACH]
 
 
 def test_bodies_of_other_batches_do_not_move(quick: Route) -> None:
@@ -80,20 +91,20 @@ def test_bodies_of_other_batches_do_not_move(quick: Route) -> None:
     assert count.inline + count.leased_bytes == 8 * 8000
 
 
-def test_of_a_server_that_cannot_choose(direct: Route) -> None:
-    direct.publish(TABLE)
-    uri = direct.uris()
+def test_of_a_server_that_cannot_choose(either: Route) -> None:
+    either.publish(TABLE)
+    uri = either.uris()
     assert isinstance(uri, str)
     plain = uri.replace("&select=1", "")
-    arrived = direct.request(plain, direct.ticket(), columns=["n"], batches=(1, 3)).read_all()
+    arrived = either.request(plain, either.ticket(), columns=["n"], batches=(1, 3)).read_all()
     assert arrived == TABLE.select(["n"])[EACH : 3 * EACH]
 
 
 @pytest.mark.parametrize("batches", [(-1, 1), (2, 1)], ids=str)
-def test_what_is_no_range_is_refused(direct: Route, batches: tuple[int, int]) -> None:
-    direct.publish(TABLE)
+def test_what_is_no_range_is_refused(either: Route, batches: tuple[int, int]) -> None:
+    either.publish(TABLE)
     with pytest.raises(dis.errors.OptionError, match=re.escape(f"not {batches}")):
-        direct.open(batches=batches)
+        either.open(batches=batches)
 
 
 def test_a_live_stream_that_is_shared_has_none_by_number() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import dissociated as dis
 from dissociated.message import Message, Run
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE
+from helpers import PATIENCE, case
 
 from .conftest import Route
 
@@ -125,114 +126,117 @@ def identifier(ticket: bytes, columns: list[str]) -> bytes:
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + f'{{"columns": [{names}]}}'.encode()
 
 
-@pytest.mark.parametrize("columns", SELECTIONS, ids=" ".join)
-@pytest.mark.parametrize("source", SOURCES)
-def test_of_every_source(quick: Route, source: str, columns: list[str], tmp_path: Path) -> None:
+def selections(route: Route, source: str, path: Path) -> Iterator[tuple[pa.Table, list[str]]]:
+    """Publish a source for each selection of its columns: some can be read once."""
     sent = STORED if source == "parquet" else TABLE
-    columns = [name for name in columns if name in sent.schema.names]
-    quick.publish(SOURCES[source](tmp_path / "source"))
-    arrived = quick.open(columns=columns).read_all()
-    arrived.validate(full=True)
-    assert arrived.schema.names == [name for name in sent.schema.names if name in columns]
-    assert arrived.schema.metadata == {b"kept": b"yes"}
-    assert arrived.num_rows == ROWS
-    assert arrived == sent.select(arrived.schema.names)
+    published = SOURCES[source](path)
+    for columns in SELECTIONS:
+        route.publish(SOURCES[source](path) if "reader" in source else published)
+        with case((source, columns)):
+            yield sent, [name for name in columns if name in sent.schema.names]
 
 
-@pytest.mark.parametrize("columns", SELECTIONS, ids=" ".join)
 @pytest.mark.parametrize("source", SOURCES)
-def test_bodies_of_other_columns_do_not_move(quick: Route, source: str, columns: list[str], tmp_path: Path) -> None:
-    sent = STORED if source == "parquet" else TABLE
-    columns = [name for name in columns if name in sent.schema.names]
-    quick.publish(SOURCES[source](tmp_path / "source"))
-    count = moved(quick, identifier(quick.ticket(), columns))
-    buffers = 4 * 30  # more than four batches of these columns and their dictionaries have
-    wanted = sum(sent[name].nbytes for name in columns) + 4 * 1000
-    assert count.inline + count.leased_bytes <= wanted + 64 * buffers < LARGE / 4
-    assert count.leased <= buffers
-    if not columns:
-        assert (count.inline, count.leased) == (0, 0)
-    if quick.way.medium != "shm" or quick.way.bodies == "packed":
-        assert count.leased == 0
-    elif quick.way.bodies == "any" and columns:
-        assert count.leased > 0
-        assert count.inline == 0
+def test_of_every_source(either: Route, source: str, tmp_path: Path) -> None:
+    for sent, columns in selections(either, source, tmp_path / "source"):
+        arrived = either.open(columns=columns).read_all()
+        arrived.validate(full=True)
+        assert arrived.schema.names == [name for name in sent.schema.names if name in columns]
+        assert arrived.schema.metadata == {b"kept": b"yes"}
+        assert arrived.num_rows == ROWS
+        assert arrived == sent.select(arrived.schema.names)
 
 
-def test_metadata_of_other_columns_does_not_move(direct: Route) -> None:
-    direct.publish(pa.Table.from_batches(pa.table({str(n): range(100) for n in range(300)}).to_batches(10)))
-    count = moved(direct, identifier(direct.ticket(), ["7"]))
+@pytest.mark.parametrize("source", SOURCES)
+def test_bodies_of_other_columns_do_not_move(quick: Route, source: str, tmp_path: Path) -> None:
+    for sent, columns in selections(quick, source, tmp_path / "source"):
+        count = moved(quick, identifier(quick.ticket(), columns))
+        buffers = 4 * 30  # more than four batches of these columns and their dictionaries have
+        wanted = sum(sent[name].nbytes for name in columns) + 4 * 1000
+        assert count.inline + count.leased_bytes <= wanted + 64 * buffers < LARGE / 4
+        assert count.leased <= buffers
+        if not columns:
+            assert (count.inline, count.leased) == (0, 0)
+        if quick.way.medium != "shm" or quick.way.bodies == "packed":
+            assert count.leased == 0
+        elif quick.way.bodies == "any" and columns:
+            assert count.leased > 0
+            assert count.inline == 0
+
+
+def test_metadata_of_other_columns_does_not_move(either: Route) -> None:
+    either.publish(pa.Table.from_batches(pa.table({str(n): range(100) for n in range(300)}).to_batches(10)))
+    count = moved(either, identifier(either.ticket(), ["7"]))
     assert count.metadata < 10 * 400 + 300 * 150  # ten batches, and the schema, which keeps the room of the others
 
 
-@pytest.mark.parametrize("columns", [["n"], ["t", "d"], []], ids=" ".join)
-def test_over_every_way(route: Route, columns: list[str]) -> None:
-    """Also over two connections, and from two servers: both choose the same."""
-    for source in (TABLE, TABLE.to_reader):
-        route.publish(source)
-        assert route.open(columns=columns).read_all() == TABLE.select([name for name in "ndt" if name in columns])
+def test_two_servers_choose_the_same(arranged: Route) -> None:
+    """tests/contract/test_batches.py goes over every way."""
+    for source, columns in product((TABLE, TABLE.to_reader), (["n"], ["t", "d"], [])):
+        arranged.publish(source)
+        assert arranged.open(columns=columns).read_all() == TABLE.select([name for name in "ndt" if name in columns])
 
 
-def test_fields_are_chosen_like_columns(direct: Route) -> None:
-    direct.publish(TABLE)
-    arrived = direct.open(options=dis.ReadOptions(included_fields=[3, 1, 3])).read_all()
+def test_fields_are_chosen_like_columns(either: Route) -> None:
+    either.publish(TABLE)
+    arrived = either.open(options=dis.ReadOptions(included_fields=[3, 1, 3])).read_all()
     assert arrived == TABLE.select(["n", "d"])
     with pytest.raises(dis.errors.OptionError, match="there is no field 8 to include: the schema has 8"):
-        direct.open(options=dis.ReadOptions(included_fields=[1, 8]))
+        either.open(options=dis.ReadOptions(included_fields=[1, 8]))
 
 
-def test_columns_that_share_a_name_come_together(route: Route) -> None:
-    route.publish(pa.table([[1], [2], [3]], names=["a", "b", "a"]))
-    arrived = route.open(columns=["a"]).read_all()
+def test_columns_that_share_a_name_come_together(either: Route) -> None:
+    either.publish(pa.table([[1], [2], [3]], names=["a", "b", "a"]))
+    arrived = either.open(columns=["a"]).read_all()
     assert arrived.schema.names == ["a", "a"]
     assert [column.to_pylist() for column in arrived.columns] == [[1], [3]]
 
 
-@pytest.mark.parametrize("live", [False, True], ids=["table", "callable"])
-def test_a_column_that_does_not_exist_is_named(route: Route, live: bool) -> None:
+def test_a_column_that_does_not_exist_is_named(arranged: Route) -> None:
     table = pa.table({"n": [1], "s": ["a"]})
-    route.publish(table.to_reader if live else table)
-    with pytest.raises(dis.errors.ColumnNotFound, match=r"no column 'x'; there are n, s"):
-        route.open(columns=["n", "x"])
+    for source in (table, table.to_reader):
+        arranged.publish(source)
+        with pytest.raises(dis.errors.ColumnNotFound, match=r"no column 'x'; there are n, s"):
+            arranged.open(columns=["n", "x"])
 
 
-def test_a_reader_is_not_used_up_by_a_column_that_does_not_exist(direct: Route) -> None:
-    direct.publish(TABLE.to_reader())
+def test_a_reader_is_not_used_up_by_a_column_that_does_not_exist(either: Route) -> None:
+    either.publish(TABLE.to_reader())
     with pytest.raises(dis.errors.ColumnNotFound):
-        direct.open(columns=["x"])
-    assert direct.open(columns=["n"]).read_all() == TABLE.select(["n"])
+        either.open(columns=["x"])
+    assert either.open(columns=["n"]).read_all() == TABLE.select(["n"])
 
 
-@pytest.mark.parametrize("columns", [["n"], ["t", "d"], []], ids=" ".join)
-def test_of_a_server_that_cannot_choose(direct: Route, columns: list[str]) -> None:
+def test_of_a_server_that_cannot_choose(either: Route) -> None:
     """Its URI does not say that it could: so it is asked for everything, and the client chooses."""
-    direct.publish(TABLE)
-    uri = direct.uris()
+    either.publish(TABLE)
+    uri = either.uris()
     assert isinstance(uri, str)
     plain = uri.replace("&select=1", "")
     assert plain != uri
-    arrived = direct.request(plain, direct.ticket(), columns=columns).read_all()
-    assert arrived == TABLE.select([name for name in "ndt" if name in columns])
+    for columns in (["n"], ["t", "d"], []):
+        arrived = either.request(plain, either.ticket(), columns=columns).read_all()
+        assert arrived == TABLE.select([name for name in "ndt" if name in columns])
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are before, n"):
-        direct.request(plain, direct.ticket(), columns=["x"])
+        either.request(plain, either.ticket(), columns=["x"])
 
 
-def test_more_selections_than_are_kept(quick: Route) -> None:
+def test_more_selections_than_are_kept(either: Route) -> None:
     wide = pa.table({str(n): [n] for n in range(40)})
-    quick.publish(wide)
+    either.publish(wide)
     for n in (*range(40), 0):
-        assert quick.open(columns=[str(n)]).read_all() == wide.select([str(n)])
+        assert either.open(columns=[str(n)]).read_all() == wide.select([str(n)])
 
 
-def test_a_selection_that_cannot_be_read_is_refused(direct: Route) -> None:
-    direct.publish(TABLE)
+def test_a_selection_that_cannot_be_read_is_refused(either: Route) -> None:
+    either.publish(TABLE)
     with pytest.raises(dis.errors.RemoteError, match="some columns or batches that cannot be read"):
-        direct.request(direct.uris(), identifier(direct.ticket(), ["n"])[:-1])
+        either.request(either.uris(), identifier(either.ticket(), ["n"])[:-1])
 
 
-def test_a_selection_needs_a_ticket_like_any_other(direct: Route) -> None:
-    direct.publish(TABLE)
+def test_a_selection_needs_a_ticket_like_any_other(either: Route) -> None:
+    either.publish(TABLE)
     with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
-        direct.request(direct.uris(), b"no such ticket", columns=["n"])
+        either.request(either.uris(), b"no such ticket", columns=["n"])
     with pytest.raises(dis.errors.DissociatedError, match="may not begin with"):
-        direct.servers[0].publish("other", TABLE, ticket=identifier(b"t", []))
+        either.servers[0].publish("other", TABLE, ticket=identifier(b"t", []))

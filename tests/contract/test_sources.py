@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from helpers import as_big_endian
+from helpers import as_big_endian, case
 
 from .conftest import Route
 
@@ -73,14 +73,24 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_source_can_be_read_again_and_again(route: Route, source: str, tmp_path: Path) -> None:
-    route.publish(SOURCES[source](tmp_path / "source"))
-    for _ in range(3):
+def read(route: Route, source: Any, times: int) -> None:
+    route.publish(source)
+    for _ in range(times):
         arrived = route.open().read_all()
         arrived.validate(full=True)
         assert arrived.schema.equals(TABLE.schema)
         assert arrived == TABLE
+
+
+def test_a_source_can_be_read_again_and_again(quick: Route, tmp_path: Path) -> None:
+    for number, (name, source) in enumerate(SOURCES.items()):
+        with case(name):
+            read(quick, source(tmp_path / f"{number}"), times=3)
+
+
+def test_memory_a_file_and_what_is_read_anew_go_every_way(route: Route, tmp_path: Path) -> None:
+    for source in (TABLE, ipc_stream(tmp_path / "source"), lambda: TABLE.to_reader(2)):
+        read(route, source, times=1)
 
 
 FRAMES: dict[str, Any] = {
@@ -92,22 +102,22 @@ FRAMES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", FRAMES)
-def test_a_data_frame(direct: Route, kind: str) -> None:
+def test_a_data_frame(either: Route, kind: str) -> None:
     frame = FRAMES[kind]
-    direct.publish(frame)
+    either.publish(frame)
     for _ in range(2):
-        arrived = direct.open().read_all()
+        arrived = either.open().read_all()
         arrived.validate(full=True)
         assert arrived == pa.table(frame)
 
 
-def test_a_duckdb_relation(direct: Route) -> None:
+def test_a_duckdb_relation(either: Route) -> None:
     with duckdb.connect() as database:
-        direct.publish(database.sql("select range as n, 'row ' || range as s from range(5000)"))
-        assert direct.open().read_all().to_pylist() == [{"n": n, "s": f"row {n}"} for n in range(5000)]
+        either.publish(database.sql("select range as n, 'row ' || range as s from range(5000)"))
+        assert either.open().read_all().to_pylist() == [{"n": n, "s": f"row {n}"} for n in range(5000)]
 
 
-def test_ipc_files_whose_dictionaries_grow(route: Route, tmp_path: Path) -> None:
+def test_ipc_files_whose_dictionaries_grow(quick: Route, tmp_path: Path) -> None:
     """A file has one dictionary for all batches; here it comes in pieces, between them."""
     words = ["a", "bb", "ccc", "dddd"]
     batches = [
@@ -118,7 +128,7 @@ def test_ipc_files_whose_dictionaries_grow(route: Route, tmp_path: Path) -> None
     with pa.ipc.new_file(tmp_path / "file", batches[0].schema, options=options) as writer:
         for batch in batches:
             writer.write_batch(batch)
-    _, arrived = route.read(tmp_path / "file")
+    _, arrived = quick.read(tmp_path / "file")
     assert [batch["d"].to_pylist() for batch in arrived] == [["a", "a"], ["ccc", "a"], ["dddd", "a"]]
 
 
@@ -132,15 +142,15 @@ BY_POLARS = {compression: by_polars(compression) for compression in ("uncompress
 
 
 @pytest.mark.parametrize("compression", BY_POLARS)
-def test_files_of_polars(route: Route, tmp_path: Path, compression: str) -> None:
+def test_files_of_polars(either: Route, tmp_path: Path, compression: str) -> None:
     """Those of Polars 2 have their schema in the footer alone."""
     (tmp_path / "file").write_bytes(BY_POLARS[compression])
-    schema, arrived = route.read(tmp_path / "file")
+    schema, arrived = either.read(tmp_path / "file")
     assert schema == pa.ipc.open_file(tmp_path / "file").schema
     assert pl.from_arrow(pa.Table.from_batches(arrived)).equals(FRAMES["polars"])  # type: ignore[union-attr]
 
 
-def test_a_stream_of_the_other_byte_order(route: Route, tmp_path: Path) -> None:
+def test_a_stream_of_the_other_byte_order(quick: Route, tmp_path: Path) -> None:
     numbers = np.array([1, -2, 2**40], ">i8").view("<i8")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, pa.schema([("n", pa.int64())])) as writer:
@@ -148,22 +158,22 @@ def test_a_stream_of_the_other_byte_order(route: Route, tmp_path: Path) -> None:
     path = tmp_path / "stream"
     path.write_bytes(as_big_endian(sink.getvalue().to_pybytes()))
     assert pa.ipc.open_stream(path).read_all().to_pydict() == {"n": [1, -2, 2**40]}
-    _, arrived = route.read(path)
+    _, arrived = quick.read(path)
     assert [batch.to_pydict() for batch in arrived] == [{"n": [1, -2, 2**40]}]
 
 
-def test_a_file_is_read_where_it_lies_after_it_was_unlinked(route: Route, tmp_path: Path) -> None:
+def test_a_file_is_read_where_it_lies_after_it_was_unlinked(quick: Route, tmp_path: Path) -> None:
     path = ipc_stream(tmp_path / "source")
-    route.publish(path)
+    quick.publish(path)
     path.unlink()
-    assert route.open().read_all() == TABLE
+    assert quick.open().read_all() == TABLE
 
 
-def test_a_reader_can_be_read_once(direct: Route) -> None:
-    direct.publish(TABLE.to_reader(2))
-    assert direct.open().read_all() == TABLE
+def test_a_reader_can_be_read_once(either: Route) -> None:
+    either.publish(TABLE.to_reader(2))
+    assert either.open().read_all() == TABLE
     with pytest.raises(dis.errors.RemoteError, match="'data' was published from a reader, which can be read once"):
-        direct.open()
+        either.open()
 
 
 def test_a_source_that_fails_in_the_middle_says_why(route: Route) -> None:
@@ -177,30 +187,30 @@ def test_a_source_that_fails_in_the_middle_says_why(route: Route) -> None:
         reader.read_all()
 
 
-def test_a_source_that_failed_does_not_look_complete_to_one_who_goes_on(direct: Route) -> None:
+def test_a_source_that_failed_does_not_look_complete_to_one_who_goes_on(either: Route) -> None:
     def batches() -> Iterator[pa.RecordBatch]:
         yield BATCHES[0]
         raise OSError("the disk is on fire")
 
-    direct.publish(lambda: pa.RecordBatchReader.from_batches(TABLE.schema, batches()))
-    reader = direct.open()
+    either.publish(lambda: pa.RecordBatchReader.from_batches(TABLE.schema, batches()))
+    reader = either.open()
     assert reader.read_next_batch() == BATCHES[0]
     for _ in range(3):
         with pytest.raises(dis.errors.RemoteError, match="the disk is on fire"):
             reader.read_next_batch()
 
 
-def test_a_source_that_fails_to_open_again_says_why(direct: Route) -> None:
+def test_a_source_that_fails_to_open_again_says_why(either: Route) -> None:
     readers = [TABLE.to_reader(), TABLE.to_reader()]  # the first is for the schema
-    direct.publish(lambda: readers.pop())
-    assert direct.open().read_all() == TABLE
+    either.publish(lambda: readers.pop())
+    assert either.open().read_all() == TABLE
     with pytest.raises(dis.errors.RemoteError, match="source of 'data' failed: IndexError: pop from empty list"):
-        direct.open()
+        either.open()
 
 
-def test_a_source_whose_schema_has_changed_says_so(direct: Route) -> None:
+def test_a_source_whose_schema_has_changed_says_so(either: Route) -> None:
     tables = [pa.table({"other": [1]}), TABLE, TABLE]  # the last is for the schema
-    direct.publish(lambda: tables.pop())
-    assert direct.open().read_all() == TABLE
+    either.publish(lambda: tables.pop())
+    assert either.open().read_all() == TABLE
     with pytest.raises(dis.errors.RemoteError, match="source of 'data' now has another schema"):
-        direct.open()
+        either.open()
