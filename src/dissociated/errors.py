@@ -7,6 +7,7 @@
     │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
     │   └── ConnectionClosed     the peer is gone, or this side closed the connection
+    ├── ForkedError              it belongs to the process that this one was forked from
     ├── AccessDenied             a ticket, a token or a certificate that is not accepted, also a PermissionError
     ├── RemoteError              the peer ended the stream and said why
     ├── DeadlineExceeded         nothing happened for as long as the caller was ready to wait, also a TimeoutError
@@ -54,6 +55,10 @@ class TransportError(DissociatedError):
 
 class ConnectionClosed(TransportError):
     """The peer closed the connection or died, or this side closed it."""
+
+
+class ForkedError(DissociatedError):
+    """A server, client or connection belongs to the process that this one was forked from, and is of no use here."""
 
 
 class AccessDenied(DissociatedError, PermissionError):

@@ -10,6 +10,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from dissociated.errors import OptionError, TransportError
+from dissociated.fork import belongs, disown
 from dissociated.status import OUTCOMES, ServerStatus
 from dissociated.uri import Uri
 
@@ -42,12 +43,17 @@ class MetricsService:
         self.uri = f"http://{host}:{self._http.server_port}/metrics"
         self._thread = threading.Thread(target=self._http.serve_forever, name="metrics", daemon=True)
         self._thread.start()
+        belongs(self)
 
     def close(self) -> None:
         """Stop answering."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+    def forked(self) -> None:
+        self._http.socket.close()
+        disown(self)
 
 
 class _Collector:

@@ -26,6 +26,7 @@ from dissociated.errors import (
     SourceError,
     TransportError,
 )
+from dissociated.fork import belongs, disown
 from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.options import WriteOptions
 from dissociated.ipc.split import Pair, batches
@@ -157,6 +158,12 @@ class Server:
             thread.start()
             self._acceptors.append(thread)
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
+        belongs(self)
+
+    def forked(self) -> None:
+        """See `dissociated.fork`."""
+        atexit.unregister(self.close)
+        disown(self)
 
     # What is published
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
+from dissociated.fork import belongs, disown
 from dissociated.ipc.attach import attach
 from dissociated.ipc.join import Messages
 from dissociated.memory.leases import KEPT, Returns, leased_buffer
@@ -275,6 +276,7 @@ class _Pump:
         self._astray = astray
         self._thread = _Helper(self, self._run, (allocate, timeout), "receive")
         self._thread.start()
+        belongs(self)
 
     def _run(self, allocate: Allocate, timeout: float) -> None:
         try:
@@ -299,6 +301,9 @@ class _Pump:
         )
         self._astray(error)
         raise error
+
+    def forked(self) -> None:
+        disown(self)
 
     def stop(self) -> None:
         """Make the thread end."""
@@ -326,6 +331,10 @@ class _Leases:
         self._finished = False
         self._stopped = False
         self._thread: threading.Thread | None = None
+        belongs(self)
+
+    def forked(self) -> None:
+        disown(self)
 
     def expect(self, count: int) -> None:
         """So many addresses have been delivered. Each will come through `lease` or `give_back`, once."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from dissociated.errors import CatalogError, OptionError, TransportError
 from dissociated.store.node import Node
 from dissociated.store.store import Store
 from dissociated.uri import Uri
-from helpers import PATIENCE
 
 TABLE = pa.table({"n": range(1000)})
 
@@ -112,27 +108,3 @@ def test_a_server_on_all_interfaces_names_a_host() -> None:
     with dis.Server(["tcp://0.0.0.0:0"], catalog=None) as server:
         server.publish("data", TABLE)
         assert server.locations("data")[0].startswith(f"tcp://{socket.gethostname().lower()}:")
-
-
-def test_a_forked_process_takes_nothing_down() -> None:
-    script = """
-        import os, sys
-        import pyarrow as pa
-        import dissociated as dis
-        table = pa.table({"n": range(1000)})
-        with dis.Server(["shm:", "tcp://127.0.0.1:0"], catalog=None) as server:
-            server.publish("data", table)
-            uris, ticket = server.locations("data"), server.ticket("data")
-            readers = [dis.open_stream(uri, ticket) for uri in uris]
-            child = os.fork()
-            if not child:
-                for listener in server._listeners:
-                    listener.close()
-                del readers
-                os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0
-            assert all(reader.read_all() == table for reader in readers)
-            assert all(dis.open_stream(uri, ticket).read_all() == table for uri in uris)
-        """
-    run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    assert subprocess.run(run, timeout=PATIENCE).returncode == 0

@@ -35,6 +35,7 @@ from dissociated.errors import (
     UriError,
     WrongKind,
 )
+from dissociated.fork import belongs, disown, keep, use_grpc
 from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.columns import between, selected, sliced
 from dissociated.ipc.options import ReadOptions, given
@@ -132,7 +133,8 @@ class StagePlace:
 class CatalogClient:
     """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses.
 
-    What the parameters mean, and what else is raised, says `connect`.
+    What the parameters mean, and what else is raised, says `connect`. Where it is pickled, its copy connects anew, with
+    the same parameters: the token is among them.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class CatalogClient:
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
+        self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata
         self._timeout = seconds(timeout)
         self._max_metadata = max_metadata
         self.uri = uri
@@ -159,8 +162,31 @@ class CatalogClient:
             "tls": {} if roots is None else {"roots": roots},
             "shm": {"allow": ",".join(map(str, trusted_users))} if trusted_users else {},
         }
-        options = client_options(None if token is None else check_token(token), roots)
-        self._client = self._call(lambda: flight.FlightClient(uri, **options))
+        self._options_of_grpc = client_options(None if token is None else check_token(token), roots)
+        self._connection: Any = None
+        self._closed = False
+        belongs(self)
+
+    @property
+    def _client(self) -> Any:
+        """The connection, made with the first call: a process that is forked before has one of its own."""
+        if self._connection is None:
+            if self._closed:
+                raise CatalogError(f"this client of the catalog at {self.uri} is closed")
+            use_grpc()
+            self._connection = self._flight.FlightClient(self.uri, **self._options_of_grpc)
+        return self._connection
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parameters
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.uri}>"
+
+    def forked(self) -> None:
+        """See `dissociated.fork`. What needs no call to the catalog works in the child, too."""
+        keep(self._connection)
+        self._connection = None
 
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
@@ -222,11 +248,7 @@ class CatalogClient:
         schema = self._call(lambda: named(reader.schema))
         options.check_depth(schema)
 
-        def chunks() -> Iterator[Any]:
-            while (chunk := self._call(lambda: next(reader, None))) is not None:
-                yield chunk
-
-        return BatchReader(schema, taken(chunks()))
+        return BatchReader(schema, taken(_Received(self._call, reader)))
 
     def put(
         self,
@@ -337,7 +359,10 @@ class CatalogClient:
 
     def close(self) -> None:
         """Close the connection to the catalog. Streams that were opened go on."""
-        self._client.close()
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Call an action of the catalog: see `dissociated.catalog.service`."""
@@ -369,6 +394,28 @@ class CatalogClient:
             raise DatasetNotFound(_sentence(error)) from None
         except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
             raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
+
+
+class _Received:
+    """The batches of a stream over Flight."""
+
+    def __init__(self, call: Callable[[Callable[[], Any]], Any], reader: pa.RecordBatchReader) -> None:
+        self._call = call
+        self._reader = reader
+        belongs(self)
+
+    def __iter__(self) -> _Received:
+        return self
+
+    def __next__(self) -> pa.RecordBatch:
+        batch = self._call(lambda: next(self._reader, None))
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def forked(self) -> None:
+        keep(self._reader)
+        disown(self)
 
 
 class Client(CatalogClient):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dissociated.errors import CatalogError, DatasetNotFound
+from dissociated.fork import belongs, disown, keep
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
@@ -154,6 +155,11 @@ class Database:
             if hasattr(self, "_connection"):
                 self._connection.close()
             raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
+        belongs(self)
+
+    def forked(self) -> None:
+        keep(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
+        disown(self)
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")

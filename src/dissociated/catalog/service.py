@@ -76,6 +76,7 @@ from dissociated.errors import (
     TransportError,
     UriError,
 )
+from dissociated.fork import belongs, disown, keep, use_grpc
 from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.split import Pair, Validator, batches
 from dissociated.protocol.selection import parse_identifier
@@ -146,6 +147,7 @@ class CatalogService:
             self._database = database or Database()
             undo.callback(self._database.close)
             self._outer = undo.enter_context(_Outer(outer, self.security)) if outer else None
+            use_grpc()
             _check_free(uri)  # gRPC would say it, and much else, on stderr
             try:
                 self._flight = FlightServer(self, uri, **protection(uri, self.security))
@@ -178,6 +180,11 @@ class CatalogService:
         # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
         self._beating = threading.Thread(target=self._tick, name="catalog", daemon=True)
         self._beating.start()
+        belongs(self)
+
+    def forked(self) -> None:
+        keep(self._flight)
+        disown(self)
 
     def close(self) -> None:
         """Stop answering. Calls that run are waited for, but not for ever: a client may have stopped reading."""

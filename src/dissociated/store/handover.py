@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
+from dissociated.fork import belongs, disown
 from dissociated.transport.shm import peer_of
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class HandOver:
             raise StoreError(f"cannot listen at {path}: {error.strerror or error}") from None
         self._thread = threading.Thread(target=self._serve, name="hand over", daemon=True)
         self._thread.start()
+        belongs(self)
 
     def _serve(self) -> None:
         while True:
@@ -86,6 +88,10 @@ class HandOver:
         self._socket.close()
         self._thread.join()
         self.path.unlink(missing_ok=True)
+
+    def forked(self) -> None:
+        self._socket.close()
+        disown(self)
 
 
 def hand_over(path: str, descriptor: int, timeout: float) -> str:

@@ -22,6 +22,7 @@ from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
+from dissociated.fork import belongs, disown
 from dissociated.memory.shared import explained
 from dissociated.message import MAX_METADATA
 from dissociated.server import Server
@@ -119,6 +120,10 @@ class Node:
         draft = address.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(place)))
         draft.rename(address)
+        belongs(self)
+
+    def forked(self) -> None:
+        disown(self)
 
     def _placed(self, uri: str) -> str:
         return f"shm://{self._socket(_SOCKET)}" if uri == "shm:" else uri

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
+from dissociated.fork import belongs, disown
 from dissociated.ipc.encapsulated import Encapsulated
 from dissociated.ipc.files import FileReader, open_either
 from dissociated.ipc.index import Index
@@ -179,6 +180,12 @@ class _File(Sink):
         self._open = True
         with explained(f"creating {path}"):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
+        belongs(self)
+
+    def forked(self) -> None:
+        if self._open:
+            os.close(self._file.descriptor)
+        disown(self)
 
     def write(self, parts: Sequence[Buffer]) -> None:
         with explained(self._what):
@@ -206,6 +213,11 @@ class Memory(DescriptorSink):
         with explained(what):
             descriptor = create_memfd(name)
         super().__init__(descriptor, what)
+        belongs(self)
+
+    def forked(self) -> None:
+        self._file.close()
+        disown(self)
 
     def close(self) -> None:
         with explained(self.what):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dissociated.errors import StoreError
+from dissociated.fork import belongs, disown
 from dissociated.memory.shared import explained
 from dissociated.store.files import PART, abandoned, claimed, sync_directory
 
@@ -78,7 +79,14 @@ class Shelf:
             except BaseException:
                 os.close(self._lock)
                 raise
+        self._owned = True
+        belongs(self)
         return self
+
+    def forked(self) -> None:
+        if self._owned:
+            os.close(self._lock)
+        disown(self)
 
     def _own(self) -> None:
         try:
@@ -100,6 +108,7 @@ class Shelf:
         probe.unlink()
 
     def __exit__(self, *_: object) -> None:
+        self._owned = False
         os.close(self._lock)
 
     def staged(self, name: str) -> Path:

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from dissociated.errors import StoreError
+from dissociated.fork import belongs, disown
 from dissociated.memory.shared import explained
 from dissociated.message import MAX_METADATA
 from dissociated.once import once
@@ -58,7 +59,7 @@ class Stage:
         self._directory: Path | None = None
         self._lock: int | None = None  # a descriptor
         self._making = threading.Lock()
-        self._pid = os.getpid()
+        belongs(self)
 
     @property
     def directory(self) -> Path:
@@ -113,11 +114,18 @@ class Stage:
     def close(self) -> None:
         """Remove the directory and what is in it."""
         if self._directory is not None:
-            if self._pid == os.getpid():  # not in a process that was forked from the one that made it
-                shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-            if self._lock is not None:
-                os.close(self._lock)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def forked(self) -> None:
+        self._unlock()
+        disown(self)
 
 
 def _lock(directory: Path, wait: bool = False) -> int:

@@ -37,6 +37,7 @@ from types import TracebackType
 import pyarrow as pa
 
 from dissociated.errors import StoreError
+from dissociated.fork import belongs, disown
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.region import machine_memory, pages
 from dissociated.memory.shared import explained
@@ -132,6 +133,10 @@ class Store:
             self._remove_copies()
             self.sweep()
             self._undo = undo.pop_all()
+        belongs(self)
+
+    def forked(self) -> None:
+        disown(self)
 
     @property
     def directory(self) -> Path:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from dissociated.errors import LocalProtocolError, TransportError
+from dissociated.fork import belongs, disown
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
 from dissociated.message import Buffer, Incoming, Message, Run
@@ -58,6 +59,11 @@ class Connection(ABC):
         #: The regions that the peer has shared.
         self.space = AddressSpace()
         self._woken = threading.Event()
+        belongs(self)
+
+    def forked(self) -> None:
+        """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
+        disown(self)
 
     @property
     def peer(self) -> str:
@@ -185,6 +191,13 @@ class Listener(ABC):
     uri: Uri
     #: Whether peers can fetch from memory that is exposed here.
     exposes_memory: bool = False
+
+    def __init__(self) -> None:
+        belongs(self)
+
+    def forked(self) -> None:
+        """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
+        disown(self)
 
     def expose(self, region: Region) -> Span:
         """Let peers fetch from this memory, at its own addresses, until `region` is collected or this is closed."""

@@ -245,7 +245,7 @@ class FabricConnection(NativeConnection):
                 self._receive_control(self._ffi.new(f"char[{_CONTROL_SIZE}]"))
             for _ in range(2):
                 self._receive_untagged(self._ffi.new(f"char[{_MAX_PLAIN * (2 if self._accepted else 16)}]"))
-        _pulse(self._pid).add(self)
+        _pulse(os.getpid()).add(self)
 
     def reach(self, spans: Sequence[Span]) -> None:
         """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
@@ -632,9 +632,8 @@ class FabricConnection(NativeConnection):
         super()._lose()
 
     def close(self) -> None:
-        if self._pid == os.getpid():
-            _pulse(self._pid).remove(self)
-            super().close()
+        _pulse(os.getpid()).remove(self)
+        super().close()
 
     def _release(self) -> None:
         if self._to is not None and not self._gone:
@@ -703,6 +702,7 @@ class _FabricListener(Listener):
     """An endpoint that only hears of clients; each then gets one of its own."""
 
     def __init__(self, uri: Uri) -> None:
+        super().__init__()
         self._provider, self._heartbeat = _provider(uri), _heartbeat(uri)
         self._host = uri.host or "127.0.0.1"
         self.exposes_memory = _rma(uri, self._provider)
@@ -713,7 +713,6 @@ class _FabricListener(Listener):
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
         self._closed = False
-        self._pid = os.getpid()
         self._waker = Waker()
         self._lock = threading.Condition(threading.Lock())  # held by whoever uses the endpoint
         self._asleep = False
@@ -795,8 +794,8 @@ class _FabricListener(Listener):
             _log.debug("%s: %s", self.uri, error)
 
     def close(self) -> None:
-        if self._pid != os.getpid() or self._closed:
-            return  # a process that was forked has no part in it
+        if self._closed:
+            return
         self._closed = True
         self._waker.set()
         with self._lock:
@@ -806,6 +805,11 @@ class _FabricListener(Listener):
                 withdraw()
             self._endpoint.close()
             self._waker.close()
+
+    def forked(self) -> None:
+        for _, withdraw in self._exposed.values():
+            withdraw.detach()
+        super().forked()
 
     def expose(self, region: Region) -> Span:
         with self._lock:

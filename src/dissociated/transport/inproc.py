@@ -73,6 +73,7 @@ def _one(parts: Sequence[Buffer]) -> Buffer:
 
 class _InprocListener(Listener):
     def __init__(self, uri: Uri) -> None:
+        super().__init__()
         self.uri = uri
         self.waiting: SimpleQueue[InprocConnection | None] = SimpleQueue()
 
@@ -84,6 +85,10 @@ class _InprocListener(Listener):
             if _listeners.get(self.uri.host) is self:
                 del _listeners[self.uri.host]
         self.waiting.put(None)
+
+    def forked(self) -> None:
+        _listeners.pop(self.uri.host, None)
+        super().forked()
 
 
 class InprocTransport(Transport):

@@ -98,7 +98,6 @@ class NativeConnection(Connection):
         self._interrupted = False
         self._closed = False
         self._waker = Waker()
-        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
@@ -224,8 +223,6 @@ class NativeConnection(Connection):
         self._waker.set()
 
     def close(self) -> None:
-        if self._pid != os.getpid():
-            return  # a process that was forked has no part in the connection
         with self._lock:
             if self._closed:
                 return

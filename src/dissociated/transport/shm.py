@@ -29,6 +29,7 @@ import stat
 import struct
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,12 @@ class ShmConnection(SocketConnection):
         super().leave()
         while self._descriptors:
             os.close(self._descriptors.popleft())
+
+    def forked(self) -> None:
+        if self.space.live and self._socket.fileno() >= 0:
+            # Arrays hold on to this copy: what lies below them stays as it is for as long as that is open.
+            weakref.finalize(self, os.close, self._socket.detach()).atexit = False
+        super().forked()
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
         if self._rest:
@@ -195,7 +202,7 @@ class _ShmListener(SocketListener):
     def close(self) -> None:
         super().close()
         try:
-            if self._pid == os.getpid() and os.stat(self.uri.path).st_ino == self._inode:
+            if os.stat(self.uri.path).st_ino == self._inode:
                 os.unlink(self.uri.path)
         except OSError:
             pass  # somebody else removed it

@@ -92,7 +92,6 @@ class SocketConnection(Connection):
         self._told = False  # whether `receive` has said so
         self._bell: int | None = None  # an eventfd, of connections that are waited for
         self._accepted = accepted
-        self._pid = os.getpid()
         self._silence = 0.0  # the deadline that the kernel knows
 
     def __repr__(self) -> str:
@@ -194,8 +193,7 @@ class SocketConnection(Connection):
             pass  # not connected any more
 
     def close(self) -> None:
-        if self._pid == os.getpid():  # a process that was forked closes its copy, not the connection
-            self.interrupt()
+        self.interrupt()
         self.leave()
 
     def leave(self) -> None:
@@ -204,6 +202,10 @@ class SocketConnection(Connection):
             os.close(self._bell)
             self._bell = None
         self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
+
+    def forked(self) -> None:
+        self.leave()
+        super().forked()
 
     def _region_shared(self, payload: bytes) -> None:
         raise RemoteProtocolError("the peer shared memory on a connection that cannot")
@@ -296,9 +298,9 @@ class SocketListener(Listener):
     """Accepts connections on a listening stream socket, which this object owns."""
 
     def __init__(self, sock: socket.socket, uri: Uri) -> None:
+        super().__init__()
         self.uri = uri
         self._socket = sock
-        self._pid = os.getpid()
 
     def accept(self) -> Connection | None:
         while True:
@@ -323,9 +325,12 @@ class SocketListener(Listener):
         """The connection, or None where it is refused."""
 
     def close(self) -> None:
-        if self._pid == os.getpid():  # a process that was forked closes its copy, and others go on listening
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
-            except OSError:
-                pass
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        except OSError:
+            pass
         self._socket.close()
+
+    def forked(self) -> None:
+        self._socket.close()
+        super().forked()

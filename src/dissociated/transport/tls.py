@@ -12,7 +12,6 @@ not be used by two threads at once, and would block one that sends while another
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import threading
@@ -94,7 +93,7 @@ class TlsConnection(SocketConnection):
             return bool(self._incoming.pending or self._tls.pending())
 
     def close(self) -> None:
-        if self._agreed and not self._torn and self._pid == os.getpid():
+        if self._agreed and not self._torn:
             try:
                 with self._using:
                     self._tls.unwrap()

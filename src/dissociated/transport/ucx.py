@@ -534,6 +534,7 @@ class _UcxListener(Listener):
     """A worker that only hears of connections; each then gets its own."""
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
+        super().__init__()
         self._place = place(address, rma, large=False)
         self.exposes_memory = rma
         self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, weakref.finalize[..., Region]]]
@@ -544,7 +545,6 @@ class _UcxListener(Listener):
         self._handle = u.ffi.new_handle(self)
         self._requests: deque[Any] = deque()
         self._closed = False
-        self._pid = os.getpid()
         self._waker = Waker()
         self._lock = threading.Condition(threading.Lock())  # held by whoever uses the worker
         self._asleep = False
@@ -652,8 +652,8 @@ class _UcxListener(Listener):
             self._requests.append(request)
 
     def close(self) -> None:
-        if self._pid != os.getpid() or self._closed:
-            return  # a process that was forked has no part in it
+        if self._closed:
+            return
         self._closed = True
         self._waker.set()
         with self._lock:
@@ -668,6 +668,11 @@ class _UcxListener(Listener):
             self._worker.destroy()
             self._handle = None
             self._waker.close()
+
+    def forked(self) -> None:
+        for _, withdraw in self._exposed.values():
+            withdraw.detach()
+        super().forked()
 
 
 def _withdraw(u: Ucp, context: Any, handle: Any, memory: Any) -> None:

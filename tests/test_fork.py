@@ -1,0 +1,156 @@
+"""Processes that are forked, or spawned, from one that uses this library: nothing of the parent's is touched."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+import workers
+from helpers import PATIENCE
+
+#: Datasets, whose every value says where it stands.
+BEGIN = """
+    import gc, os, signal, sys
+    import pyarrow as pa
+    import dissociated as dis
+
+    ROWS, BATCHES = 4096, 6
+
+    def batch(number):
+        return pa.record_batch({"n": pa.array(range(number * ROWS, (number + 1) * ROWS), pa.int64())})
+
+    WHOLE = pa.Table.from_batches(map(batch, range(BATCHES)))
+"""
+
+FORKS = """
+    def right(found, number):
+        return found.column("n").to_pylist() == batch(number).column("n").to_pylist()
+
+    def refused(call):
+        try:
+            call()
+        except dis.errors.ForkedError:
+            return
+        raise AssertionError("the child could use what is its parent's")
+
+    def child(how):
+        "Runs in the child, which has everything as the parent has it."
+        signal.alarm(20)
+        if how == "exec":
+            os.execv("/bin/true", ["true"])
+        if how == "use":
+            refused(lambda: server.publish("other", WHOLE))
+            refused(lambda: server.names())
+            refused(client.status)
+            refused(lambda: client.read("data"))
+            refused(lambda: dis.connect(server.catalog_uri).status())
+            refused(lambda: dis.Server([]))
+            for at in ("tcp", "live shm", "live tcp", "pair", "grpc"):
+                refused(lambda: next(readers[at]))
+            assert all(right(held[at], 0) for at in held)
+            assert readers["shm"].read_all() == WHOLE.slice(ROWS)  # all of it is mapped
+            assert client.read_endpoint(info, info.endpoints[0], "shm").read_all() == WHOLE
+            assert client.read_endpoint(info, info.endpoints[0], "tcp").read_all() == WHOLE
+            client.close()
+            server.close()
+        if how == "drop":
+            readers.clear(), held.clear()
+            gc.collect()
+        if how == "_exit":
+            os._exit(0)
+        sys.exit(0)
+
+    def opened(client):
+        pair = [server.locations("data", streams=one, bodies="packed")[1] for one in ("metadata", "bodies")]
+        return {
+            "shm": client.read("data", "shm"),
+            "tcp": client.read("data", "tcp"),
+            "grpc": client.read("data", "grpc"),
+            "live shm": client.read("live", "shm"),
+            "live tcp": client.read("live", "tcp"),
+            "pair": dis.open_stream(pair, server.ticket("data")),
+        }
+
+    def live():
+        return pa.RecordBatchReader.from_batches(WHOLE.schema, map(batch, range(BATCHES)))
+
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"], live_limit=1 << 16, metrics="127.0.0.1:0") as server:
+        server.publish("data", WHOLE)
+        server.publish("live", live)
+        for how in ["drop", "exit", "use", "_exit", "exec", "drop", "exit"]:
+            with dis.connect(server.catalog_uri) as client, server.writer("written", WHOLE.schema) as writer:
+                info = client.describe("data")
+                readers = opened(client)
+                held = {at: next(reader) for at, reader in readers.items()}
+                writer.write_batch(batch(0))
+                pid = os.fork()
+                if not pid:
+                    child(how)
+                assert os.waitpid(pid, 0)[1] == 0, how
+                assert all(right(held[at], 0) for at in held), how
+                for at, reader in readers.items():
+                    assert reader.read_all() == WHOLE.slice(ROWS), (how, at)
+                del readers, reader, held
+                writer.write_batch(batch(1))
+            with dis.connect(server.catalog_uri) as client:
+                for at in ("shm", "tcp", "grpc"):
+                    assert client.read("data", at).read_all() == WHOLE, (how, at)
+                assert client.read("written").read_all() == WHOLE.slice(0, 2 * ROWS), how
+"""
+
+
+def run(*parts: str) -> None:
+    script = "".join(map(textwrap.dedent, parts))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
+        timeout=3 * PATIENCE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_child_takes_nothing_from_its_parent_however_it_ends() -> None:
+    run(BEGIN, FORKS)
+
+
+def items(method: str, rows: workers.Rows) -> list[int]:
+    context = multiprocessing.get_context(method)
+    with context.Pool(2, workers.begin, (rows,)) as pool:
+        return pool.map_async(workers.item, range(len(rows)), 1).get(PATIENCE)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_of_a_loader_read_by_themselves() -> None:
+    table = pa.table({"n": range(8 * workers.SIZE)})
+    expected = [sum(range(n * workers.SIZE, (n + 1) * workers.SIZE)) for n in range(8)]
+    with dis.Server() as server:
+        server.publish("data", table)
+        with dis.connect(server.catalog_uri) as client:
+            rows = workers.Rows(client, "data")
+            for method in ("spawn", "forkserver"):
+                assert items(method, rows) == expected
+            with pytest.raises(dis.errors.ForkedError, match="spawn or forkserver"):
+                items("fork", rows)
+            assert items("fork", workers.KnownRows(client, "data")) == expected
+            assert client.read("data").read_all() == table
+
+
+def test_a_client_is_pickled_with_what_it_was_made_of() -> None:
+    with dis.Server(authorize=["a-token"]) as server:
+        server.publish("data", pa.table({"n": [1]}))
+        with dis.connect(server.catalog_uri, token="a-token", timeout=7, trusted_users=["root"]) as client:
+            assert "a-token" not in repr(client)
+            copied = pickle.loads(pickle.dumps(client))
+        with copied:
+            assert copied.read("data").read_all().to_pydict() == {"n": [1]}
+        with pytest.raises(dis.errors.CatalogError, match="closed"):
+            copied.describe("data")
