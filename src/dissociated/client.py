@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dissociated.errors import ConnectionClosed, OptionError, RemoteProtocolError, UriError, WrongKind
+from dissociated.errors import ConnectionClosed, OptionError, RemoteProtocolError, UnsafeMemory, UriError, WrongKind
 from dissociated.ipc.columns import selected, sliced
 from dissociated.ipc.inplace import InPlace
 from dissociated.ipc.join import join
@@ -70,10 +70,8 @@ def open_stream(
     uris = located(uri)
     asked = selection is not None and all(takes_selections(one) for one in uris)
     identifier = selection.identifier(ticket) if selection is not None and asked else ticket
-    stream = request(uris, identifier, timeout, max_body, max_metadata, options.memory_pool, allow_rma)
-    deliveries = stream.deliveries()
-    schema = next(deliveries)
-    assert isinstance(schema, Delivery)  # no run begins a stream
+    limits = timeout, max_body, max_metadata
+    stream, schema, deliveries = begun(uris, identifier, *limits, pool=options.memory_pool, allow_rma=allow_rma)
     try:
         if schema.parsed.is_tensor:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
@@ -83,7 +81,7 @@ def open_stream(
         if stream.space.static:
             reader = _read_in_place(stream, schema, deliveries, options)
         else:
-            reader = join(stream.attached(_again([schema], deliveries)), options)
+            reader = join(stream.attached(again([schema], deliveries)), options)
     except BaseException:
         deliveries.close()
         stream.settle()
@@ -156,6 +154,26 @@ def request(
     return stream
 
 
+def begun(uris: Sequence[Uri], identifier: bytes, *limits: Any, **options: Any) -> tuple[Stream, Delivery, Deliveries]:
+    """`request`, the first message, and those after it.
+
+    Where another user's server shares what is not safe to map, it is asked for packed bodies, if it has said how.
+    """
+    while True:
+        stream = request(uris, identifier, *limits, **options)
+        deliveries = stream.deliveries()
+        try:
+            first = next(deliveries)
+        except UnsafeMemory:
+            packed = uris[-1].with_packed_bodies()
+            if packed is None:
+                raise
+            uris = [*uris[:-1], packed]
+            continue
+        assert isinstance(first, Delivery)  # no run begins a stream
+        return stream, first, deliveries
+
+
 async def open_stream_async(
     uri: str | Sequence[str],
     ticket: bytes,
@@ -207,7 +225,7 @@ def _read_in_place(
         reader = place.reader(stream.hold, options)
         if reader is not None:
             return reader
-    return join(stream.attached(_again(seen, deliveries)), options)
+    return join(stream.attached(again(seen, deliveries)), options)
 
 
 def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[int] | None:
@@ -222,6 +240,7 @@ def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[in
     return indices if len(indices) < len(names) else None
 
 
-def _again(seen: Sequence[Delivery | Batches], rest: Deliveries) -> Deliveries:
+def again(seen: Sequence[Delivery | Batches], rest: Deliveries) -> Deliveries:
+    """What has been seen of a stream, and then the rest of it."""
     yield from seen
     yield from rest

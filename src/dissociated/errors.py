@@ -6,7 +6,8 @@
     │   ├── LocalProtocolError   this side asked for something the protocol forbids: a bug in the caller
     │   └── RemoteProtocolError  the peer broke the protocol; the connection is of no more use
     ├── TransportError           the medium failed: refused, reset, unreachable, in use
-    │   └── ConnectionClosed     the peer is gone, or this side closed the connection
+    │   ├── ConnectionClosed     the peer is gone, or this side closed the connection
+    │   └── UnsafeMemory         another user's server shares a file, which could be cut short under this process
     ├── ForkedError              it belongs to the process that this one was forked from
     ├── AccessDenied             a ticket, a token or a certificate that is not accepted, also a PermissionError
     ├── RemoteError              the peer ended the stream and said why
@@ -55,6 +56,10 @@ class TransportError(DissociatedError):
 
 class ConnectionClosed(TransportError):
     """The peer closed the connection or died, or this side closed it."""
+
+
+class UnsafeMemory(TransportError):
+    """A server of another user shares a file, which could be cut short under whoever maps it."""
 
 
 class ForkedError(DissociatedError):

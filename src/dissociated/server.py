@@ -40,7 +40,7 @@ from dissociated.store.segment import Memory, Segment, SegmentWriter
 from dissociated.store.stage import host_name
 from dissociated.transport.base import Connection, Listener, seconds
 from dissociated.transport.registry import transport
-from dissociated.uri import ANY_INTERFACE, Uri
+from dissociated.uri import ANY_INTERFACE, PACKED, Uri
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService
@@ -396,6 +396,8 @@ class Server:
             free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
             parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
         )
+        if by_address and transport(uri.scheme).shares_memory:
+            located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
         if exposed and isinstance(found, StaticDataset):
             located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 
-from dissociated.client import TIMEOUT, located, request
+from dissociated.client import TIMEOUT, again, begun, located
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.ipc.tensor import Tensor, cut, join_tensor
 from dissociated.message import MAX_BODY, MAX_METADATA
@@ -49,8 +49,8 @@ def open_tensors(
     `max_metadata` and `allow_rma` as for `open_stream`. Raises what that raises, and WrongKind where the stream holds
     record batches.
     """
-    stream = request(located(uri), ticket, timeout, max_body, max_metadata, allow_rma=allow_rma)
-    return TensorReader(stream.each(stream.deliveries(), partial(_tensor, stream)))
+    stream, first, rest = begun(located(uri), ticket, timeout, max_body, max_metadata, allow_rma=allow_rma)
+    return TensorReader(stream.each(again([first], rest), partial(_tensor, stream)))
 
 
 def _tensor(stream: Stream, delivery: Delivery) -> Tensor:

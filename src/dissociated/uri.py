@@ -18,6 +18,9 @@ from dissociated.errors import UriError
 #: Hosts that mean all of this one: one can listen there, and whoever shall connect must be told another.
 ANY_INTERFACE = ("0.0.0.0", "::")
 
+#: Our own parameter: the want_data value that asks the same server for packed bodies, and for no addresses.
+PACKED = "packed"
+
 _UINT64_MAX = 2**64 - 1
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*\Z")
 _BASE64URL_TO_BASE64 = str.maketrans("-_", "+/")
@@ -98,6 +101,16 @@ class Uri:
     def with_parameters(self, **changes: str) -> Uri:
         """The same location with these of our own parameters added or replaced."""
         return replace(self, parameters=MappingProxyType({**self.parameters, **changes}))
+
+    def with_packed_bodies(self) -> Uri | None:
+        """The location of the same without addresses; None where its server has not said how to ask for that."""
+        told = self.parameters.get(PACKED)
+        if told is None:
+            return None
+        parameters = {name: value for name, value in self.parameters.items() if name != PACKED}
+        return replace(
+            self, want_data=_uint64(told, PACKED, str(self)), free_data=None, parameters=MappingProxyType(parameters)
+        )
 
     def require_want_data(self) -> int:
         """The tag that requests a stream. Raises UriError where the URI has none."""

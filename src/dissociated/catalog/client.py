@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
-_OWN = ("roots", "allow")  # parameters of locations that only the one who connects may give
+_OWN = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
 
 _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
 
@@ -145,6 +145,7 @@ class CatalogClient:
         tls_roots: str | os.PathLike[str] | None = None,
         trusted_users: Sequence[str | int] = (),
         max_metadata: int = MAX_METADATA,
+        trusted_files: bool = False,
     ) -> None:
         import pyarrow.flight as flight
 
@@ -153,7 +154,7 @@ class CatalogClient:
         if not Uri.parse(uri).scheme.startswith("grpc"):
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self._flight = flight
-        self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata
+        self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
         self._timeout = seconds(timeout)
         self._max_metadata = max_metadata
         self.uri = uri
@@ -162,6 +163,8 @@ class CatalogClient:
             "tls": {} if roots is None else {"roots": roots},
             "shm": {"allow": ",".join(map(str, trusted_users))} if trusted_users else {},
         }
+        if trusted_files:
+            self._trust["shm"]["files"] = "allow"
         self._options_of_grpc = client_options(None if token is None else check_token(token), roots)
         self._connection: Any = None
         self._closed = False
@@ -674,17 +677,19 @@ def connect(
     tls_roots: str | os.PathLike[str] | None = None,
     trusted_users: Sequence[str | int] = (),
     max_metadata: int = MAX_METADATA,
+    trusted_files: bool = False,
 ) -> Client:
     """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
 
     `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
     certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
-    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm. `max_metadata` is as
-    for `open_stream`.
+    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm. With `trusted_files`
+    their files are, too, which they could cut short under this process; without it these come another way.
+    `max_metadata` is as for `open_stream`.
 
     Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
     """
-    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata)
+    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files)
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:

@@ -1,7 +1,8 @@
 """shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS). One host, one user.
 
     listening     shm:///PATH?allow=USER,...    other users who may connect, by name or number
-    connecting    shm:///PATH?allow=USER,...    other users whose server, and whose memory, is trusted
+    connecting    shm:///PATH?allow=USER,...    other users whose server, and whose sealed memory, is trusted
+                  shm:///PATH?files=allow       map what cannot be sealed, too, where such a user's server shares it
 
 These parameters are for the side that gives them; locations that a server names have none. Root and this process's
 own user may always. Where others are allowed, the socket is open to all and the kernel says who knocks; they must be
@@ -36,9 +37,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dissociated.errors import RemoteProtocolError, TransportError, UriError
+from dissociated.errors import RemoteProtocolError, TransportError, UnsafeMemory, UriError
 from dissociated.memory.region import Region
-from dissociated.memory.shared import Backing, map_received
+from dissociated.memory.shared import Backing, is_sealed, map_received
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framing import PREAMBLE, FrameKind, encode_frame
 from dissociated.transport.sockets import SocketConnection, SocketListener, abort_frame, explain
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 _region = struct.Struct("<QQQ")
 _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
 _DESCRIPTOR = array.array("i").itemsize
-_MAX_DESCRIPTORS = 16  # in one read; the kernel would take 253
+_MAX_DESCRIPTORS = 253  # in one read: as many as the kernel sends at once
 _PATH_MAX = 107  # struct sockaddr_un
 
 
@@ -58,8 +59,9 @@ class ShmConnection(SocketConnection):
 
     shares_memory = True
 
-    def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
+    def __init__(self, sock: socket.socket, peer: str, accepted: bool, maps_files: bool = True) -> None:
         super().__init__(sock, peer, accepted)
+        self._maps_files = maps_files
         self._descriptors: deque[int] = deque()  # received, not yet claimed by a REGION frame
 
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
@@ -151,6 +153,11 @@ class ShmConnection(SocketConnection):
         base, size, backing = _region.unpack(payload)
         descriptor = self._descriptors.popleft()
         try:
+            if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
+                raise UnsafeMemory(
+                    f"the {self._peer} runs as another user and shares a file, which could be cut short under this "
+                    "process: read it over another transport or with packed bodies, or say trusted_files=True"
+                )
             memory = map_received(descriptor, size, backing)
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
@@ -229,13 +236,15 @@ class ShmTransport(Transport):
             if error.errno == errno.ENOENT:
                 raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
             raise explain(error, f"connecting to the {where}") from error
-        if (user := peer_of(sock)[1]) not in allowed:
+        user = peer_of(sock)[1]
+        if user not in allowed:
             sock.close()
             raise TransportError(
                 f"the {where} runs as another user, whose memory is not to be trusted unless you say so: "
                 f"trusted_users=[{user}]"
             )
-        return ShmConnection(sock, where, accepted=False)
+        maps_files = user in (os.geteuid(), 0) or uri.parameters.get("files") == "allow"
+        return ShmConnection(sock, where, accepted=False, maps_files=maps_files)
 
     def listen(self, uri: Uri) -> Listener:
         if uri.host or "\0" in uri.path:
