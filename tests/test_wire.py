@@ -68,7 +68,8 @@ def test_what_a_server_says_that_shares_memory(serve: Serve, stream: Path) -> No
     server.publish("data", stream, ticket=b"abc")
     (uri,) = server.locations("data")
     path, parameters = uri.removeprefix("shm://").split("?")
-    assert parameters == "want_data=4920555683826368515&free_data=4920555683826368768&select=1"  # ...03, and ...0100
+    tags = "want_data=4920555683826368515&free_data=4920555683826368768"  # ...03, and ...0100
+    assert parameters == f"{tags}&select=1&packed=4920555683826368519"  # ...07 asks for packed bodies
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE)
         sock.connect(path)
