@@ -63,7 +63,7 @@ class Dataset(ABC):
 
     rows: int | None = None
     nbytes: int | None = None
-    #: Whether metadata can be had over one connection, and bodies over another.
+    #: Whether one server can give metadata of it over one connection, and bodies over another.
     divisible = True
 
     def __init__(self, name: str, schema: pa.Schema) -> None:

@@ -23,7 +23,6 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
-    SourceError,
     TransportError,
 )
 from dissociated.fork import belongs, disown
@@ -356,12 +355,9 @@ class Server:
         """The URIs that `name` can be requested at, one for each listener.
 
         `streams` is "both", or one of "metadata" and "bodies" for clients that ask for the two separately.
-        `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound, and SourceError where
-        two connections cannot share it: each would have its own place in a live stream, or its own reading.
+        `bodies` is "any", or "packed" for clients that want no addresses. Raises DatasetNotFound.
         """
         found, wanted = self.dataset(name), Streams[streams.upper()]
-        if wanted is not Streams.BOTH and not found.divisible:
-            raise SourceError(f"{name!r} is read once: metadata and bodies come over one connection, or not at all")
         return [str(self._location(one, found, wanted, bodies == "packed")) for one in self._listeners]
 
     def listening(self) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
-from dissociated.errors import CatalogError, DatasetNotFound, SourceError
+from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.transport.registry import transport
 
 TABLE = pa.table({"n": [1, 2, 3]})
@@ -56,22 +56,6 @@ def test_a_dataset_of_a_foreign_server_is_found_and_one_that_is_not_there_is_nam
             assert "does not list what it has" in capsys.readouterr().err
             assert main(["ls", f"{server.uri}/d"]) == 0
             capsys.readouterr()
-
-
-def test_what_is_read_once_is_not_offered_to_two_connections() -> None:
-    with dis.Server(["tcp://127.0.0.1:0"], catalog=None) as server:
-        server.publish("static", TABLE)
-        server.publish("live", lambda: TABLE)
-        server.publish("shared", lambda: TABLE, live=dis.Live())
-        server.publish("reader", TABLE.to_reader())
-        for name in ("static", "live"):
-            pair = [server.locations(name, streams=streams)[0] for streams in ("metadata", "bodies")]
-            assert dis.open_stream(pair, server.ticket(name)).read_all() == TABLE
-        for name in ("shared", "reader"):
-            for streams in ("metadata", "bodies"):
-                with pytest.raises(SourceError, match="is read once: metadata and bodies come over one connection"):
-                    server.locations(name, streams=streams)
-            assert dis.open_stream(server.locations(name)[0], server.ticket(name)).read_all() == TABLE
 
 
 def test_the_reference_is_offered_no_pair_for_what_is_read_once() -> None:
