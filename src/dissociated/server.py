@@ -23,6 +23,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    SourceError,
     TransportError,
 )
 from dissociated.fork import belongs, disown
