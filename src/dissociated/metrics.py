@@ -97,8 +97,8 @@ class _Collector:
         yield family(CounterMetricFamily, "connections_ended", "By how they ended", ["outcome"], *ended)
         for kind, field, name, text in (
             (GaugeMetricFamily, "open", "connections_open", "Connections that are open"),
-            (CounterMetricFamily, "accepted", "connections_accepted", "Connections that were served"),
-            (CounterMetricFamily, "refused", "connections_refused", "Connections turned away, for there were too many"),
+            (CounterMetricFamily, "accepted", "connections_accepted", "All connections there have been"),
+            (CounterMetricFamily, "refused", "connections_refused", "Of these, turned away: there were too many"),
         ):
             values = [([one.uri], getattr(one, field)) for one in now.listeners]
             yield family(kind, name, text, ["listener"], *values)

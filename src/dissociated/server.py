@@ -54,17 +54,23 @@ _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 _PAUSE = 0.2  # seconds, before the next try to accept
 
 
+class _Full(DissociatedError):
+    """There are as many connections as there may be."""
+
+
 class Server:
     """Serves datasets over any number of transports, with a catalog beside them.
 
     `listen` are URIs of transports; parts that are left out are chosen: `shm:`, `tcp://127.0.0.1:0`. `catalog` is
-    where Arrow Flight listens, None for no catalog. Times are in seconds: `handshake_timeout` for a client to say
-    what it wants, `stall_timeout` for one that takes nothing, `lease_timeout` for one that holds memory and says
-    nothing. `live_limit` is how many bytes of a live stream one client may hold in shared memory. Who was sent away for
-    being too slow keeps what he holds until he lets go: while all of these hold `kept_limit` bytes, four times
-    `live_limit` unless you say otherwise, nobody new may read a live stream over shared memory. `inline_limit` is up to
-    which size bodies are sent inline where they could be shared. What has more than `max_metadata` bytes of metadata in
-    one message, a schema above all, is not published: clients take no more either, unless they say so.
+    where Arrow Flight listens, None for no catalog. Times are in seconds: `handshake_timeout` for a client to have said
+    what it wants, whatever it says before, `stall_timeout` for one that takes nothing, `lease_timeout` for one that
+    holds memory and says nothing. `max_connections` are served at a time. Beside them `max_asking` may not have said
+    what they want yet: where more come, the one that has had most time is closed. `live_limit` is how many bytes of a
+    live stream one client may hold in shared memory. Who was sent away for being too slow keeps what he holds until he
+    lets go: while all of these hold `kept_limit` bytes, four times `live_limit` unless you say otherwise, nobody new
+    may read a live stream over shared memory. `inline_limit` is up to which size bodies are sent inline where they
+    could be shared. What has more than `max_metadata` bytes of metadata in one message, a schema above all, is not
+    published: clients take no more either, unless they say so.
 
     With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
     themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
@@ -98,6 +104,7 @@ class Server:
         inline_limit: int = 0,
         max_metadata: int = MAX_METADATA,
         max_connections: int = 1024,
+        max_asking: int = 128,
         advertise: str | None = None,
         allow_rma: bool = False,
         ticket_lifetime: float | None = None,
@@ -116,6 +123,7 @@ class Server:
         self.inline_limit = inline_limit
         self.max_metadata = max_metadata
         self.max_connections = max_connections
+        self.max_asking = max_asking
         guarded = security(
             ticket_lifetime=ticket_lifetime, secret=secret, authorize=authorize, tls_cert=tls_cert, tls_key=tls_key
         )
@@ -127,6 +135,7 @@ class Server:
         self._changing = threading.Lock()  # held by whoever replaces what a name means
         self._activity = Activity()
         self._connections: dict[Connection, threading.Thread] = {}
+        self._asking: dict[Connection, None] = {}  # those of them that have not said what they want, the oldest first
         self._listeners: list[Listener] = []
         self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
@@ -419,16 +428,34 @@ class Server:
             if connection is None:
                 return
             complained = False
+            self._make_room()
             if not self._start(connection, listener):
-                self._activity.refuse(str(listener.uri))
-                _log.info("%r was turned away: there are %d connections", connection, self.max_connections)
-                connection.abort("the server takes no more connections now: try again later")
+                connection.abort("the server can serve nobody now: try again later")
                 connection.close()
 
-    def _start(self, connection: Connection, listener: Listener) -> bool:
-        """Serve `connection` in a thread of its own. False where there can be no more."""
+    def _make_room(self) -> None:
+        """Of those who have not said what they want, the one that has had most time goes, if there are too many."""
         with self._lock:
-            if self._closed or len(self._connections) >= self.max_connections:
+            slowest = next(iter(self._asking)) if len(self._asking) >= self.max_asking else None
+            if slowest is not None:
+                del self._asking[slowest]
+        if slowest is not None:
+            slowest.interrupt()
+
+    def asked(self, connection: Connection) -> None:
+        """It has said what it wants. Raises ConnectionClosed where it was too slow."""
+        with self._lock:
+            if connection not in self._asking:
+                raise ConnectionClosed("it had not said what it wants when others wanted its place")
+            del self._asking[connection]
+            connection.due = None
+            if len(self._connections) - len(self._asking) > self.max_connections:
+                raise _Full("the server takes no more connections now: try again later")
+
+    def _start(self, connection: Connection, listener: Listener) -> bool:
+        """Serve `connection` in a thread of its own. False where there is none to be had."""
+        with self._lock:
+            if self._closed:
                 return False
             tally = self._activity.begin(str(listener.uri), connection.peer)
             name = f"serve {tally.connection}"
@@ -440,19 +467,23 @@ class Server:
                 self._activity.end(tally, "failed")
                 return False
             self._connections[connection] = thread
+            self._asking[connection] = None
         return True
 
     def _serve(self, connection: Connection, tally: Tally) -> None:
         outcome, why = "failed", ""
         try:
             with connection:
+                connection.due = time.monotonic() + self.handshake_timeout
                 connection.handshake(self.handshake_timeout)
                 Session(self, connection, tally).run()
             outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
         except (ConnectionClosed, DeadlineExceeded) as error:
             outcome, why = "gone", str(error)
-        except (AccessDenied, DatasetNotFound) as error:
+        except (AccessDenied, DatasetNotFound, _Full) as error:
             outcome, why = "refused", str(error)
+            if isinstance(error, _Full):
+                self._activity.refuse(tally.listener)
         except DissociatedError as error:
             why = str(error)
         except Exception:
@@ -463,6 +494,7 @@ class Server:
             self._activity.end(tally, outcome)
             with self._lock:
                 self._connections.pop(connection, None)
+                self._asking.pop(connection, None)
 
     @property
     def connections(self) -> int:

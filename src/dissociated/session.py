@@ -163,6 +163,7 @@ class Session:
         incoming = self._receive(self._server.handshake_timeout)
         if incoming is None:
             return None
+        self._server.asked(self._connection)
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
         assert isinstance(event, StreamRequested)  # the table allows nothing else first
         return event.identifier, event.streams, bool((incoming.tag or 0) & _PACKED)

@@ -68,7 +68,10 @@ class DatasetStatus:
 
 @dataclass(frozen=True)
 class ListenerStatus:
-    """Where a server listens, and the connections there: those that are open, and how many there have been."""
+    """Where a server listens, and the connections there: those that are open, and all there have been.
+
+    Of these, `refused` were turned away when they asked, since there were too many.
+    """
 
     uri: str
     open: int

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import RemoteError
 
 from .conftest import ROWS, Good, descriptors, wait_until
 from .peer import (
@@ -340,23 +339,6 @@ def test_client_takes_nothing(large: Good, scheme: str) -> None:
         got += connection.read_rest()
     assert len(got) < len(expected)
     assert expected.startswith(got)
-
-
-def test_flood_of_connections(serve: Serve, table: pa.Table) -> None:
-    good = serve("shm:", "tcp://127.0.0.1:0", max_connections=4)
-    for scheme in "tcp", "shm":
-        (uri,) = (uri for uri in good.server.locations("good") if uri.startswith(scheme))
-        silent = [connect(uri) for _ in range(4)]
-        wait_until(lambda: good.server.connections == 4, "the connections are counted")
-        for _ in range(20):  # the reason arrives, however fast the server has closed
-            with pytest.raises(RemoteError, match="takes no more connections"):
-                dis.open_stream(uri, good.server.ticket("good"), timeout=5)
-        silent.pop().close()
-        wait_until(lambda: good.server.connections == 3, "one has gone")
-        assert dis.open_stream(uri, good.server.ticket("good"), timeout=5).read_all().equals(table)
-        for connection in silent:
-            connection.close()
-        wait_until(good.alone, "all have gone")
 
 
 def test_many_at_once(serve: Serve) -> None:

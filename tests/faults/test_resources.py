@@ -30,7 +30,7 @@ from dissociated.errors import (
 )
 from dissociated.store.segment import Segment, SegmentWriter
 
-from .conftest import Good, wait_until
+from .conftest import Good
 from .peer import PATIENCE, RawServer, Script, connect, want, want_of
 
 Serve = Callable[..., Good]
@@ -555,17 +555,6 @@ def test_client_has_no_memory_for_a_body(scripted: Start, table: pa.Table) -> No
     ):
         dis.open_stream(server.uri, b"ticket", timeout=PATIENCE).read_all()
     server.wait_done()
-
-
-def test_max_connections_are_given_back(serve: Serve) -> None:
-    good = serve("tcp://127.0.0.1:0", max_connections=3)
-    (uri,) = good.server.locations("good")
-    for _ in range(3):
-        with connect(uri), connect(uri), connect(uri):
-            wait_until(lambda: good.server.connections == 3, "they are counted")
-            with pytest.raises(RemoteError, match="takes no more connections now: try again later"):
-                dis.open_stream(uri, good.server.ticket("good"))
-        wait_until(good.alone, "they are given back")
 
 
 def test_accepting_goes_on_after_errors(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

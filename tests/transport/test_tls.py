@@ -231,16 +231,6 @@ def test_a_client_that_drips_does_not_get_longer_than_the_deadline(serve: Serve,
             pytest.fail("a client got as long as it liked")
 
 
-def test_a_client_beyond_the_limit_is_sent_away_without_waiting_for_it(serve: Serve, certified: Certificates) -> None:
-    server = serve("tls:", max_connections=1, **certified.options)
-    server.publish("data", TABLE)
-    uri = Uri.parse(where(server))
-    with socket.create_connection((uri.host, uri.port), PATIENCE) as first:
-        with pytest.raises(ConnectionClosed):  # connections are accepted in their order
-            read(server, roots=certified.roots)
-        first.close()
-
-
 # What it is given
 
 

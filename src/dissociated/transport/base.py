@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from dissociated.errors import LocalProtocolError, TransportError
+from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
 from dissociated.fork import belongs, disown
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
@@ -58,6 +58,8 @@ class Connection(ABC):
     def __init__(self) -> None:
         #: The regions that the peer has shared.
         self.space = AddressSpace()
+        #: When, by time.monotonic, the peer must have said what is waited for, however it does so; None: whenever.
+        self.due: float | None = None
         self._woken = threading.Event()
         belongs(self)
 
@@ -79,6 +81,16 @@ class Connection(ABC):
 
     def limit_untagged(self, length: int) -> None:  # noqa: B027  # where nothing is allocated for what is announced
         """Take untagged messages of up to so many bytes: what is announced to be longer ends the connection."""
+
+    def _left(self, timeout: float) -> float:
+        """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""
+        if self.due is None:
+            return timeout
+        left = self.due - time.monotonic()
+        if left <= 0:
+            self.due = None  # it is still to be told
+            raise DeadlineExceeded(f"{self.peer} took too long to say what it wants")
+        return min(left, timeout)
 
     @abstractmethod
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:

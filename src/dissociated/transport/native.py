@@ -327,9 +327,9 @@ class NativeConnection(Connection):
             if self._closed:
                 raise ConnectionClosed("this side closed the connection")
             if self._advance():
-                deadline = time.monotonic() + timeout
+                deadline = time.monotonic() + self._left(timeout)
                 continue
-            left = deadline - time.monotonic()
+            left = self._left(deadline - time.monotonic())
             if left <= 0:
                 return False
             self._wait(min(left, _NO_WAKE if self._ended else _LOOK_AGAIN))

@@ -263,7 +263,7 @@ class SocketConnection(Connection):
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        self._set_silence(timeout)
+        self._set_silence(self._left(timeout))
         try:
             return self._receive_into(memory)
         except BlockingIOError:

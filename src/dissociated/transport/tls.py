@@ -48,7 +48,9 @@ class TlsConnection(SocketConnection):
         end = time.monotonic() + timeout
         try:
             while not self._step():
-                self._set_silence(max(0.0, end - time.monotonic()))
+                if time.monotonic() >= end:
+                    raise BlockingIOError
+                self._set_silence(end - time.monotonic())
                 if not self._read_more():
                     raise ConnectionClosed(f"{self._peer} closed the connection before both had agreed on TLS")
         except BlockingIOError:
@@ -155,6 +157,8 @@ class TlsConnection(SocketConnection):
 
     def _receive_into(self, memory: memoryview) -> int:
         while (count := self._decrypt(memory)) is None:
+            if self.due is not None:  # a record may come in many pieces
+                self._set_silence(self._left(self._silence))
             if not self._read_more():
                 return 0
         return count
