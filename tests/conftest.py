@@ -18,6 +18,8 @@ from helpers import Serve, leaving_nothing
 from machine import need
 from processes import Process, Start
 
+TESTS = Path(__file__).parent
+
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
 settings.register_profile("dissociated", deadline=None)
 settings.load_profile("dissociated")
@@ -31,6 +33,24 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+#: What takes longest begins first, so that no worker is left alone with it; the rest follows in its order.
+LONGEST = ("spark/test_cluster", "spark", "test_examples", "faults/test_floods", "golden/test_damaged", "contract")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker runs all of a file, and one all that shares a Spark session."""
+
+    def rank(item: pytest.Item) -> int:
+        place = item.path.relative_to(TESTS).as_posix()
+        return next((at for at, one in enumerate(LONGEST) if place.startswith(one)), len(LONGEST))
+
+    items.sort(key=rank)
+    for item in items:
+        shared = "spark" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("spark" if shared else item.path.relative_to(TESTS).as_posix()))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,6 +13,7 @@ import pytest
 from dissociated.errors import JavaNotFound, TransportError
 from dissociated.transport import ucx
 from dissociated.transport._ofi import ofi
+from dissociated.transport._ucp import ucp
 
 
 @cache
@@ -98,3 +99,20 @@ def needs(medium: str) -> pytest.MarkDecorator:
 def media(names: Iterable[Any], medium: Callable[[Any], str] = str) -> list[Any]:
     """Parameters, each marked with what its medium takes."""
     return [pytest.param(name, id=str(name), marks=needs(medium(name))) for name in names]
+
+
+def _found() -> dict[str, str]:
+    """What tests run with, and where it is from."""
+    found = {what: missing(what) or "there" for what in ("ipv6", "java")}
+    if found["java"] == "there":
+        from dissociated.spark import java_home
+
+        found["java"] = java_home()
+    found["ucx"] = missing("ucx") or f"{ucp().version} from {ucp().path}"
+    found["libfabric"] = missing("libfabric") or f"{ofi().version} from {ofi().path}"
+    return found
+
+
+if __name__ == "__main__":
+    for what, where in _found().items():
+        print(f"{what}: {where}")

@@ -35,7 +35,7 @@ WANT, FREE = 7, 9
 CERTIFICATE, KEY = "DISSOCIATED_TEST_CERTIFICATE", "DISSOCIATED_TEST_KEY"
 
 #: Nothing in these tests waits for longer than this, in seconds.
-PATIENCE = 3.0
+PATIENCE = 20.0
 
 
 def head(kind: int, length: int, tag: int = 0) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import DissociatedError, RemoteError, SourceError
+from helpers import case
 
 from .conftest import Good, wait_until
 from .peer import PATIENCE
@@ -48,10 +49,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("after", [0, 1, 50])
-@pytest.mark.parametrize("name", ERRORS)
-def test_source_raises(serve: Serve, name: str, after: int) -> None:
-    error, phrase = ERRORS[name]
+def test_source_raises(serve: Serve, after: int) -> None:
     good = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
+    for name, (error, phrase) in ERRORS.items():
+        with case(name):
+            check_source_that_raises(good, error, phrase, after)
+
+
+def check_source_that_raises(good: Good, error: BaseException, phrase: str, after: int) -> None:
     good.server.publish("bad", failing(error, after))
     for uri in good.server.locations("bad"):
         stream = dis.open_stream(uri, good.server.ticket("bad"), timeout=PATIENCE)

@@ -86,6 +86,7 @@ class ShmConnection(SocketConnection):
 
     def farewell(self, reason: str) -> None:
         self._rest.append(abort_frame(reason))
+        self._say_the_rest(0, 0)  # a peer that gives everything back before this side receives hears it all the same
 
     def outlast(self) -> bool:
         self._say_the_rest(0, None)
