@@ -58,25 +58,40 @@ class Live:
             raise OptionError(f"stall_timeout is a positive number of seconds, not {self.stall_timeout}")
 
 
+#: Bodies of up to this many bytes travel inline: to share one costs more than to copy it, and takes whole pages.
+SMALL = 1 << 14
+#: Bytes that keeping a message takes beside its own.
+_OVERHEAD = 256
+
+
 class Part(NamedTuple):
     """A message for consumers: its body in parts, and the extents of its buffers in `region`, if it lies there."""
 
     header: bytes
     parsed: Header
     body: Sequence[Buffer] | None
+    queued: int = 0  # bytes that it takes, outside of shared memory, while it waits
     region: LiveRegion | None = None
     extents: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def inline(cls, message: SplitMessage) -> Part:
+        """The message with its body in memory of its own."""
+        header, parsed, body = message
+        parts = None if body is None else (b"".join(body),) if body else ()
+        return cls(header, parsed, parts, len(header) + parsed.body_length + _OVERHEAD)
 
     @property
     def addresses(self) -> set[int]:
         """What whoever is given this holds."""
-        return {address for address, length in self.extents if length}
+        return {address for address, length in self.extents if length} if self.extents else set()
 
 
 class Consumer:
     """One of the consumers of a broadcast: its place in the stream, and what it holds. `leave` gives that back.
 
-    `wake` is called, from the pump's thread, when there may be something to take; `cut` when it is cut off.
+    `wake` is called, from the pump's thread, when there is something to take after there was nothing, or there will be
+    nothing more; `cut` when it is cut off.
     """
 
     def __init__(self, broadcast: Broadcast, wake: Callable[[], None], cut: Callable[[], None]) -> None:
@@ -84,6 +99,8 @@ class Consumer:
         self.wake = wake
         self.cut = cut
         self.waiting: deque[Part] = deque()
+        self.queued = 0  # bytes that these take outside of shared memory
+        self.idle = False  # whether it found nothing to take
         self.held: set[int] = set()  # what it was given, waiting or sent
         self.stopped = False  # whether it wants nothing more
         self.kept = False  # whether it is cut off, so that what it holds does not count
@@ -96,15 +113,34 @@ class Consumer:
         """Whether it has taken everything there was, to the regular end."""
         return self.ended and not self.waiting
 
-    def take(self) -> Part | None:
-        """The next message, None where there is none now. Raises SourceError: why there will be no more."""
+    def give(self, part: Part) -> None:
+        """Let it take `part` after all others. Call it with the broadcast's `changed` held."""
+        self.waiting.append(part)
+        self.queued += part.queued
+        if self.idle:
+            self.idle = False
+            self.wake()
+
+    def take(self, count: int = 1, nbytes: int = 0) -> list[Part]:
+        """The next messages, up to `count` of them, with bodies of `nbytes` together where there is more than one.
+
+        None where there are none now. Raises SourceError: why there will be no more.
+        """
+        taken: list[Part] = []
+        waiting = self.waiting
         with self._broadcast.changed:
-            if self.waiting:
+            while waiting and len(taken) < count and (not taken or waiting[0].parsed.body_length <= nbytes):
+                part = waiting.popleft()
+                taken.append(part)
+                nbytes -= part.parsed.body_length
+                self.queued -= part.queued
+            if taken:
                 self.moved = time.monotonic()
-                return self.waiting.popleft()
-            if self.reason is not None:
+                self._broadcast.taken()
+            elif self.reason is not None:
                 raise SourceError(self.reason)
-            return None
+            self.idle = not taken
+        return taken
 
     def free(self, addresses: Collection[int]) -> None:
         """It does not need these any more."""
@@ -157,7 +193,7 @@ class Broadcast(Dataset):
         self._options = options
         self._schema = Splitter(self.schema, options).schema_message
         self.schema_header = self._schema.header
-        self._dictionaries: dict[int, list[SplitMessage]] = {}  # as they are: each with the deltas since
+        self._dictionaries: dict[int, list[Part]] = {}  # as they are: each with the deltas since
         self._memory = LiveMemory(name, limit)
         self._consumers: list[Consumer] = []
         #: The thread that reads, once it has begun.
@@ -166,6 +202,7 @@ class Broadcast(Dataset):
         self._reason: str | None = None  # why there is nothing more, if that is not the source's end
         self._over = False  # nothing more will come
         self._busy = False  # the pump is using the memory
+        self._full = False  # the pump waits for room
         #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
         self.changed = threading.Condition()
 
@@ -179,8 +216,8 @@ class Broadcast(Dataset):
             if self.pump is not None and self._live.late == "refuse":
                 raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
             consumer = Consumer(self, wake, cut or wake)
-            consumer.waiting.append(Part(*self._schema))
-            consumer.waiting.extend(Part(*one) for some in self._dictionaries.values() for one in some)
+            for part in (Part.inline(self._schema), *(one for some in self._dictionaries.values() for one in some)):
+                consumer.give(part)
             self._consumers.append(consumer)
             if self.pump is None and len(self._consumers) >= self._live.consumers:
                 self.pump = threading.Thread(target=self._run, name=f"live {self.name}", daemon=True)
@@ -192,7 +229,7 @@ class Broadcast(Dataset):
         """Give back everything that `consumer` holds. It takes nothing any more. Call it with `changed` held."""
         if consumer in self._consumers:
             self._consumers.remove(consumer)
-        consumer.waiting.clear()
+        self.forget(consumer)
         self.give_back(consumer, set(consumer.held))
         self._clean()
 
@@ -214,7 +251,13 @@ class Broadcast(Dataset):
         """`consumer` does not get what it has not taken yet. Call it with `changed` held."""
         unsent = {address for part in consumer.waiting for address in part.addresses}
         consumer.waiting.clear()
+        consumer.queued = 0
         self.give_back(consumer, unsent)
+
+    def taken(self) -> None:
+        """A consumer has taken something. Call it with `changed` held."""
+        if self._full:
+            self.changed.notify_all()
 
     def set_aside(self, consumer: Consumer) -> None:
         """`consumer` gets nothing more, and what it holds counts no more. Call it with `changed` held."""
@@ -226,7 +269,7 @@ class Broadcast(Dataset):
 
     def size_of(self, consumer: Consumer) -> int:
         """How much memory it holds, in bytes, alone or with others. Call it with `changed` held."""
-        return self._memory.size_of(consumer.held)
+        return self._memory.size_of(consumer.held) + consumer.queued
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return BroadcastColumns(self, indices)
@@ -245,8 +288,9 @@ class Broadcast(Dataset):
                 messages = split(reader, self._options)
                 del reader
                 next(messages)  # the schema, which consumers have
-                while (message := next(messages, None)) is not None and self._wait_for_consumers():
-                    self._publish(message)
+                for message in messages:
+                    if not self._publish(message):
+                        break
         except DissociatedError as error:
             reason = str(error)
             _log.info("%r: %s", self.name, reason)
@@ -260,57 +304,82 @@ class Broadcast(Dataset):
                 self._end(reason)
                 self._clean()
 
-    def _publish(self, message: SplitMessage) -> None:
-        """Give the next message to every consumer."""
+    def _publish(self, message: SplitMessage) -> bool:
+        """Give the next message to every consumer. Whether there is somebody to take more."""
         length = message.parsed.body_length
-        assert message.body is not None  # only schemas have none
+        if length <= SMALL:
+            part = Part.inline(message)
+            with self.changed:
+                if self._wait_for_consumers():
+                    self._wait_for_room(part.queued)
+                    self._hand_out(message, part)
+                return not self._over
         with self.changed:
+            if not self._wait_for_consumers():
+                return False
             region = self._memory.region(length)
-        if region is None:
-            raise SourceError(f"the source of {self.name!r} gave a batch of {length} bytes, which no region takes")
-        self._wait_for_room(length)
-        at = region.offset
-        region.write(message.body)  # without holding up consumers meanwhile: only the pump writes
+            if region is None:
+                raise SourceError(f"the source of {self.name!r} gave a batch of {length} bytes, which no region takes")
+            self._wait_for_room(length)
+            self._busy = True
+        region.write(message.body or ())  # without holding up consumers meanwhile: only the pump writes
         with self.changed:
             self._busy = False
             if self._over:
                 self._clean()
-                return
-            taking = self._taking
-            offsets, lengths = buffer_extents(message.header, message.parsed)
-            body = (region.body(at, length),) if length else ()
-            placed = region.hold(length, zip(offsets, lengths, strict=True), len(taking))
-            part = Part(message.header, message.parsed, body, region, placed)
-            if message.parsed.type is HeaderType.DICTIONARY_BATCH:
-                id_, is_delta = dictionary_of(message.header)
-                self._dictionaries[id_] = [*(self._dictionaries.get(id_, ()) if is_delta else ()), message]
-            for consumer in taking:
-                consumer.held |= part.addresses
-                consumer.waiting.append(part)
-                consumer.wake()
+                return False
+            extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
+            body = region.body(region.offset, length)
+            placed = region.hold(length, extents, len(self._taking))
+            queued = len(message.header) + _OVERHEAD
+            self._hand_out(message, Part(message.header, message.parsed, (body,), queued, region, placed))
+            return True
+
+    def _hand_out(self, message: SplitMessage, part: Part) -> None:
+        if self._over:
+            return
+        if message.parsed.type is HeaderType.DICTIONARY_BATCH:
+            id_, is_delta = dictionary_of(message.header)
+            before = self._dictionaries.get(id_, []) if is_delta else []
+            self._dictionaries[id_] = [*before, Part.inline(message)]
+        addresses = part.addresses
+        for consumer in self._taking:
+            consumer.held |= addresses
+            consumer.give(part)
 
     def _wait_for_consumers(self) -> bool:
-        """Whether there is somebody to give messages to, before the stream is over. Then the pump is busy."""
-        with self.changed:
-            while not self._over and not self._taking:
-                if self._live.late == "refuse":
-                    return False
-                self.changed.wait()
-            self._busy = not self._over
-            return self._busy
+        """Whether there is somebody to give messages to, before the stream is over. Call it with `changed` held."""
+        while not self._over:
+            for one in self._consumers:
+                if not (one.kept or one.stopped):
+                    return True
+            if self._live.late == "refuse":
+                return False
+            self.changed.wait()
+        return False
 
     def _wait_for_room(self, length: int) -> None:
-        """Wait until there is room, or the stream is over. Cuts off those who hold it up."""
+        """Wait for room, or the end of the stream. Cuts off those who hold it up. Call it with `changed` held."""
+        if self._has_room(length):
+            return
         patience = self._live.stall_timeout
-        with self.changed:
+        since = time.monotonic()
+        self._full = True
+        while not self._over and not self._has_room(length):
+            if self.changed.wait(max(0.0, since + patience - time.monotonic())):
+                continue
+            stalled = [one for one in self._consumers if not one.kept and one.moved < since and self.size_of(one)]
+            if stalled:
+                self._cut_off(max(stalled, key=self.size_of))
             since = time.monotonic()
-            while not self._over and not self._memory.has_room(length):
-                if self.changed.wait(max(0.0, since + patience - time.monotonic())):
-                    continue
-                stalled = [one for one in self._consumers if one.held and not one.kept and one.moved < since]
-                if stalled:
-                    self._cut_off(max(stalled, key=lambda one: self._memory.size_of(one.held)))
-                since = time.monotonic()
+        self._full = False
+
+    def _has_room(self, length: int) -> bool:
+        """Whether `length` bytes more may be held. What waits is the same for all, so it counts once."""
+        queued = 0
+        for one in self._consumers:
+            queued = max(queued, one.queued)
+        return self._memory.has_room(length, beside=queued)
 
     def _cut_off(self, consumer: Consumer) -> None:
         _log.warning("%r: a consumer neither took nor freed anything in time, and is cut off", self.name)
@@ -374,8 +443,8 @@ class BroadcastColumns(Dataset):
         chosen = self._projection.choose(part.header, part.parsed)
         if chosen is None or chosen.header is part.header:
             return chosen and part
-        extents = [part.extents[index] for index in chosen.indices]
-        return Part(chosen.header, chosen.parsed, chosen.body(part.body), part.region, extents)
+        extents = [part.extents[index] for index in chosen.indices] if part.extents else []
+        return Part(chosen.header, chosen.parsed, chosen.body(part.body), 0, part.region, extents)
 
     def open_reader(self) -> pa.RecordBatchReader:
         return selected(self._whole.open_reader(), self._indices)
@@ -388,13 +457,13 @@ def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
     """What libarrow joins, in this process."""
     try:
         while not consumer.over:
-            part = consumer.take()
-            if part is None:
+            parts = consumer.take()
+            if not parts:
                 woken.wait()
                 woken.clear()
-                continue
-            body = None if part.body is None else b"".join(part.body)
-            consumer.free(part.addresses)
-            yield part.header, body
+            for part in parts:
+                body = None if part.body is None else b"".join(part.body)
+                consumer.free(part.addresses)
+                yield part.header, body
     finally:
         consumer.leave()

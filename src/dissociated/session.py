@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from dissociated.broadcast import Broadcast, BroadcastColumns, Consumer, Part
+from dissociated.broadcast import SMALL, Broadcast, BroadcastColumns, Consumer, Part
 from dissociated.dataset import Dataset, StaticDataset, StreamedDataset, source_blamed
 from dissociated.errors import (
     ColumnNotFound,
@@ -31,6 +32,7 @@ from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
 from dissociated.transport.base import Connection
+from dissociated.transport.framing import MIN_RUN
 
 if TYPE_CHECKING:
     from dissociated.server import Server
@@ -47,6 +49,10 @@ FREE_DATA = _WANT | 0x100
 _MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
 _LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
 _FOREVER = 1e6  # seconds
+_AT_ONCE = 512  # messages of a live stream that are sent together where they wait
+_BYTES_AT_ONCE = 1 << 20  # of their bodies; a larger body goes alone
+_MAX_ALIKE = 1 << 11  # bytes of a message of which many go in one run
+_PACE = 0.001  # seconds that small messages which follow others at once wait for more; one that is alone does not
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
 
@@ -130,6 +136,7 @@ class Session:
         with suppress(DissociatedError):  # of one that breaks the rules, only its end is waited for
             self._sender.fail()
             self._drain(_FOREVER)
+            self._connection.last_words(self._server.stall_timeout)
 
     @property
     def _holds_live(self) -> bool:
@@ -158,6 +165,7 @@ class Session:
             self._connection.farewell(str(error))
             self._sender.fail()
         self._drain(self._server.lease_timeout)
+        self._connection.last_words(self._server.stall_timeout)
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
         incoming = self._receive(self._server.handshake_timeout)
@@ -212,7 +220,7 @@ class Session:
             body = None
             if message.body is not None and streams & Streams.BODIES:
                 length = message.parsed.body_length
-                by_address = mapped and not self._silent and length > self._server.inline_limit
+                by_address = mapped and not self._silent and length > max(SMALL, self._server.inline_limit)
                 region = self._room(length) if by_address else None
                 body = (
                     Body(BodyKind.PACKED, message.body)
@@ -235,41 +243,65 @@ class Session:
         # One that maps nothing holds up others only by not taking what is being sent.
         cut = self._connection.wake if mapped else self._connection.interrupt
         self._consumer = consumer = wanted.join(self._connection.wake, cut)
+        paced = 0.0  # until when small messages wait for more
         while not consumer.over:
             self._take_frees()
-            part = consumer.take()
-            if part is None:
+            time.sleep(max(0.0, min(paced - time.monotonic(), _PACE)))
+            parts = consumer.take(_AT_ONCE, _BYTES_AT_ONCE)
+            if parts:
+                nbytes = self._send_parts(consumer, wanted, parts, mapped and not self._silent)
+                paced = time.monotonic() + _PACE if len(parts) < _AT_ONCE and nbytes <= SMALL else 0.0
+            else:
                 self._connection.wait(_LOOK_AGAIN)
-                continue
-            leased: set[int] = set()
-            try:
-                chosen = wanted.choose(part)
-                if chosen is not None:
-                    body, leased = self._body(chosen, mapped and not self._silent)
-                    self._connection.send(self._numbered(wanted, chosen.header, body), self._server.stall_timeout)
-                    self._tally.messages += 1
-                    self._tally.bytes += chosen.parsed.body_length if body is not None else 0
-            finally:
-                consumer.free(part.addresses - leased)
+
+    def _send_parts(
+        self, consumer: Consumer, wanted: Broadcast | BroadcastColumns, parts: Sequence[Part], mapped: bool
+    ) -> int:
+        """Send these all at once. Returns how many bytes their bodies have."""
+        messages: list[Message | Run] = []
+        unsent = {address for part in parts for address in part.addresses}
+        try:
+            chosen = [part for part in map(wanted.choose, parts) if part is not None]
+            nbytes = sum([part.parsed.body_length for part in chosen])
+            for size, group in groupby(chosen, _alike):
+                some = [*group]
+                if size and len(some) >= MIN_RUN and self._connection.takes_runs:
+                    self._check(wanted, some[0].header)
+                    messages.append(
+                        self._sender.send_alike(some[0].header, [part.body[0] for part in some if part.body])
+                    )
+                    continue
+                for part in some:
+                    messages += self._numbered(wanted, part.header, self._body(part, mapped, unsent))
+            self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
+            self._tally.messages += len(parts)
+            self._tally.bytes += nbytes
+            return nbytes
+        finally:
+            consumer.free(unsent)
 
     def _numbered(self, wanted: Dataset, header: bytes, body: Body | None) -> list[Message]:
         """The next message of a stream whose metadata nobody could look at before."""
+        self._check(wanted, header)
+        return self._sender.send(header, body)
+
+    def _check(self, wanted: Dataset, header: bytes) -> None:
         why = too_long(repr(wanted.name), len(header), self._server.max_metadata)
         if why is not None:
             raise SourceError(why)
-        return self._sender.send(header, body)
 
-    def _body(self, part: Part, mapped: bool) -> tuple[Body | None, set[int]]:
-        """The body of a message of a broadcast, and what the client holds with it."""
+    def _body(self, part: Part, mapped: bool, unsent: set[int]) -> Body | None:
+        """The body of a message of a broadcast. What the client holds with it is taken out of `unsent`."""
         if part.body is None:
-            return None, set()
-        addresses = part.addresses
-        if mapped and part.region is not None and addresses and part.parsed.body_length > self._server.inline_limit:
+            return None
+        if mapped and part.region is not None and part.parsed.body_length > self._server.inline_limit:
             self._share(part.region)
-            return self._leased(part.extents), addresses
+            unsent -= part.addresses
+            return self._leased(part.extents)
         # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
-        by_reference = self._connection.copies and not mapped
-        return Body(BodyKind.PACKED, part.body if by_reference else [*map(bytes, part.body)]), set()
+        if part.region is None or (self._connection.copies and not mapped):
+            return Body(BodyKind.PACKED, part.body)
+        return Body(BodyKind.PACKED, [*map(bytes, part.body)])
 
     def _room(self, length: int) -> LiveRegion | None:
         """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
@@ -365,6 +397,12 @@ class Session:
             if left <= 0:
                 raise DeadlineExceeded(f"the client held memory for {timeout:g} s without a word")
             self._connection.wait(left)
+
+
+def _alike(part: Part) -> tuple[int, int] | None:
+    """What messages have in common that may travel in one run; None for others. They share the flatbuffer itself."""
+    size = len(part.header) + part.parsed.body_length
+    return (id(part.header), size) if part.region is None and part.body and size <= _MAX_ALIKE else None
 
 
 def _allocate(tag: int | None, length: int) -> Buffer:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import dissociated as dis
 from arrow_cases import ARRAYS, ROWS, batches
 from dissociated.errors import SourceError
 from dissociated.ipc.options import WriteOptions
@@ -152,3 +153,24 @@ def test_rows_are_not_lost_where_there_is_nothing_else() -> None:
     _, message = split(reader(pa.record_batch({"n": pa.nulls(ROWS)})))
     assert message.body == []
     assert message.parsed.body_length == 0
+
+
+def test_small_batches_one_after_the_other_are_those_that_libarrow_writes() -> None:
+    """Of every type, a row at a time and all rows: with their own lengths, null counts and dictionaries."""
+    for name, arrays in ARRAYS.items():
+        for array in arrays:
+            with case(name):
+                whole = pa.record_batch({"x": array})
+                some = [whole.slice(row, 1) for row in range(whole.num_rows)]
+                some += [whole.slice(0, 0), whole, whole.slice(2, 2)]
+                splitter = Splitter(whole.schema)
+                expected = [splitter.schema_message, *(one for batch in some for one in splitter.split(batch))]
+                made = list(split(reader(*some)))
+                assert [(one.header, one.parsed) for one in made] == [(one.header, one.parsed) for one in expected]
+                assert [*map(body, made)] == [*map(body, expected)]
+
+
+def test_a_small_batch_of_another_schema_is_refused() -> None:
+    one, other = pa.record_batch({"n": [1]}), pa.record_batch({"n": ["x"]})
+    with pytest.raises(dis.errors.FormatError):
+        list(split(pa.RecordBatchReader.from_batches(one.schema, iter([one, one, other]))))

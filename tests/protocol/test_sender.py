@@ -220,3 +220,14 @@ def check_step(state, step):
         (THEIRS | OURS)[step](sending)
     assert sending.state is state
     assert sending.sequence == numbered
+
+
+def test_what_is_alike_may_be_sent_in_one_run() -> None:
+    one, other = sender(), sender()
+    for sequence in (one.sequence, 2**32 - 3):
+        one.sequence = other.sequence = sequence
+        bodies = [bytes([number]) * 8 for number in range(9)]
+        run = one.send_alike(BATCH, bodies)
+        each = [message for body in bodies for message in other.send(BATCH, Body(BodyKind.PACKED, [body]))]
+        assert [(tag, bytes(data)) for tag, data in run.expand()] == on_the_wire(each)
+        assert one.sequence == other.sequence

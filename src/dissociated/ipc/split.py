@@ -25,6 +25,9 @@ Metadata: TypeAlias = "pa.KeyValueMetadata | Mapping[str | bytes, str | bytes]"
 Pair: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
 
 
+_SMALL = 1 << 14  # bytes of a body
+
+
 class SplitMessage(NamedTuple):
     """One IPC message: the flatbuffer, what pairing needs from it, and the packed body in parts, None without one."""
 
@@ -163,6 +166,53 @@ class Splitter:
         return [SplitMessage(*self._pack(header, parsed, body or [])) for header, parsed, body in messages]
 
 
+class _StreamSplitter(Splitter):
+    """The same, a batch that follows a small one being encoded in one piece: to copy it is less than to take it apart.
+
+    Such batches pass the writer by, which matters only to its statistics.
+    """
+
+    def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
+        super().__init__(schema, options)
+        self._plain = self.options == WriteOptions() and not any(map(_has_dictionary, schema.types))
+        self._small = -1  # rows of a batch that is taken for a small one
+        self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # with what stands before it
+
+    def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
+        if metadata is None and batch.num_rows <= self._small and batch.schema.equals(self.schema):
+            self._validator.check(batch)
+            message = self._encoded(batch)
+            length = message.parsed.body_length
+            messages = [message]
+        else:
+            messages = super().split(batch, metadata)
+            length = messages[-1].parsed.body_length
+        if self._plain:
+            self._small = 2 * batch.num_rows if length <= _SMALL else -1
+        return messages
+
+    def _encoded(self, batch: pa.RecordBatch) -> SplitMessage:
+        try:
+            whole = batch.serialize().to_pybytes()
+        except pa.ArrowException as error:
+            raise _unwritable(error) from None
+        head, header, parsed = self._last
+        if not head or not whole.startswith(head):  # most often they are the same
+            head = whole[: 8 + int.from_bytes(whole[4:8], "little")]
+            header = head[8:]
+            parsed = parse_header(header)
+            self._last = head, header, parsed
+        return SplitMessage(header, parsed, [whole[len(head) :]])
+
+
+def _has_dictionary(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.BaseExtensionType):
+        type_ = type_.storage_type
+    if pa.types.is_run_end_encoded(type_):
+        return _has_dictionary(type_.value_type)
+    return pa.types.is_dictionary(type_) or any(_has_dictionary(type_.field(n).type) for n in range(type_.num_fields))
+
+
 class FileSplitter(Splitter):
     """Encodes the record batches of a file. It may not replace a dictionary, and ends in a footer."""
 
@@ -242,7 +292,7 @@ def _unwritable(error: pa.ArrowException) -> FormatError:
 
 def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Iterator[SplitMessage]:
     """Every message of the stream that `reader` gives, schema first."""
-    splitter = Splitter(reader.schema, options)
+    splitter = _StreamSplitter(reader.schema, options)
     yield splitter.schema_message
     for batch, metadata in batches(reader):
         yield from splitter.split(batch, metadata)

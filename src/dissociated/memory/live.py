@@ -185,11 +185,11 @@ class LiveMemory:
         last = self._regions[-1]
         return last if last.fits(length) else None
 
-    def has_room(self, length: int) -> bool:
-        """Whether the last region takes a body of `length` bytes now, by what is not freed of all."""
+    def has_room(self, length: int, beside: int = 0) -> bool:
+        """Whether there is room for `length` bytes now, by what is not freed of all, and what is held `beside`."""
         if not self._regions:
-            return True
-        return self._regions[-1].has_room(length, beside=self.unfreed - self._regions[-1].unfreed)
+            return beside + length <= self._limit
+        return self._regions[-1].has_room(length, beside=beside + self.unfreed - self._regions[-1].unfreed)
 
     @property
     def unfreed(self) -> int:

@@ -19,6 +19,8 @@ from dissociated.errors import ProtocolError
 class State(Enum):
     """Where a stream is, seen from one side."""
 
+    __hash__ = object.__hash__  # each is one object, and is looked up with each message
+
     IDLE = "idle"
     STREAMING = "streaming"
     #: sender: waiting for free_data; receiver: end of stream seen, messages still missing
@@ -31,6 +33,8 @@ class State(Enum):
 
 class Step(Enum):
     """What moves a stream from one state to the next."""
+
+    __hash__ = object.__hash__
 
     WANT = "want_data"
     METADATA = "a metadata message"

@@ -50,6 +50,8 @@ class Connection(ABC):
     shares_memory: bool = False
     #: Whether the memory of messages may change as soon as `send` has returned: they have been copied by then.
     copies: bool = False
+    #: Whether `prepare` takes runs of messages, too.
+    takes_runs: bool = False
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
     #: Whether this side can fetch from memory of the peer's that its URI names.
@@ -102,7 +104,7 @@ class Connection(ABC):
         sides which both send cannot block each other for ever.
         """
 
-    def prepare(self, messages: Sequence[Message]) -> Any:
+    def prepare(self, messages: Sequence[Message | Run]) -> Any:
         """Encode messages once, to send them on any connection of this class as often as one likes."""
         return messages
 
@@ -143,6 +145,9 @@ class Connection(ABC):
     def farewell(self, reason: str) -> None:
         """`abort` for a peer that may not listen now: it learns why when it comes to that, while this side receives."""
         self.abort(reason)
+
+    def last_words(self, timeout: float) -> None:  # noqa: B027  # `abort` waits by itself
+        """Wait until the peer has taken what `farewell` said, or has taken nothing for `timeout`. Never raises."""
 
     def outlast(self) -> bool:
         """Wait, without a limit, until the peer has closed the connection: so it gives back all that it has mapped.

@@ -14,7 +14,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, cast
 
 from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
 from dissociated.message import Buffer, Message, Run
@@ -36,7 +37,7 @@ MAX_CONTROL = 1 << 16
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
 _COALESCE = 512
 #: From how many messages on a run is worth its while, and how many bytes one of them, and all, may have.
-_MIN_RUN = 8
+MIN_RUN = 8
 _MAX_IN_RUN = 1 << 16
 _MAX_RUN = 1 << 20
 #: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
@@ -105,13 +106,29 @@ def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
     return encoded
 
 
-def encode_runs(messages: Sequence[Message]) -> list[Buffer]:
+def encode_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
     """Like `encode_frames`, with a frame for each run of alike small messages: untagged, tagged, untagged ..."""
+    encoded: list[Buffer] = []
+    for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
+        if is_run:
+            encoded += [part for run in some for part in _run_frame(cast(Run, run))]
+        else:
+            encoded += _with_runs(cast("list[Message]", [*some]))
+    return encoded
+
+
+def _run_frame(run: Run) -> list[Buffer]:
+    parts: list[Buffer] = [_run_head.pack(run.length, run.untagged_size, run.tagged_size), run.tags]
+    parts += (run.untagged, _PADDING[len(run.untagged) % 8], run.tagged, _PADDING[len(run.tagged) % 8])
+    return _encode((FrameKind.RUN, 0, parts))
+
+
+def _with_runs(messages: Sequence[Message]) -> list[Buffer]:
     encoded: list[Buffer] = []
     at = done = 0
     while at < len(messages):
         end = _run_end(messages, at)
-        if (end - at) // 2 >= _MIN_RUN:
+        if (end - at) // 2 >= MIN_RUN:
             encoded += encode_frames(messages[done:at])
             encoded += _encode_run(messages[at:end])
             done = end
@@ -121,28 +138,35 @@ def encode_runs(messages: Sequence[Message]) -> list[Buffer]:
 
 def _run_end(messages: Sequence[Message], at: int) -> int:
     """The end of the run that begins at `at`; at least the next message, which then is none."""
-    end, total, sizes = at, 0, (-1, -1)
-    while end + 1 < len(messages) and messages[end].tag is None and messages[end + 1].tag is not None:
-        these = _size(messages[end]), _size(messages[end + 1])
-        total += sum(these)
-        if max(these) > _MAX_IN_RUN or total > _MAX_RUN or (end > at and these != sizes):
+    if at + 1 >= len(messages):
+        return at + 1
+    sizes = untagged, tagged = _size(messages[at]), _size(messages[at + 1])
+    most = _MAX_RUN // max(sum(sizes), 1) if max(sizes) <= _MAX_IN_RUN else 0
+    end, stop = at, min(len(messages) - 1, at + 2 * most)
+    while end < stop:
+        first, second = messages[end], messages[end + 1]
+        if first.tag is not None or second.tag is None or _size(first) != untagged or _size(second) != tagged:
             break
-        sizes = these
         end += 2
     return max(end, at + 1)
 
 
 def _size(message: Message) -> int:
-    return sum(map(len, message.parts))
+    size = 0
+    for part in message.parts:
+        size += len(part)
+    return size
 
 
 def _encode_run(messages: Sequence[Message]) -> list[Buffer]:
     """A RUN frame. It is put together as the parts of one message, which has its layout but for the kind."""
-    parts: list[Buffer] = [_run_head.pack(len(messages) // 2, _size(messages[0]), _size(messages[1]))]
-    parts += (message.tag.to_bytes(8, "little") for message in messages[1::2] if message.tag is not None)
-    for some in (messages[0::2], messages[1::2]):
-        parts += (part for message in some for part in message.parts)
-        parts.append(_PADDING[sum(map(_size, some)) % 8])
+    count, sizes = len(messages) // 2, (_size(messages[0]), _size(messages[1]))
+    parts: list[Buffer] = [_run_head.pack(count, *sizes)]
+    parts.append(struct.pack(f"<{count}Q", *[message.tag for message in messages[1::2]]))
+    for some, size in zip((messages[0::2], messages[1::2]), sizes, strict=True):
+        pieces: list[Buffer] = [part for message in some for part in message.parts]
+        parts += [b"".join(pieces)] if size <= _COALESCE else pieces
+        parts.append(_PADDING[count * size % 8])
     return _encode((FrameKind.RUN, 0, parts))
 
 

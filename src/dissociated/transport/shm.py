@@ -88,6 +88,9 @@ class ShmConnection(SocketConnection):
         self._rest.append(abort_frame(reason))
         self._say_the_rest(0, 0)  # a peer that gives everything back before this side receives hears it all the same
 
+    def last_words(self, timeout: float) -> None:
+        self._say_the_rest(0, timeout)
+
     def outlast(self) -> bool:
         self._say_the_rest(0, None)
         poll = select.poll()
@@ -117,7 +120,7 @@ class ShmConnection(SocketConnection):
         poll.register(self._socket, events | select.POLLOUT)
         while self._rest:
             happened = poll.poll(None if timeout is None else timeout * 1000)
-            if not happened or happened[0][1] != select.POLLOUT:
+            if not happened or not happened[0][1] & select.POLLOUT:
                 return
             try:
                 sent = self._socket.send(self._rest[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -127,6 +130,8 @@ class ShmConnection(SocketConnection):
                 self._rest.clear()  # it does not listen any more
                 return
             self._rest[:1] = [memoryview(self._rest[0]).cast("B")[sent:]] if sent < len(self._rest[0]) else []
+            if happened[0][1] != select.POLLOUT:
+                return
 
     def _receive_into(self, memory: memoryview) -> int:
         if self._accepted:  # clients share nothing; a descriptor from one would be dropped by the kernel

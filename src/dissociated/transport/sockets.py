@@ -74,6 +74,7 @@ class SocketConnection(Connection):
 
     #: Never by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer has it.
     copies = True
+    takes_runs = True
 
     def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class SocketConnection(Connection):
     def limit_untagged(self, length: int) -> None:
         self._reader.limit_untagged(length)
 
-    def prepare(self, messages: Sequence[Message]) -> Prepared:
+    def prepare(self, messages: Sequence[Message | Run]) -> Prepared:
         return Prepared(encode_runs(messages))
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
