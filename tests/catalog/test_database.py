@@ -278,7 +278,9 @@ def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path) -
         for _ in range(5):
             told = int(process.stdout.readline())
         process.kill()
-        printed, _ = process.communicate(timeout=PATIENCE)
+        printed = process.stdout.read()  # not `communicate`, which passes over lines that have been read ahead
+        process.stdout.close()
+        process.wait(PATIENCE)
         told = max([told, *(int(line) for line in printed.splitlines(keepends=True) if line.endswith("\n"))])
         database = Database(path)
         found = tickets(database, "log")

@@ -9,6 +9,9 @@ whatever is killed.
     version_parts  a version is its parts, in the order of their numbers; those with one number are copies
     commits        the key of every commit, so that one that is sent twice is done once
     aborts         the key of every commit that shall never come
+    unused         the parts that no version has any more
+
+Nothing that a commit does takes longer the more there is: every search has its index.
 """
 
 from __future__ import annotations
@@ -46,8 +49,20 @@ CREATE TABLE IF NOT EXISTS version_parts (
     part TEXT NOT NULL REFERENCES parts ON DELETE CASCADE, PRIMARY KEY (version, number, part)
 );
 CREATE INDEX IF NOT EXISTS by_part ON version_parts (part);
+CREATE INDEX IF NOT EXISTS by_name ON versions (name);
+CREATE INDEX IF NOT EXISTS by_expiry ON versions (expires) WHERE replaced IS NULL AND expires IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_promise ON versions (promised) WHERE replaced IS NOT NULL;
+CREATE TABLE IF NOT EXISTS unused (part TEXT PRIMARY KEY);
+CREATE TRIGGER IF NOT EXISTS out_of_use AFTER DELETE ON version_parts
+WHEN NOT EXISTS (SELECT 1 FROM version_parts WHERE part = OLD.part)
+BEGIN INSERT OR IGNORE INTO unused VALUES (OLD.part); END;
+CREATE TRIGGER IF NOT EXISTS in_use AFTER INSERT ON version_parts BEGIN DELETE FROM unused WHERE part = NEW.part; END;
+CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
 CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS commits_by_age ON commits (at);
+CREATE INDEX IF NOT EXISTS aborts_by_age ON aborts (at);
+INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part FROM version_parts);
 """
 _FORMAT = 2
 _REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
@@ -200,12 +215,12 @@ class Database:
     def _expire(self, now: float) -> None:
         """Forget what is over: datasets by their time to live, replaced versions when nobody was promised more."""
         run = self._connection.execute
-        over = (
-            "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= :now)"
-            " OR (replaced IS NOT NULL AND promised <= :now)"
-        )
-        if run(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", {"now": now}).fetchone():
-            run(f"DELETE FROM versions WHERE {over}", {"now": now})
+        for over in (
+            "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= ?)",
+            "replaced IS NOT NULL AND promised <= ?",
+        ):
+            if run(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", (now,)).fetchone():
+                run(f"DELETE FROM versions WHERE {over}", (now,))
 
     # Nodes
 
@@ -288,7 +303,7 @@ class Database:
         """The parts of a node that no version has any more, or that were prepared for a commit that never came."""
         with self._transaction() as now:
             rows = self._all(
-                "SELECT id FROM parts WHERE node = ? AND id NOT IN (SELECT part FROM version_parts)",
+                "SELECT id FROM unused JOIN parts ON id = part WHERE node = ?",
                 node,
             )
             unwanted = {row["id"] for row in rows}

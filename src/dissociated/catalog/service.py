@@ -293,9 +293,7 @@ class CatalogService:
             return 0, []
         serial = self._stock.serial()
         found = []
-        for version in self._stock.versions():
-            if prepared and not version.prepared:
-                continue
+        for version in self._stock.unconfirmed() if prepared else self._stock.versions():
             try:
                 schema = _encoded(self._stock.of(version).dataset.schema)
             except DissociatedError as error:

@@ -97,6 +97,10 @@ class Memfds:
         """Where this process opens the segments of a version."""
         return [memfd.path for memfd in self._committed[version.id]]
 
+    def sizes(self, version: Version) -> dict[int, int]:
+        """What the memfds of a version take, in bytes, by their inodes."""
+        return {memfd.inode: memfd.size for memfd in self._committed[version.id]}
+
     def confirm(self, version: Version) -> None:
         """Nothing of what is known of a version is kept here."""
 

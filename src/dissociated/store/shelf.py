@@ -130,6 +130,10 @@ class Shelf:
                     raise StoreError(f"{directory / MANIFEST} is damaged ({error!r}): remove {directory}") from None
         return found
 
+    def sizes(self, version: Version) -> dict[int, int]:
+        """What the segments of a version take, in bytes, by their inodes."""
+        return sizes(self.segments / version.id)
+
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest."""
         _write_whole(directory / MANIFEST, _encoded(version))
@@ -182,6 +186,19 @@ class Shelf:
                 committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
                 if abandoned(path) if path.suffix == PART else committed_or_never:
                     path.unlink()
+
+
+def sizes(directory: Path) -> dict[int, int]:
+    """What the segments below a directory take, in bytes, by their inodes."""
+    found: dict[int, int] = {}
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            if name == MANIFEST:  # a few kB, which nobody reserves
+                continue
+            with suppress(FileNotFoundError):
+                status = os.lstat(os.path.join(parent, name))
+                found[status.st_ino] = status.st_blocks * 512
+    return found
 
 
 def _encoded(version: Version) -> bytes:

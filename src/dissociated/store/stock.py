@@ -210,6 +210,10 @@ class StoreStock(Stock):
         """Everything that is in the store, in the order in which it was committed."""
         return self._store.versions()
 
+    def unconfirmed(self) -> list[Version]:
+        """See Store.prepared."""
+        return self._store.prepared()
+
     def serial(self) -> int:
         """See Store.serial."""
         return self._store.serial()
@@ -233,12 +237,14 @@ class StoreStock(Stock):
         with self._lock:
             for id in gone:
                 self._datasets.pop(id, None)
-        self._store.remove(*(version for version in self._store.versions() if version.id in gone))
+        known = (self._store.version(id) for id in gone)
+        self._store.remove(*sorted((one for one in known if one is not None), key=lambda one: one.number))
 
     def confirm(self, published: Mapping[str, bool]) -> None:
-        for version in self._store.versions():
-            if version.id in published:
-                self._store.confirm(version, published[version.id])
+        for id, whole in published.items():
+            version = self._store.version(id)
+            if version is not None:
+                self._store.confirm(version, whole)
 
     def tidy(self) -> None:
         self._store.sweep()

@@ -27,8 +27,9 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -42,10 +43,11 @@ from dissociated.ipc.options import WriteOptions
 from dissociated.memory.region import machine_memory, pages
 from dissociated.memory.shared import explained
 from dissociated.message import MAX_METADATA
+from dissociated.store.contents import Blocks, Contents
 from dissociated.store.files import PART, claimed
 from dissociated.store.memfds import Memfds
 from dissociated.store.segment import Segment, SegmentWriter
-from dissociated.store.shelf import MANIFEST, Shelf, Version, file_name
+from dissociated.store.shelf import Shelf, Version, file_name, sizes
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
 FORGOTTEN = 86_400.0
@@ -122,15 +124,12 @@ class Store:
             self._disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
             self._memfds = undo.enter_context(closing(Memfds()))
             self._warm = int(_WARM * (limit or machine_memory())) if _in_memory(self._shelf.directory) else 0
-            self._versions: dict[str, tuple[Version, Shelf | Memfds]] = {}
+            self._contents: Contents[Shelf | Memfds] = Contents()
             self._serial = 0
-            #: what is committed here and on disk; None where that has changed since it was looked at
-            self._sizes: tuple[dict[int, int], dict[int, int]] | None = None
+            self._blocks: dict[Shelf | Memfds, Blocks] = defaultdict(Blocks)  # what is committed in each
             self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
             self._files: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
-            for shelf in (self._shelf, *([self._disk] if self._disk else ())):  # what is on disk was moved there
-                self._versions.update({version.id: (version, shelf) for version in shelf.committed()})
-            self._remove_copies()
+            self._find_again()
             self.sweep()
             self._undo = undo.pop_all()
         belongs(self)
@@ -158,23 +157,34 @@ class Store:
     def versions(self) -> list[Version]:
         """Everything that is committed, in the order in which it was."""
         with self._lock:
-            return sorted((version for version, _ in self._versions.values()), key=lambda version: version.number)
+            return [*self._contents]
 
     def serial(self) -> int:
         """A number that is higher than those of all versions before, and lower than those of all to come."""
         with self._lock:
-            last = max((version.number for version, _ in self._versions.values()), default=0)
-            self._serial = max(self._serial + 1, last + 1, int(time.time() * 1000))  # also of those that are gone
+            self._serial = max(self._serial + 1, self._contents.last + 1, int(time.time() * 1000))
             return self._serial
 
     def current(self, name: str) -> Version | None:
         """The version of `name` that was committed last, if there is one."""
-        found = [one for one in self.versions() if one.name == name and one.whole and not one.prepared]
-        return found[-1] if found else None
+        with self._lock:
+            return next(iter(self._contents.named(name)[-1:]), None)
+
+    def version(self, id: str) -> Version | None:
+        """The version with this id, if it is still there."""
+        with self._lock:
+            found = self._contents.get(id)
+            return None if found is None else found[0]
+
+    def prepared(self) -> list[Version]:
+        """The versions of which it is not known here whether they were published."""
+        with self._lock:
+            return self._contents.prepared()
 
     def by_key(self, key: str) -> Version | None:
         """What was committed with this key, if it is still there."""
-        return next((version for version in self.versions() if version.key == key), None)
+        with self._lock:
+            return self._contents.by_key(key)
 
     def segments(self, version: Version) -> Sequence[Segment]:
         """The segments of a version, mapped. They stay readable whatever becomes of the version.
@@ -203,15 +213,15 @@ class Store:
         """What it takes now."""
         with self._lock:
             shelf = self._shelf
-            if self._sizes is None:
-                self._sizes = _sizes(shelf.segments), _sizes(self._disk.segments) if self._disk else {}
-            committed, spilled = self._sizes
-            staged, trash = _sizes(shelf.staging), _sizes(shelf.trash)
-            staged = {inode: size for inode, size in staged.items() if inode not in committed}
-            trash = {inode: size for inode, size in trash.items() if inode not in committed and inode not in staged}
-            memory = *self._memfds.usage(), 0
-        files = (sum(sizes.values()) for sizes in (committed, staged, trash, spilled))
-        return Usage(self.limit, *(here + held for here, held in zip(files, memory, strict=True)))
+            committed = self._blocks[shelf]
+            staged = {inode: size for inode, size in sizes(shelf.staging).items() if inode not in committed}
+            trash = {inode: size for inode, size in sizes(shelf.trash).items() if inode not in committed}
+            trash = {inode: size for inode, size in trash.items() if inode not in staged}
+            held, handed, kept = self._memfds.usage()
+            spilled = self._blocks[self._disk].total if self._disk else 0
+        return Usage(
+            self.limit, committed.total + held, sum(staged.values()) + handed, sum(trash.values()) + kept, spilled
+        )
 
     # Writing
 
@@ -269,14 +279,14 @@ class Store:
         if self.limit is not None and size > self.limit:
             raise StoreError(f"{self._full(name, missing)}: it would never fit")
         if not self._fits(missing):
-            self._make_room(lambda: self._fits(missing))
+            self._make_room(lambda: self.usage().total + missing - (self.limit or 0))
         if not self._fits(missing):
             raise StoreError(f"{self._full(name, missing)}: {_ADVICE[self.policy]}")
 
     def _allocate(self, descriptor: int, name: str, size: int, missing: int) -> None:
         self._admit(name, size, missing)
         if not _allocate(descriptor, size):
-            self._make_room(lambda: self._free() >= missing)
+            self._make_room(lambda: missing - self._free())
             if not _allocate(descriptor, size):
                 raise StoreError(
                     f"the file system of {self.directory} is full: {name} needs {missing:,} bytes more and "
@@ -295,28 +305,52 @@ class Store:
             f"needs {missing:,} more"
         )
 
-    def _make_room(self, enough: Callable[[], bool]) -> None:
-        """Give memory back until there is enough: what was replaced goes first, then what the policy allows."""
+    def _make_room(self, lacking: Callable[[], int]) -> None:
+        """Give back as many bytes as are `lacking`: what was replaced goes first, then what the policy allows.
+
+        Nothing goes where all that may go would not be enough.
+        """
         self._empty_trash(0)
-        versions = self.versions()
-        known = [version for version in versions if version.whole and not version.prepared]
-        last = {version.name: version for version in known}
-        for version in known:
-            if version is not last[version.name] and not enough() and not self.in_use(version):
-                self._give_up(version)
-        left = {version.name for version in known if version.id in self._versions and version is not last[version.name]}
-        for version in versions:
-            if enough() or self.policy is Policy.REFUSE:
-                return
-            there = self._versions.get(version.id)
-            if there is None or there[1] is self._disk or self.in_use(version):
+        while (lack := lacking()) > 0 and (going := self._enough(lack)):
+            for version in going:
+                if self.policy is Policy.SPILL and not self._contents.is_replaced(version):
+                    self._spill(version)
+                    self.moved(version)
+                else:
+                    self._give_up(version)
+            self._empty_trash(0)  # what somebody has mapped all the same is not back: then there is another round
+
+    def _enough(self, lack: int) -> list[Version]:
+        """The versions to give up, in this order, to get so many bytes back; none where that cannot be."""
+        going: dict[str, Version] = {}
+        gone: dict[Shelf | Memfds, Counter[int]] = defaultdict(Counter)
+        for version in self._expendable(going):
+            _, shelf = self._find(version)
+            going[version.id] = version
+            for inode in shelf.sizes(version):
+                gone[shelf][inode] += 1
+                lack -= self._blocks[shelf].freed(inode, gone[shelf][inode])
+            if lack <= 0:
+                return [*going.values()]
+        return []
+
+    def _expendable(self, going: Mapping[str, Version]) -> Iterator[Version]:
+        """What may go, the first first. What is taken of it is in `going` when the next is asked for."""
+        for version in self._contents.replaced():
+            if self._is_here(version) and not self.in_use(version):
+                yield version
+        if self.policy is Policy.REFUSE:
+            return
+        for version in self._contents:
+            if version.id in going or version.prepared or not self._is_here(version) or self.in_use(version):
                 continue
-            if self.policy is Policy.SPILL:
-                self._spill(version)
-                self.moved(version)
-            elif version.name not in left:  # else, after a restart, an older one would be the last
-                self._give_up(version)
-            self._empty_trash(0)
+            others = (one for one in self._contents.named(version.name) if one.id not in going and one != version)
+            if self.policy is Policy.SPILL or not any(others):  # else, after a restart, an older one would be the last
+                yield version
+
+    def _is_here(self, version: Version) -> bool:
+        """Whether it takes memory."""
+        return self._find(version)[1] is not self._disk
 
     def _give_up(self, version: Version) -> None:
         self.remove(version)
@@ -415,7 +449,7 @@ class Store:
     def _commit(self, version: Version, paths: Sequence[Path]) -> None:
         if self._memfds.has(paths):
             self._memfds.publish(version, paths)
-            self._versions[version.id] = version, self._memfds
+            self._place(version, self._memfds)
             return
         with explained(f"committing {version.name!r} in {self.directory}"):
             draft = self._shelf.staging / f"{version.id}.new"
@@ -434,9 +468,11 @@ class Store:
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-        self._versions[version.id] = version, self._shelf
-        if self._sizes is not None:
-            self._sizes[0].update(_sizes(self._shelf.segments / version.id))
+        self._place(version, self._shelf)
+
+    def _place(self, version: Version, shelf: Shelf | Memfds) -> None:
+        self._contents.put(version, shelf)
+        self._blocks[shelf].add(shelf.sizes(version))
 
     def _copy(self, source: Path, target: Path) -> None:
         """One file, room for it reserved."""
@@ -457,7 +493,7 @@ class Store:
                 confirmed = replace(there, prepared=False, whole=whole)
                 with explained(f"confirming {version.name!r} in {self.directory}"):
                     shelf.confirm(confirmed)
-                self._versions[version.id] = confirmed, shelf
+                self._contents.put(confirmed, shelf)
 
     # Removing
 
@@ -482,11 +518,10 @@ class Store:
         """
         with self._lock:
             for version in versions:
-                found = self._versions.pop(version.id, None)
-                self._sizes = None
+                found = self._contents.pop(version.id)
                 if found is not None:
                     with explained(f"removing {version.name!r} from {self.directory}"):
-                        found[1].remove(version)
+                        self._take_from(found[1], version)
             self._empty_trash(self._warm)
 
     def _spill(self, version: Version) -> None:
@@ -504,17 +539,25 @@ class Store:
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-            self._versions[version.id] = version, self._disk
-            self._sizes = None
+            self._place(version, self._disk)
             self._segments.pop(version.id, None)
-            shelf.remove(version)
+            self._take_from(shelf, version)
 
-    def _remove_copies(self) -> None:
-        """A version that has moved to disk, and whose mover was killed before the last step, is in both places."""
+    def _take_from(self, shelf: Shelf | Memfds, version: Version) -> None:
+        files = shelf.sizes(version)
+        shelf.remove(version)
+        self._blocks[shelf].discard(files)
+
+    def _find_again(self) -> None:
+        """What was committed before."""
+        places: dict[str, tuple[Version, Shelf]] = {one.id: (one, self._shelf) for one in self._shelf.committed()}
         if self._disk is not None:
-            for version, shelf in self._versions.values():
-                if shelf is self._disk and (self._shelf.segments / version.id).exists():
+            for version in self._disk.committed():
+                if version.id in places:  # it has moved to disk, and its mover was killed before the last step
                     self._shelf.remove(version)
+                places[version.id] = version, self._disk
+        for version, shelf in sorted(places.values(), key=lambda place: place[0].number):
+            self._place(version, shelf)
 
     def spilled(self, version: Version) -> bool:
         """Whether a version lies in the directory on disk."""
@@ -549,7 +592,7 @@ class Store:
                 path.unlink()
 
     def _find(self, version: Version) -> tuple[Version, Shelf | Memfds]:
-        found = self._versions.get(version.id)
+        found = self._contents.get(version.id)
         if found is None:
             raise StoreError(f"{version.name!r} is not in {self.directory} any more")
         return found
@@ -598,19 +641,6 @@ def _copy(source: Path, target: Path) -> None:
                 raise StoreError(f"{source} became shorter while it was copied")
             left -= copied
         os.fsync(written.fileno())
-
-
-def _sizes(directory: Path) -> dict[int, int]:
-    """What the segments below a directory take, in bytes, by their inodes."""
-    found: dict[int, int] = {}
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            if name == MANIFEST:  # a few kB, which nobody reserves
-                continue
-            with suppress(FileNotFoundError):
-                status = os.lstat(os.path.join(parent, name))
-                found[status.st_ino] = status.st_blocks * 512
-    return found
 
 
 def _in_memory(directory: Path) -> bool:

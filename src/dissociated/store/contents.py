@@ -1,0 +1,118 @@
+"""What is committed in a store, found by id, key and name in a time that does not grow with how much there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from dissociated.store.shelf import Version
+
+P = TypeVar("P")
+
+
+class Contents(Generic[P]):
+    """Versions in the order of their commits, each with its place. Not safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, tuple[Version, P]] = {}
+        self._keys: dict[str, str] = {}
+        self._names: dict[str, dict[str, None]] = {}  # ids, in the same order
+        self._prepared: dict[str, None] = {}
+        self._several: dict[str, None] = {}  # names of more than one version
+        self.last = 0  # the highest number that there was
+
+    def __iter__(self) -> Iterator[Version]:
+        return (version for version, _ in self._versions.values())
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._versions
+
+    def get(self, id: str) -> tuple[Version, P] | None:
+        """The version with this id and its place, if it is there."""
+        return self._versions.get(id)
+
+    def put(self, version: Version, place: P) -> None:
+        """Add a version, the latest, or change what is known of one."""
+        self._versions[version.id] = version, place
+        self._keys.setdefault(version.key, version.id)
+        named = self._names.setdefault(version.name, {})
+        named[version.id] = None
+        if len(named) > 1:
+            self._several[version.name] = None
+        if version.prepared:
+            self._prepared[version.id] = None
+        else:
+            self._prepared.pop(version.id, None)
+        self.last = max(self.last, version.number)
+
+    def pop(self, id: str) -> tuple[Version, P] | None:
+        """Forget a version."""
+        found = self._versions.pop(id, None)
+        if found is not None:
+            version, _ = found
+            if self._keys.get(version.key) == id:
+                del self._keys[version.key]
+            named = self._names[version.name]
+            del named[id]
+            if not named:
+                del self._names[version.name]
+            if len(named) < 2:
+                self._several.pop(version.name, None)
+            self._prepared.pop(id, None)
+        return found
+
+    def by_key(self, key: str) -> Version | None:
+        """What was committed with this key."""
+        id = self._keys.get(key)
+        return None if id is None else self._versions[id][0]
+
+    def named(self, name: str) -> list[Version]:
+        """The published versions of `name`, whole ones alone, in their order."""
+        found = (self._versions[id][0] for id in self._names.get(name, ()))
+        return [version for version in found if version.whole and not version.prepared]
+
+    def prepared(self) -> list[Version]:
+        """Those of which it is not known here whether they were published."""
+        return [self._versions[id][0] for id in self._prepared]
+
+    def is_replaced(self, version: Version) -> bool:
+        """Whether a later version of its name has replaced it."""
+        return version in self.named(version.name)[:-1]
+
+    def replaced(self) -> list[Version]:
+        """Those that a later version of their name has replaced, in the order of their commits."""
+        found = [version for name in self._several for version in self.named(name)[:-1]]
+        return sorted(found, key=lambda version: version.number)
+
+
+class Blocks:
+    """The bytes of files, by their inodes. A file that several versions have counts once."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._sizes: dict[int, int] = {}
+        self._names: Counter[int] = Counter()
+
+    def __contains__(self, inode: int) -> bool:
+        return inode in self._sizes
+
+    def add(self, files: Mapping[int, int]) -> None:
+        """One version more has these, of so many bytes."""
+        for inode, size in files.items():
+            self._names[inode] += 1
+            if inode not in self._sizes:
+                self._sizes[inode] = size
+                self.total += size
+
+    def discard(self, files: Mapping[int, int]) -> None:
+        """One version less has them."""
+        for inode in files:
+            self._names[inode] -= 1
+            if not self._names[inode]:
+                del self._names[inode]
+                self.total -= self._sizes.pop(inode)
+
+    def freed(self, inode: int, gone: int) -> int:
+        """Bytes that come back with the last of so many versions that are `gone`, of those that have this file."""
+        return self._sizes[inode] if self._names[inode] == gone else 0

@@ -1,0 +1,77 @@
+"""What an eviction takes, and that it takes nothing where it would not help."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from dissociated.errors import StoreError
+from dissociated.store.shelf import Version
+from dissociated.store.store import Policy, Store
+
+from .nodes import MIB
+
+SCHEMA = pa.schema([("n", pa.int64())])
+
+
+def put(store: Store, name: str, mib: int, append: bool = False) -> Version:
+    key = os.urandom(8).hex()
+    with store.writer(key, SCHEMA) as writer:
+        for _ in range(mib):
+            writer.write(pa.record_batch({"n": pa.array([7] * (MIB // 8), pa.int64())}))
+    return store.commit(name, [key], key=key, append=append)
+
+
+def names(store: Store) -> list[str]:
+    return [version.name for version in store.versions()]
+
+
+@pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
+def test_what_would_not_be_enough_is_left_alone(memory: Path, tmp_path: Path, policy: Policy) -> None:
+    spill = tmp_path / "disk" if policy is Policy.SPILL else None
+    with Store(memory / "store", 14 * MIB, policy, spill) as store:
+        a, b, c = (put(store, name, 4) for name in "abc")
+        store.in_use = lambda version: version == b
+        (store.staging / "w").touch(0o600)
+        with pytest.raises(StoreError, match="is being read"):
+            store.reserve("w", 11 * MIB)  # a and c have 8 MiB, and 2 are free
+        assert store.versions() == [a, b, c]
+        assert not any(store.spilled(version) for version in (a, b, c))
+        with pytest.raises(StoreError, match="never fit"):
+            store.reserve("w", 15 * MIB)
+        assert store.versions() == [a, b, c]
+        assert store.reserve("w", 5 * MIB) == 5 * MIB  # for which one of them is enough
+        assert [version for version in (a, b, c) if store.version(version.id) and not store.spilled(version)] == [b, c]
+
+
+def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memory: Path) -> None:
+    with Store(memory / "store", 14 * MIB, Policy.EVICT) as store:
+        first = put(store, "a", 6)
+        second = put(store, "a", 2, append=True)
+        other = put(store, "b", 2)
+        store.in_use = lambda version: version == second
+        (store.staging / "w").touch(0o600)
+        with pytest.raises(StoreError, match="is being read"):
+            store.reserve("w", 9 * MIB)  # the first alone has nothing, and b too little
+        assert store.versions() == [first, second, other]
+        store.in_use = lambda version: False
+        store.reserve("w", 9 * MIB)
+        assert names(store) == ["b"]
+
+
+def test_what_is_found_again_is_what_there_was(memory: Path) -> None:
+    """By key, by name and in bytes, after any order of commits and removals, and after opening the store again."""
+    with Store(memory / "store") as store:
+        for number in range(6):
+            put(store, "ab"[number % 2], 1, append=number > 2)
+        store.remove(store.versions()[1])
+        before = store.versions(), store.usage().committed, store.current("a"), store.current("b")
+    with Store(memory / "store") as store:
+        assert (store.versions(), store.usage().committed, store.current("a"), store.current("b")) == before
+        for version in store.versions():
+            assert store.by_key(version.key) == store.version(version.id) == version
+        store.remove(*store.versions())
+        assert (store.versions(), store.usage().committed, store.current("a")) == ([], 0, None)
