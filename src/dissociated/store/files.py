@@ -6,9 +6,12 @@ import errno
 import fcntl
 import os
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
+
+from dissociated.errors import StoreError
 
 #: What a file is called that is being written.
 PART = ".part"
@@ -117,15 +120,32 @@ class StagedFile(NewFile):
         os.close(self.descriptor)
 
 
+def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False) -> int:
+    """Open what must be a regular file, and no symbolic link unless `follow`. The caller owns the descriptor.
+
+    What it is shows before it is opened: to open a FIFO could take for ever, and to open a device do anything.
+    Raises StoreError where it is something else, and OSError.
+    """
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        mode = os.fstat(place).st_mode
+        if not stat.S_ISREG(mode):
+            what = "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+            raise StoreError(f"{os.fspath(path)} is {what}: segments are regular files")
+        return os.open(f"/proc/self/fd/{place}", flags | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
 def claimed(path: Path) -> int | None:
     """The file open for writing and locked, if it has one name only and nobody else has it open or mapped.
 
     The kernel knows, of all processes: it grants a lease for writing to nobody else. The caller owns the descriptor.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return None  # somebody else was first
+        descriptor = open_regular(path, os.O_WRONLY)
+    except (OSError, StoreError):
+        return None  # somebody else was first, or it is none of ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_nlink == 1:
@@ -140,11 +160,13 @@ def claimed(path: Path) -> int | None:
 
 
 def abandoned(path: Path) -> bool:
-    """Whether the writer of a part is gone."""
+    """Whether the writer of a part is gone, or it never was a part."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except StoreError:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,14 +5,18 @@ A message is one byte and beside it one descriptor; the answer is JSON: {"segmen
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
 from dissociated.fork import belongs, disown
@@ -22,6 +26,13 @@ _log = logging.getLogger(__name__)
 
 _PATIENCE = 5.0  # seconds, for one that has connected to say something
 _MAX_ANSWER = 1 << 16  # bytes
+_MAX_WAITING = 64  # who have connected and said nothing yet
+_LOOK_AGAIN = 0.1  # seconds
+
+
+class _Waiting(NamedTuple):
+    connection: socket.socket
+    until: float
 
 
 class HandOver:
@@ -43,26 +54,68 @@ class HandOver:
         except OSError as error:
             self._socket.close()
             raise StoreError(f"cannot listen at {path}: {error.strerror or error}") from None
+        self._listening = self._socket.fileno()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hand over", daemon=True)
         self._thread.start()
         belongs(self)
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            with connection, suppress(OSError):  # whoever has gone gets no answer
-                connection.settimeout(_PATIENCE)
-                self._answer(connection)
+        """One thread for all: whoever has connected and is silent holds up nobody."""
+        waiting: dict[int, _Waiting] = {}
+        poll = select.poll()
+        poll.register(self._listening, select.POLLIN)
+        try:
+            while self._turn(poll, waiting):
+                pass
+        finally:
+            for one in waiting.values():
+                one.connection.close()
+
+    def _turn(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
+        """Answer those who have spoken, send those away who have not in time, and let one more in, until closed."""
+        first = min((one.until for one in waiting.values()), default=None)
+        ready = {fd for fd, _ in poll.poll(None if first is None else max(0.0, first - time.monotonic()) * 1000)}
+        now = time.monotonic()
+        for fd, one in [*waiting.items()]:
+            if fd in ready or one.until <= now:
+                poll.unregister(fd)
+                del waiting[fd]
+                with one.connection, suppress(OSError):  # whoever has gone gets no answer
+                    if fd in ready:
+                        self._answer(one.connection)
+        return self._listening not in ready or self._let_in(poll, waiting)
+
+    def _let_in(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False  # closed
+            self._closed.wait(_LOOK_AGAIN)  # for descriptors, as there are none
+            return not self._closed.is_set()
+        connection.settimeout(0)  # it is only asked when it has spoken
+        if self._refused(connection):
+            connection.close()
+            return True
+        if len(waiting) == _MAX_WAITING:
+            silent = next(iter(waiting))  # for the longest
+            poll.unregister(silent)
+            waiting.pop(silent).connection.close()
+        poll.register(connection, select.POLLIN)
+        waiting[connection.fileno()] = _Waiting(connection, time.monotonic() + _PATIENCE)
+        return True
+
+    def _refused(self, connection: socket.socket) -> bool:
+        _, user = peer_of(connection)
+        if user in (os.geteuid(), 0):
+            return False
+        _log.warning("user %d wanted to hand over memory, and was sent away", user)
+        with suppress(OSError):
+            connection.send(_said(error=f"this node takes nothing from user {user}"))
+        return True
 
     def _answer(self, connection: socket.socket) -> None:
-        _, user = peer_of(connection)
-        if user not in (os.geteuid(), 0):
-            _log.warning("user %d wanted to hand over memory, and was sent away", user)
-            connection.send(_said(error=f"this node takes nothing from user {user}"))
-            return
         data, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         try:
             if not data:
@@ -83,10 +136,11 @@ class HandOver:
 
     def close(self) -> None:
         """Take nothing more."""
+        self._closed.set()
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes `accept`
-        self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes `poll`
         self._thread.join()
+        self._socket.close()
         self.path.unlink(missing_ok=True)
 
     def forked(self) -> None:

@@ -19,6 +19,9 @@ from dissociated.memory.region import pages
 from dissociated.memory.shared import create_memfd, is_sealed, reopen_read_only
 from dissociated.store.shelf import Version
 
+#: Where the kernel shows what a process has open.
+FD = Path("/proc/self/fd")
+
 
 @dataclass(frozen=True)
 class Memfd:
@@ -32,7 +35,7 @@ class Memfd:
     @property
     def path(self) -> Path:
         """Where this process opens it."""
-        return Path(f"/proc/self/fd/{self.descriptor}")
+        return FD / str(self.descriptor)
 
 
 class Memfds:

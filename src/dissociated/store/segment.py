@@ -38,7 +38,7 @@ from dissociated.memory.shared import (
 )
 from dissociated.message import Buffer, too_long
 from dissociated.protocol.header import HeaderType, buffer_extents, row_count
-from dissociated.store.files import NewFile, Reserve, StagedFile
+from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
 
 _PREFIX = 8  # bytes before the flatbuffer
 
@@ -72,11 +72,14 @@ class Segment:
             raise StoreError(f"{name}: {error}") from None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], name: str = "") -> Segment:
-        """The IPC stream or file at `path`, as it is; /dev/fd/N is that of a descriptor, as of a sealed memfd."""
+    def open(cls, path: str | os.PathLike[str], name: str = "", follow: bool = True) -> Segment:
+        """The IPC stream or file at `path`, as it is; /dev/fd/N is that of a descriptor, as of a sealed memfd.
+
+        It must be a regular file, and no symbolic link unless `follow`.
+        """
         name = name or os.fspath(path)
         with explained(f"opening {name}"):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path, os.O_RDONLY, follow)
         return cls(descriptor, name, Backing.SEALED if is_sealed(descriptor) else Backing.FILE)
 
     @classmethod

@@ -182,7 +182,7 @@ class Shelf:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.staging.iterdir():
             with suppress(FileNotFoundError):
-                status = path.stat()
+                status = path.lstat()
                 committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
                 if abandoned(path) if path.suffix == PART else committed_or_never:
                     path.unlink()

@@ -88,7 +88,7 @@ class Stage:
     def take(self, names: list[str], max_metadata: int = MAX_METADATA) -> list[Segment]:
         """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be served."""
         paths = [self.path(name) for name in names]
-        segments = [Segment.open(path) for path in paths]
+        segments = [Segment.open(path, follow=False) for path in paths]
         for segment in segments:
             segment.check_metadata(max_metadata)
         for path in paths:

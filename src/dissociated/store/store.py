@@ -44,8 +44,8 @@ from dissociated.memory.region import machine_memory, pages
 from dissociated.memory.shared import explained
 from dissociated.message import MAX_METADATA
 from dissociated.store.contents import Blocks, Contents
-from dissociated.store.files import PART, claimed
-from dissociated.store.memfds import Memfds
+from dissociated.store.files import PART, claimed, open_regular
+from dissociated.store.memfds import FD, Memfds
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.shelf import Shelf, Version, file_name, sizes
 
@@ -201,12 +201,13 @@ class Store:
 
     def _open(self, path: Path) -> Segment:
         """The segment there. One that is open, for another version, is not opened again: so appending stays cheap."""
+        handed = path.parent == FD  # which is a link to a memfd, made by the kernel
         with explained(f"opening {path}"):
-            status = path.stat()
+            status = path.stat() if handed else path.lstat()
         file = status.st_dev, status.st_ino
         found = self._files.get(file)
         if found is None:
-            self._files[file] = found = Segment.open(path)
+            self._files[file] = found = Segment.open(path, follow=handed)
         return found
 
     def usage(self) -> Usage:
@@ -238,7 +239,7 @@ class Store:
         """
         path = self._shelf.staged(name)
         with self._lock, explained(f"reserving room for {path}"):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = open_regular(path, os.O_WRONLY)
             try:
                 has = os.fstat(descriptor).st_blocks * 512
                 size = pages(size)

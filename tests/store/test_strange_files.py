@@ -1,0 +1,105 @@
+"""What a writer may leave in a stage beside segments, and who connects to hand something over and says nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import DissociatedError, StoreError
+from dissociated.memory.shared import Backing, seal
+from dissociated.store.node import Node
+from dissociated.store.stage import Stage
+from dissociated.store.store import Store
+from helpers import PATIENCE, case
+
+from .nodes import SCHEMA, put, read, table
+
+
+def strange(directory: Path, outside: Path) -> dict[str, str]:
+    """Names of files that are no segments, and why not."""
+    outside.write_bytes(b"secret")
+    os.mkfifo(directory / "fifo")
+    (directory / "link").symlink_to(outside)
+    (directory / "dangling").symlink_to(outside / "nowhere")
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(directory / "socket"))
+    return {
+        "fifo": "no regular file",
+        "link": "symbolic link",
+        "dangling": "symbolic link",
+        "socket": "no regular file",
+    }
+
+
+def in_time(what: object) -> None:
+    """Run it in a thread of its own, since what is tested for is that it might not end."""
+    thread = Thread(target=what, daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it waits for what may never come"
+
+
+def test_what_is_no_regular_file_is_refused_and_blocks_nothing(memory: Path, tmp_path: Path) -> None:
+    with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        put(node.uri, "d", table(1))
+        staging = memory / "store" / "staging"
+
+        def run() -> None:
+            for name, why in strange(staging, tmp_path / "outside").items():
+                for part in ("", ".part"):
+                    with case(name + part):
+                        if part:
+                            os.rename(staging / name, staging / (name + part))
+                        with pytest.raises(DissociatedError, match=why):
+                            client.commit("d", [name + part], "overwrite", SCHEMA)
+                        with pytest.raises(DissociatedError, match=why):
+                            client.reserve(name + part, 1, 1)
+            node.store.sweep()  # they look like parts that nobody writes any more
+            assert list(staging.iterdir()) == []
+            failed.clear()
+
+        failed = [True]
+        in_time(run)
+        assert not failed
+        assert (tmp_path / "outside").read_bytes() == b"secret"
+        assert read(node.uri, "d") == [1]
+
+
+def test_a_stage_without_a_store_takes_regular_files_alone(memory: Path, tmp_path: Path) -> None:
+    stage = Stage(memory)
+
+    def run() -> None:
+        for name, why in strange(stage.directory, tmp_path / "outside").items():
+            with case(name), pytest.raises(StoreError, match=why):
+                stage.take([name])
+        failed.clear()
+
+    failed = [True]
+    in_time(run)
+    assert not failed
+    stage.close()
+
+
+def test_those_who_say_nothing_hold_up_no_hand_over(memory: Path) -> None:
+    with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client, ExitStack() as silent:
+        for _ in range(100):
+            one = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            one.settimeout(PATIENCE)
+            one.connect(client.stage().handover)
+        descriptor = os.memfd_create("mine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        silent.callback(os.close, descriptor)
+        with os.fdopen(os.dup(descriptor), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            writer.write_table(table(3))
+        seal(descriptor, Backing.SEALED)
+        began = time.monotonic()
+        client.commit("d", [client.hand_over(descriptor)], "overwrite", SCHEMA)
+        assert time.monotonic() - began < 4.0  # less than the first of them is waited for
+        assert read(node.uri, "d") == [3]
