@@ -9,7 +9,7 @@ from benchmarks import fabric, ipc, live, spark, transfer, ucx
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
-    "live": "a stream through shared memory of a limited size.",
+    "live": "a stream through shared memory of a limited size, and one of batches of one row beside Flight.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
@@ -32,6 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
+        live.run_rows(arguments.rounds)
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:

@@ -3,6 +3,8 @@
 One process publishes the stream, others consume it together: one at first, one that joins when a part has passed, and
 one over tcp by option. Each touches every page of what it gets. What is printed is memory of each process's own,
 and the memory that the stream holds.
+
+Then the smallest batches there are, one row each, as many as come: over shm and tcp, and over Flight's DoGet.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 import dissociated as dis
+from benchmarks.rounds import in_turns
 from dissociated.cli import text
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _BATCH = 16 << 20  # bytes
 _LINES = 12  # of the table that is printed
+_ROWS = 70_000  # batches of one row
 
 
 def _publish(batches: int, limit: int, consumers: int, passed: Synchronized[int], pipe: Connection) -> None:
@@ -115,3 +119,54 @@ def run(gigabytes: float, limit: int, tcp: bool) -> None:
     print(text.table(heads, [(*row, *[""] * (len(heads) - len(row))) for row in rows], right=range(len(heads))))
     print(f"\n{seconds:.1f} s, {text.size(total / seconds)}/s")
     print(", ".join(f"{name} got {text.size(size)}" for (name, _, _), size in zip(consumers, got, strict=True)))
+
+
+def _serve_rows(pipe: Connection) -> None:
+    """Serve batches of one row: over Flight to whoever asks, and as a live stream anew for each word that comes."""
+    import pyarrow.flight as flight
+
+    whole = pa.record_batch({"t": np.arange(_ROWS), "v": np.random.default_rng(1).random(_ROWS)})
+    batches = [whole.slice(row, 1) for row in range(_ROWS)]
+
+    def reader() -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(whole.schema, iter(batches))
+
+    class _Flight(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
+        def do_get(self, context: object, ticket: object) -> flight.RecordBatchStream:
+            return flight.RecordBatchStream(reader())
+
+    with _Flight("grpc://127.0.0.1:0") as other, dis.Server(["shm:", "tcp://127.0.0.1:0"], catalog=None) as server:
+        pipe.send(other.port)
+        while pipe.recv():
+            server.publish("live", reader(), live=dis.Live())
+            pipe.send((server.ticket("live"), server.locations("live")))
+
+
+def run_rows(rounds: int) -> None:
+    """Measure and print: seconds for all batches of one row, medians."""
+    import pyarrow.flight as flight
+
+    ours, theirs = _CONTEXT.Pipe()
+    server = _CONTEXT.Process(target=_serve_rows, args=(theirs,), daemon=True)
+    server.start()
+    port = ours.recv()
+
+    def read(which: int) -> float:
+        ours.send(True)
+        ticket, locations = ours.recv()
+        started = time.perf_counter()
+        assert sum(batch.num_rows for batch in dis.open_stream(locations[which], ticket)) == _ROWS
+        return time.perf_counter() - started
+
+    def read_flight() -> float:
+        started = time.perf_counter()
+        with flight.connect(f"grpc://127.0.0.1:{port}") as client:
+            assert sum(chunk.data.num_rows for chunk in client.do_get(flight.Ticket(b"rows"))) == _ROWS
+        return time.perf_counter() - started
+
+    measured = in_turns({"shm": lambda: read(0), "tcp": lambda: read(1), "Flight": read_flight}, rounds)
+    ours.send(False)
+    server.join(10)
+    rows = [(over, f"{seconds:.2f}", f"{_ROWS / seconds:,.0f}") for over, seconds in measured.items()]
+    print(f"\n{_ROWS:,} batches of one row, median of {rounds} rounds\n")
+    print(text.table(("OVER", "S", "BATCHES/S"), rows, right=(1, 2)))

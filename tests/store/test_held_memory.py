@@ -1,0 +1,122 @@
+"""What a reader over shared memory holds stays as it was sent, whatever becomes of dataset, store and server.
+
+The checksums are those of what was put.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.store.node import Node
+from dissociated.store.store import Policy, Store
+from helpers import case, clients_end, connections_left, wait_until
+
+from .nodes import MIB, put
+
+ROUNDS = 3
+
+
+def numbers(seed: int, size: int = 2 * MIB) -> pa.Table:
+    values = np.random.default_rng(seed).integers(1, 1 << 60, size // 8)
+    return pa.Table.from_batches(pa.table({"n": values}).to_batches(max_chunksize=size // 32))
+
+
+def checksum(table: pa.Table) -> int:
+    total = 0
+    for chunk in table["n"].chunks:
+        total = zlib.crc32(chunk.to_numpy(), total)
+    return total
+
+
+@pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
+def test_eviction_and_spilling_and_the_use_of_pages_again(memory: Path, tmp_path: Path, policy: Policy) -> None:
+    """One after the other is put into a store that takes two or three, and read; some readers hold on, some let go."""
+    spill = tmp_path if policy is Policy.SPILL else None
+    held: list[tuple[int, pa.Table]] = []
+    gone: set[str] = set()  # and were not dropped
+    dropped: set[str] = set()
+    with Node(Store(memory, limit=14 * MIB, policy=policy, spill=spill), ["shm:"], retain=0.0) as node:
+        for number in range(6 * ROUNDS):
+            table = numbers(number)
+            with case(f"dataset {number}"), dis.connect(node.uri) as client:
+                mode = "overwrite" if number % 4 else "append"
+                name = f"d{number % 9}"
+                put(node.uri, name, table, mode=mode)
+                read = client.read(name, "shm").read_all()
+                kept = read.slice(read.num_rows - table.num_rows)  # what was appended
+                assert checksum(kept) == checksum(table)
+                if number % 2:
+                    held = [*held[-1:], (checksum(table), kept)]
+                del read, kept
+                if number % 5 == 4:
+                    client.drop(name)
+                    dropped.add(name)
+                assert [checksum(one) for _, one in held] == [total for total, _ in held]
+                gone |= {f"d{one % 9}" for one in range(number)} - {info.name for info in client.list()} - dropped
+        assert gone or node.store.usage().spilled, "nothing had to make room: this test would see nothing"
+    assert [checksum(one) for _, one in held] == [total for total, _ in held]
+
+
+def test_deadlines_drops_replacements_and_the_end_of_the_server() -> None:
+    """Of everything that is published without a store: the server hangs up on a reader that holds on for too long."""
+
+    def as_table(server: dis.Server, table: pa.Table) -> None:
+        server.publish("d", table)
+
+    def written(server: dis.Server, table: pa.Table) -> None:
+        with server.writer("d", table.schema) as writer:
+            writer.write(table)
+
+    def as_tensor(server: dis.Server, table: pa.Table) -> None:
+        server.publish("d", pa.Tensor.from_numpy(table["n"].combine_chunks().to_numpy()))
+
+    def own(server: dis.Server, table: pa.Table) -> None:
+        server.publish("d", table.to_reader)
+
+    def shared(server: dis.Server, table: pa.Table) -> None:
+        server.publish("d", table.to_reader(), live=dis.Live())
+
+    def held_by_a_reader(server: dis.Server) -> Callable[[], int]:
+        uri, ticket = server.locations("d")[0], server.ticket("d")
+        if publish is as_tensor:
+            (tensor,) = dis.open_tensors(uri, ticket)
+            return lambda: zlib.crc32(np.ascontiguousarray(tensor.to_numpy()))
+        read = dis.open_stream(uri, ticket).read_all()
+        return lambda: checksum(read)
+
+    ends: dict[str, Callable[[dis.Server], Any]] = {
+        "held for too long": lambda server: None,
+        "dropped": lambda server: server.drop("d"),
+        "replaced": lambda server: as_table(server, numbers(99)),
+        "the server ends": lambda server: server.close(),
+    }
+    for publish in (as_table, written, as_tensor, own, shared):
+        for what, end in ends.items():
+            with case(f"{publish.__name__}, {what}"), dis.Server(["shm:"], catalog=None, lease_timeout=0.05) as server:
+                table = numbers(7, MIB)
+                publish(server, table)
+                look = held_by_a_reader(server)
+                end(server)
+                wait_until(lambda server=server: _sent_away(server), "the server has given up on it")
+                assert look() == checksum(table)
+                for other in range(3):
+                    if end is not ends["the server ends"]:
+                        server.publish("other", numbers(other, MIB))
+                        dis.open_stream(server.locations("other")[0], server.ticket("other")).read_all()
+                server.close()
+                assert look() == checksum(table)
+                del look
+                clients_end()
+                assert connections_left(server) == 0
+
+
+def _sent_away(server: dis.Server) -> bool:
+    return all(one.state == "cut off" for one in server.status().consumers)
