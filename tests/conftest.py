@@ -39,18 +39,21 @@ def pytest_sessionfinish() -> None:
 LONGEST = ("spark/test_cluster", "spark", "test_examples", "faults/test_floods", "golden/test_damaged", "contract")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker runs all of a file, and one all that shares a Spark session."""
+def _place(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix()
 
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """One worker runs all of a file, and one all that shares a Spark session."""
+    shared = "spark" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("spark" if shared else _place(item)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        place = item.path.relative_to(TESTS).as_posix()
-        return next((at for at, one in enumerate(LONGEST) if place.startswith(one)), len(LONGEST))
+        return next((at for at, one in enumerate(LONGEST) if _place(item).startswith(one)), len(LONGEST))
 
     items.sort(key=rank)
-    for item in items:
-        shared = "spark" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("spark" if shared else item.path.relative_to(TESTS).as_posix()))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -58,6 +58,7 @@ def test_a_dataset_of_a_foreign_server_is_found_and_one_that_is_not_there_is_nam
             capsys.readouterr()
 
 
+@pytest.mark.needs("ucx")
 def test_the_reference_is_offered_no_pair_for_what_is_read_once() -> None:
     transport("ucx")
     with dis.Server(["ucx://127.0.0.1:0?err_mode=none"]) as server, flight.FlightClient(server.catalog_uri) as plain:
