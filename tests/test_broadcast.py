@@ -261,7 +261,7 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
             with pytest.raises(dis.errors.DissociatedError) as caught:
                 one.read_next_batch()
             if end == "fails":
-                assert "the source of 'live' failed: ValueError: the sensor is on fire" in str(caught.value)
+                assert "the source of 'live' failed (ValueError)" in str(caught.value)
             elif end != "closed":
                 assert "'live' was dropped by whoever published it" in str(caught.value)
             del caught
@@ -271,7 +271,7 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
         assert held == [batch(0)] * 3
         if end == "fails":
             assert shared_bytes("live") > 0  # one of them holds it
-            with pytest.raises(dis.errors.RemoteError, match="on fire"):
+            with pytest.raises(dis.errors.RemoteError, match="says more"):
                 open_at(server, "shm")
         if end == "replaced":
             server.drop("live")

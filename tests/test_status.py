@@ -126,7 +126,7 @@ def test_how_connections_end_is_counted(serve: Serve) -> None:
     with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
         dis.open_stream(server.locations("data")[0], b"wrong")
     connections_left(server)
-    with pytest.raises(dis.errors.RemoteError, match="the disk"):
+    with pytest.raises(dis.errors.RemoteError, match="its server says more"):
         read(server, "failing")
     connections_left(server)
     reader = dis.open_stream(server.locations("large")[0], server.ticket("large"))

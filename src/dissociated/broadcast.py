@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 
 from dissociated.dataset import Dataset, Source, open_source, source_blamed
-from dissociated.errors import DissociatedError, OptionError, SourceError
+from dissociated.errors import DissociatedError, OptionError, SourceError, told
 from dissociated.ipc.columns import only, selected
 from dissociated.ipc.join import Messages, join
 from dissociated.ipc.options import WriteOptions, given
@@ -292,8 +292,8 @@ class Broadcast(Dataset):
                     if not self._publish(message):
                         break
         except DissociatedError as error:
-            reason = str(error)
-            _log.info("%r: %s", self.name, reason)
+            reason = told(error)
+            _log.info("%r: %s", self.name, error)
         except BaseException:
             reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
             _log.exception("%r: a live stream failed for a reason of ours", self.name)

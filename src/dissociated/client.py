@@ -79,9 +79,9 @@ def open_stream(
             fields = _left_to_choose(schema.header, selection, asked=identifier != ticket)
             options = replace(options, included_fields=fields or ())
         if stream.space.static:
-            reader = _read_in_place(stream, schema, deliveries, options)
+            reader = _read_in_place(stream, schema, deliveries, options, max_body)
         else:
-            reader = join(stream.attached(again([schema], deliveries)), options)
+            reader = join(stream.attached(again([schema], deliveries)), options, max_body=max_body)
     except BaseException:
         deliveries.close()
         stream.settle()
@@ -208,7 +208,7 @@ def _nothing(tag: int | None, length: int) -> Buffer:
 
 
 def _read_in_place(
-    stream: Stream, schema: Delivery, deliveries: Deliveries, options: ReadOptions
+    stream: Stream, schema: Delivery, deliveries: Deliveries, options: ReadOptions, max_body: int
 ) -> pa.RecordBatchReader:
     """A reader over a dataset in regions that were shared before it began.
 
@@ -225,7 +225,7 @@ def _read_in_place(
         reader = place.reader(stream.hold, options)
         if reader is not None:
             return reader
-    return join(stream.attached(again(seen, deliveries)), options)
+    return join(stream.attached(again(seen, deliveries)), options, max_body=max_body)
 
 
 def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[int] | None:

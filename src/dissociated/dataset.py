@@ -560,7 +560,11 @@ def source_blamed(name: str) -> Iterator[None]:
     except DissociatedError:
         raise
     except Exception as error:  # it is the publisher's code: anything may come out of it
-        raise SourceError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error
+        kind = type(error).__name__
+        failed = SourceError(f"the source of {name!r} failed: {kind}: {error}")
+        if not isinstance(error, pa.ArrowException):
+            failed.told = f"the source of {name!r} failed ({kind}): the log of its server says more"
+        raise failed from error
 
 
 def open_source(name: str, source: Source) -> pa.RecordBatchReader:

@@ -33,6 +33,14 @@ from __future__ import annotations
 class DissociatedError(Exception):
     """The root of the tree: catch this to catch everything below."""
 
+    #: What a peer is told in place of the message, which may have what somebody's own code said. The log has it all.
+    told: str | None = None
+
+
+def told(error: DissociatedError) -> str:
+    """What a peer is told of an error."""
+    return str(error) if error.told is None else error.told
+
 
 class UriError(DissociatedError, ValueError):
     """A URI that cannot be parsed, or that lacks what the protocol needs ("URI Specification")."""

@@ -490,7 +490,8 @@ class Server:
             why = "a stream failed for a reason of ours"
             _log.exception("%r: %s", connection, why, extra=tally.fields())
         finally:
-            _log.info("%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
+            level = logging.WARNING if outcome == "failed" else logging.INFO
+            _log.log(level, "%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
             self._activity.end(tally, outcome)
             with self._lock:
                 self._connections.pop(connection, None)

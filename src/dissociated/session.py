@@ -19,6 +19,7 @@ from dissociated.errors import (
     OptionError,
     RemoteProtocolError,
     SourceError,
+    told,
 )
 from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
@@ -105,7 +106,7 @@ class Session:
         except ConnectionClosed:
             raise  # there is nobody to tell
         except DissociatedError as error:
-            self._send_away(str(error))
+            self._send_away(told(error))
             raise
         except Exception:
             self._send_away("the server failed for a reason that its log tells")
@@ -162,7 +163,7 @@ class Session:
             if self._consumer is None:
                 raise
             # What it has been sent is used again once it is freed: until then the client may take its time.
-            self._connection.farewell(str(error))
+            self._connection.farewell(told(error))
             self._sender.fail()
         self._drain(self._server.lease_timeout)
         self._connection.last_words(self._server.stall_timeout)

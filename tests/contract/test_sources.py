@@ -183,7 +183,7 @@ def test_a_source_that_fails_in_the_middle_says_why(route: Route) -> None:
 
     route.publish(lambda: pa.RecordBatchReader.from_batches(TABLE.schema, batches()))
     reader = route.open()
-    with pytest.raises(dis.errors.RemoteError, match="source of 'data' failed: OSError: the disk is on fire"):
+    with pytest.raises(dis.errors.RemoteError, match=r"source of 'data' failed \(OSError\): the log"):
         reader.read_all()
 
 
@@ -196,7 +196,7 @@ def test_a_source_that_failed_does_not_look_complete_to_one_who_goes_on(either: 
     reader = either.open()
     assert reader.read_next_batch() == BATCHES[0]
     for _ in range(3):
-        with pytest.raises(dis.errors.RemoteError, match="the disk is on fire"):
+        with pytest.raises(dis.errors.RemoteError, match=r"source of 'data' failed \(OSError\)"):
             reader.read_next_batch()
 
 
@@ -204,7 +204,7 @@ def test_a_source_that_fails_to_open_again_says_why(either: Route) -> None:
     readers = [TABLE.to_reader(), TABLE.to_reader()]  # the first is for the schema
     either.publish(lambda: readers.pop())
     assert either.open().read_all() == TABLE
-    with pytest.raises(dis.errors.RemoteError, match="source of 'data' failed: IndexError: pop from empty list"):
+    with pytest.raises(dis.errors.RemoteError, match=r"source of 'data' failed \(IndexError\)"):
         either.open()
 
 

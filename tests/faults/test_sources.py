@@ -34,15 +34,16 @@ def failing(error: BaseException, after: int) -> Callable[[], pa.RecordBatchRead
     return lambda: reader(batches())
 
 
+#: What a source raises, and what of it a client is told: what this library or libarrow says, and of others the kind.
 ERRORS = {
-    "ValueError": (ValueError("the query was cancelled"), "ValueError: the query was cancelled"),
-    "KeyError": (KeyError("column"), "KeyError: 'column'"),
+    "ValueError": (ValueError("the query was cancelled"), "failed (ValueError): the log of its server"),
+    "KeyError": (KeyError("column"), "failed (KeyError): the log of its server"),
     "no reason": (RuntimeError(), "RuntimeError"),
-    "lone surrogates": (ValueError("\udcff in a path"), "udcff"),
-    "a long reason": (ValueError("x" * 100_000), "x" * 1000),
+    "lone surrogates": (ValueError("\udcff in a path"), "failed ("),
+    "a long reason": (dis.errors.StoreError("x" * 100_000), "x" * 1000),
     "ArrowInvalid": (pa.ArrowInvalid("not valid"), "not valid"),
-    "MemoryError": (MemoryError("too much"), "too much"),
-    "TimeoutError": (TimeoutError("the database is asleep"), "the database is asleep"),
+    "MemoryError": (MemoryError("too much"), "failed (MemoryError): the log of its server"),
+    "TimeoutError": (TimeoutError("the database is asleep"), "failed (TimeoutError): the log of its server"),
     "ours": (dis.errors.StoreError("the store is gone"), "the store is gone"),
     "StopIteration": (StopIteration(), "StopIteration"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pyarrow.flight as flight
 
 from dissociated.catalog.chunks import sent
 from dissociated.catalog.guard import require_peer
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, told
 from dissociated.ipc.split import batches
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _BETWEEN = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # c
 _FIRST_FIELD = 0x0A  # of a protobuf message, as bytes
 
 _Body = dict[str, Any]
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -36,7 +39,15 @@ def told_by_flight() -> Iterator[None]:
     except AccessDenied as error:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
-        raise flight.FlightServerError(str(error)) from None
+        _log.info("%s", error)
+        raise flight.FlightServerError(told(error)) from None
+    except (pa.ArrowException, flight.FlightError):  # of what the client sent, or that it is gone
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is None:  # libarrow's, of the same
+            raise
+        _log.exception("a call failed for a reason of ours")
+        raise flight.FlightServerError("the catalog failed for a reason that its log tells") from None
 
 
 def _told(items: Iterator[Any]) -> Iterator[Any]:
@@ -145,7 +156,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             except DissociatedError:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CatalogError(f"the body of {action.type!r} is not what it takes: {error!r}") from None
+                _log.info("%s was called with a body that it does not take: %r", action.type, error)
+                raise CatalogError(f"the body of {action.type!r} is not what it takes") from None
             raise CatalogError(f"no action {action.type!r}; there are {', '.join([*self._actions, *self._binary])}")
 
     def _renew(self, request: bytes) -> bytes:

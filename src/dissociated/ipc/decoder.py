@@ -88,13 +88,15 @@ class _Decoding:
         self,
         listener: Listener,
         options: ReadOptions,
-        max_waiting: int,
+        max_metadata: int,
+        max_body: int,
         kind: type[StreamReader],
         blame: type[DissociatedError],
     ) -> None:
         self._listener = listener
         self._options = options
-        self._max_waiting = max_waiting
+        self._max_waiting = max_metadata + max_body
+        self._max_body = max_body
         self._kind = kind
         self._blame = blame
         self._reader: StreamReader | None = None
@@ -148,7 +150,7 @@ class _Decoding:
             message = pa.py_buffer(encapsulate(bytes(header)))
             whole = self._kind(message, ReadOptions(ensure_native_endian=options.ensure_native_endian)).schema
             options.check_fields(whole)
-        self._reader = join(_taken(self._waiting), options, self._kind)
+        self._reader = join(_taken(self._waiting), options, self._kind, self._max_body)
         self.schema = self._reader.schema
         self._listener.on_schema_decoded(whole or self.schema, self.schema)
 
@@ -181,7 +183,7 @@ class _Decoder(ABC):
         self._options = given(options, ReadOptions)
         self._max_metadata = max_metadata
         self._max_body = max_body
-        self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata + max_body, kind, blame)
+        self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata, max_body, kind, blame)
         self._refusal: str | None = None
         self.reset()
 

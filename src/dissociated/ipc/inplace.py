@@ -18,7 +18,7 @@ from dissociated.ipc.source import Readable
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import buffer_extents
+from dissociated.protocol.header import buffer_extents, is_compressed
 from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
 
 #: Gives the same memory as a buffer, at whose end these addresses go back.
@@ -96,6 +96,8 @@ class InPlace:
             part = self._part(leased[0]) if leased else None
         if part is None:
             return False
+        if is_compressed(item.header):
+            return False  # what comes out of it is bounded where messages are joined
         head = encapsulate(item.header)
         body_at = part.end + len(head)
         if not part.holds(part.end, head):
@@ -116,7 +118,7 @@ class InPlace:
             return False
         width = batches.headers.shape[1]
         head = encapsulate(bytes(width))[:-width]
-        if width % 8:
+        if width % 8 or is_compressed(bytes(batches.headers[0])):
             return False
         body_at = batches.body_at.astype(np.int64) - part.region.base
         ends = body_at + batches.body_length.astype(np.int64)

@@ -11,12 +11,13 @@ from collections.abc import Generator
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError
+from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.ipc.encapsulated import END_OF_STREAM
 from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.reader import PeerReader, StreamReader
 from dissociated.ipc.source import Readable
-from dissociated.message import Buffer
+from dissociated.message import MAX_BODY, Buffer
+from dissociated.protocol.header import is_compressed, uncompressed_length
 
 _length = struct.Struct("<i")
 
@@ -27,8 +28,10 @@ Messages = Generator[tuple[bytes, Buffer | None], None, None]
 class _Source(Readable):
     """The file that libarrow reads from. It asks for a length, the metadata, and the whole body."""
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: Messages, max_body: int, blame: type[DissociatedError]) -> None:
         self._messages = messages
+        self._max_body = max_body
+        self._blame = blame
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._ended = False
         self._failed: tuple[type[DissociatedError], str] | None = None
@@ -56,6 +59,8 @@ class _Source(Readable):
             return
         try:
             header, body = next(self._messages)
+            if body is not None and is_compressed(header):
+                self._check_size(header, body)
         except StopIteration:
             self._ended = True
             self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
@@ -68,21 +73,38 @@ class _Source(Readable):
             self._pieces.append(body)
         self._pieces += (header, _length.pack(len(header)))  # the older prefix: one call fewer, and nobody sees it
 
+    def _check_size(self, header: bytes, body: Buffer) -> None:
+        """Raise where so much would come out of a body that libarrow is not to be given it."""
+        length = uncompressed_length(header, body)
+        if length > self._max_body:
+            raise self._blame(
+                f"a body of {len(body)} bytes would have {length} when it is decompressed; "
+                f"at most {self._max_body} are taken (max_body)"
+            )
+
     def close(self) -> None:
         super().close()
         self._messages.close()
 
 
-def source(messages: Messages) -> pa.PythonFile:
+def source(
+    messages: Messages, max_body: int = MAX_BODY, blame: type[DissociatedError] = RemoteProtocolError
+) -> pa.PythonFile:
     """The stream that `messages` make, the schema first, as a file for libarrow to read from."""
-    return pa.PythonFile(_Source(messages), mode="r")
+    return pa.PythonFile(_Source(messages, max_body, blame), mode="r")
 
 
-def join(messages: Messages, options: ReadOptions | None = None, kind: type[StreamReader] = PeerReader) -> StreamReader:
+def join(
+    messages: Messages,
+    options: ReadOptions | None = None,
+    kind: type[StreamReader] = PeerReader,
+    max_body: int = MAX_BODY,
+) -> StreamReader:
     """A reader over the stream that `messages` make, the schema first.
 
     It pulls from `messages` only when it is asked for a batch, and closes them when it is dropped or exhausted.
     Whatever they raise comes out of the reader. Raises RemoteProtocolError where libarrow finds the content
-    invalid, or what another `kind` of reader raises.
+    invalid, or what another `kind` of reader raises; and where a body would have more than `max_body` bytes when it is
+    decompressed, before it is.
     """
-    return kind(source(messages), options)
+    return kind(source(messages, max_body, kind.blame), options)

@@ -59,11 +59,11 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
     Raises FormatError where the content is invalid, or nests deeper than `options` allow.
     """
 
-    _blame: ClassVar[type[DissociatedError]] = FormatError
+    blame: ClassVar[type[DissociatedError]] = FormatError
 
     def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
         options = given(options, ReadOptions)
-        with blamed(self._blame):
+        with blamed(self.blame):
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
         options.check_depth(self.schema)
 
@@ -71,20 +71,20 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
         try:
             return super().read_next_batch()
         except _COMPLAINTS as error:
-            raise _ours(error, self._blame) from None
+            raise _ours(error, self.blame) from None
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
         except _COMPLAINTS as error:
-            raise _ours(error, self._blame) from None
+            raise _ours(error, self.blame) from None
 
     def read_all(self) -> pa.Table:
         try:
             return super().read_all()
         except _COMPLAINTS as error:
-            raise _ours(error, self._blame) from None
+            raise _ours(error, self.blame) from None
 
 
 class PeerReader(StreamReader):
@@ -93,4 +93,4 @@ class PeerReader(StreamReader):
     Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
     """
 
-    _blame = RemoteProtocolError
+    blame = RemoteProtocolError

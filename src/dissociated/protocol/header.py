@@ -151,6 +151,32 @@ def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tupl
     return flat[0::2], flat[1::2]
 
 
+def is_compressed(header: bytes) -> bool:
+    """Whether the message is a record batch, or a dictionary, whose buffers are compressed."""
+    try:
+        root = _u32(header)[0]
+        _, type_at, table_at = fields(header, root, 3)
+        type_ = _TYPES.get(header[root + type_at])
+        if type_ not in (HeaderType.RECORD_BATCH, HeaderType.DICTIONARY_BATCH):
+            return False
+        table = follow(header, root + table_at)
+        if type_ is HeaderType.DICTIONARY_BATCH:
+            table = follow(header, table + fields(header, table, 2)[1])
+        return fields(header, table, 4)[3] != 0
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None
+
+
+def uncompressed_length(header: bytes, body: Buffer) -> int:
+    """How many bytes the compressed buffers in `body` say they have: each begins with that, or with -1 if it is not."""
+    parsed, memory, total = parse_header(header), memoryview(body), 0
+    for offset, length in zip(*buffer_extents(header, parsed), strict=True):
+        if length >= _i64.size and 0 <= offset <= len(memory) - _i64.size:
+            said = int(_read_i64(memory, offset)[0])
+            total += length if said < 0 else said
+    return total
+
+
 def relocate(
     header: bytes, parsed: Header, offsets: Sequence[int], body_length: int, lengths: Sequence[int] | None = None
 ) -> bytes:
