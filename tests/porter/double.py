@@ -1,0 +1,390 @@
+"""A client and a server in nothing but Python and its standard library, written from docs/framing.md alone.
+
+pyarrow makes and reads the Arrow IPC bytes; it knows nothing of the framing. The numbers stand here a second time, as
+the page gives them.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+PREAMBLE = bytes.fromhex("44 49 53 53 4F 43 00 01")
+UNTAGGED, TAGGED, REGION, ABORT, RUN = 1, 2, 3, 4, 5
+SEALED = 1
+PATIENCE = 20.0  # seconds
+
+
+class Aborted(Exception):
+    """The peer gave up and said why."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    tag: int
+    payload: bytes
+
+
+class Message(NamedTuple):
+    """The flatbuffer of an IPC message, and its packed body, None for a schema."""
+
+    header: bytes
+    body: bytes | None
+
+
+# The framing
+
+
+def encode(kind: int, payload: bytes, tag: int = 0) -> bytes:
+    return struct.pack("<QQ", kind << 56 | len(payload), tag) + payload + bytes(-len(payload) % 8)
+
+
+class Wire:
+    """One connection: frames, and the descriptors beside them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(PATIENCE)
+        self.socket = sock
+        self.descriptors: list[int] = []
+        self._greeted = self._was_greeted = False
+
+    def send(self, *frames: bytes, descriptors: Sequence[int] = ()) -> None:
+        data = b"".join(frames)
+        if not self._greeted:
+            self._greeted, data = True, PREAMBLE + data
+            if descriptors:  # they belong beside the first byte of the frame, not of the preamble
+                self.socket.sendall(PREAMBLE)
+                data = data[len(PREAMBLE) :]
+        if descriptors:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            data = data[self.socket.sendmsg([data], rights) :]
+        self.socket.sendall(data)
+
+    def receive(self) -> Frame | None:
+        """The next frame; None at the end between two of them."""
+        if not self._was_greeted:
+            assert self._exactly(8) == PREAMBLE
+            self._was_greeted = True
+        head = self._exactly(16, may_end=True)
+        if not head:
+            return None
+        word, tag = struct.unpack("<QQ", head)
+        length = word & (1 << 56) - 1
+        payload = self._exactly(length + -length % 8)
+        assert not any(payload[length:])
+        frame = Frame(word >> 56, tag, payload[:length])
+        if frame.kind == ABORT:
+            raise Aborted(frame.payload.decode())
+        assert frame.kind == TAGGED or not frame.tag
+        return frame
+
+    def _exactly(self, size: int, may_end: bool = False) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            if self.socket.family == socket.AF_UNIX:
+                piece, rights, _, _ = self.socket.recvmsg(min(size - len(data), 1 << 20), socket.CMSG_SPACE(253 * 4))
+                for _, _, raw in rights:
+                    self.descriptors.extend(array.array("i", raw))
+            else:
+                piece = self.socket.recv(min(size - len(data), 1 << 20))
+            if not piece:
+                assert may_end, "the peer ended within a frame"
+                assert not data, "the peer ended within the head of a frame"
+                return b""
+            data += piece
+        return bytes(data)
+
+    def close(self) -> None:
+        self.socket.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def taken_apart(payload: bytes) -> Iterator[Frame]:
+    """The messages of a RUN."""
+    n, u, t = struct.unpack_from("<QQQ", payload)
+    tags = struct.unpack_from(f"<{n}Q", payload, 24)
+    untagged = 24 + 8 * n
+    tagged = untagged + n * u + -(n * u) % 8
+    for index in range(n):
+        yield Frame(UNTAGGED, 0, payload[untagged + index * u : untagged + (index + 1) * u])
+        yield Frame(TAGGED, tags[index], payload[tagged + index * t : tagged + (index + 1) * t])
+
+
+def run_of(pairs: Sequence[tuple[bytes, int, bytes]]) -> bytes:
+    """A RUN of (untagged message, tag, tagged message), each kind of one size."""
+    untagged, tags, tagged = zip(*pairs, strict=True)
+    parts = b"".join(untagged), struct.pack(f"<{len(tags)}Q", *tags), b"".join(tagged)
+    return encode(
+        RUN,
+        struct.pack("<QQQ", len(pairs), len(untagged[0]), len(tagged[0]))
+        + parts[1]
+        + parts[0]
+        + bytes(-len(parts[0]) % 8)
+        + parts[2]
+        + bytes(-len(parts[2]) % 8),
+    )
+
+
+# Arrow IPC
+
+
+def split(batches: Sequence[pa.RecordBatch]) -> list[Message]:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    messages = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    return [
+        Message(one.metadata.to_pybytes(), None if one.type == "schema" else one.body.to_pybytes()) for one in messages
+    ]
+
+
+def join(messages: Iterable[Message]) -> pa.Table:
+    parts = []
+    for header, body in messages:
+        header += bytes(-len(header) % 8)
+        parts.append(struct.pack("<Ii", 0xFFFFFFFF, len(header)) + header + (body or b""))
+    return pa.ipc.open_stream(b"".join(parts)).read_all()
+
+
+def _slot(header: bytes, table: int, number: int) -> int:
+    """Where a field of a flatbuffer's table lies; 0 where it is left out."""
+    vtable = table - int(struct.unpack_from("<i", header, table)[0])
+    if 4 + 2 * number >= struct.unpack_from("<H", header, vtable)[0]:
+        return 0
+    offset = int(struct.unpack_from("<H", header, vtable + 4 + 2 * number)[0])
+    return table + offset if offset else 0
+
+
+def _follow(header: bytes, at: int) -> int:
+    return at + int(struct.unpack_from("<I", header, at)[0])
+
+
+def buffers(header: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """bodyLength, and (offset, length) of each `Buffer` of a record batch or dictionary batch."""
+    message = _follow(header, 0)
+    length_at = _slot(header, message, 3)
+    length = int(struct.unpack_from("<q", header, length_at)[0]) if length_at else 0
+    batch = _follow(header, _slot(header, message, 2))
+    if header[_slot(header, message, 1)] == 2:  # DictionaryBatch { id, data, isDelta }
+        batch = _follow(header, _slot(header, batch, 1))
+    at = _slot(header, batch, 2)
+    if not at:
+        return length, []
+    vector = _follow(header, at)
+    (count,) = struct.unpack_from("<I", header, vector)
+    return length, [struct.unpack_from("<qq", header, vector + 4 + 16 * index) for index in range(count)]
+
+
+# The client
+
+
+def address_of(uri: str) -> tuple[str, str, dict[str, str]]:
+    scheme, _, rest = uri.partition("://")
+    place, _, query = rest.partition("?")
+    return scheme, place, dict(one.split("=", 1) for one in query.split("&"))
+
+
+def dial(uri: str) -> Wire:
+    scheme, place, _ = address_of(uri)
+    if scheme == "shm":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(place)
+        return Wire(sock)
+    host, _, port = place.rpartition(":")
+    return Wire(socket.create_connection((host, int(port))))
+
+
+class Client:
+    """Asks for one stream and takes it whole, as messages with packed bodies, whichever way these come."""
+
+    def __init__(self, uri: str, ticket: bytes) -> None:
+        parameters = address_of(uri)[2]
+        self.wire = dial(uri)
+        self._free_data = int(parameters["free_data"]) if "free_data" in parameters else None
+        self._regions: list[tuple[int, mmap.mmap]] = []
+        self._headers: dict[int, bytes] = {}
+        self._bodies: dict[int, tuple[int, bytes]] = {}
+        self._count: int | None = None
+        self.kinds: set[int] = set()  # of frames, and of bodies times 100
+        self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"])))
+
+    def read_all(self) -> None:
+        """Every frame up to the end."""
+        while self.wire.receive() is not None:
+            pass
+
+    def messages(self, half_close: bool = False) -> list[Message]:
+        if half_close:
+            self.wire.socket.shutdown(socket.SHUT_WR)
+        while not self._complete:
+            frame = self.wire.receive()
+            assert frame is not None, "the stream is cut off"
+            self.kinds.add(frame.kind)
+            if frame.kind == REGION:
+                base, size, _ = struct.unpack("<QQQ", frame.payload)
+                descriptor = self.wire.descriptors.pop(0)
+                self._regions.append((base, mmap.mmap(descriptor, size, prot=mmap.PROT_READ)))
+                os.close(descriptor)
+            else:
+                for one in taken_apart(frame.payload) if frame.kind == RUN else (frame,):
+                    self._take(one)
+        found = [self._message(number) for number in range(self._count or 0)]
+        if half_close or not self._leased:
+            return found
+        self.give_back()
+        assert self.wire.receive() is None  # nothing is leased: the server closes
+        return found
+
+    @property
+    def _complete(self) -> bool:
+        return self._count is not None and len(self._headers) == self._count and len(self._bodies) >= self._count - 1
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == TAGGED:
+            assert not frame.tag >> 32 & 0xFFFFFF
+            self._bodies[frame.tag & 0xFFFFFFFF] = frame.tag >> 56, frame.payload
+            self.kinds.add(100 * (frame.tag >> 56))
+            return
+        kind, number = struct.unpack_from("<BI", frame.payload)
+        if kind == 0:
+            self._count = number
+        else:
+            self._headers[number] = frame.payload[5:]
+
+    def _message(self, number: int) -> Message:
+        header = self._headers[number]
+        if number not in self._bodies:
+            return Message(header, None)
+        kind, content = self._bodies[number]
+        if kind == 0:
+            return Message(header, content)
+        length, extents = buffers(header)
+        total, count, *pairs = struct.unpack(f"<{len(content) // 8}Q", content)
+        assert total == sum(size for _, size in extents)
+        assert count == len(extents)
+        body = bytearray(length)
+        for (offset, size), address, told in zip(extents, pairs[0::2], pairs[1::2], strict=True):
+            assert told == size
+            if size:
+                base, memory = next((b, m) for b, m in self._regions if b <= address and address + size <= b + len(m))
+                body[offset : offset + size] = memory[address - base : address - base + size]
+            else:
+                assert address == 0
+        return Message(header, bytes(body))
+
+    @property
+    def _leased(self) -> list[int]:
+        lists = [struct.unpack(f"<{len(body) // 8}Q", body) for kind, body in self._bodies.values() if kind]
+        return [address for one in lists for address, size in zip(one[2::2], one[3::2], strict=True) if size]
+
+    def give_back(self) -> None:
+        leased = self._leased
+        for first in range(0, len(leased), 8192):
+            some = leased[first : first + 8192]
+            self.wire.send(encode(TAGGED, struct.pack(f"<{len(some)}Q", *some), self._free_data or 0))
+
+    def close(self) -> None:
+        self.wire.close()
+        for _, memory in self._regions:
+            memory.close()
+
+
+# The server
+
+
+class Region:
+    """A sealed memfd that clients may map, from the address `base` on."""
+
+    def __init__(self, base: int, content: bytes) -> None:
+        self.base, self.size = base, len(content)
+        self.descriptor = os.memfd_create("porter", os.MFD_ALLOW_SEALING)
+        os.write(self.descriptor, content)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+
+    @property
+    def frame(self) -> bytes:
+        return encode(REGION, struct.pack("<QQQ", self.base, self.size, SEALED))
+
+
+def metadata(number: int, header: bytes) -> bytes:
+    return struct.pack("<BI", 1, number) + header
+
+
+def end(count: int) -> bytes:
+    return encode(UNTAGGED, struct.pack("<BI", 0, count))
+
+
+def address_list(pairs: Sequence[tuple[int, int]]) -> bytes:
+    flat = [number for pair in pairs for number in pair]
+    return struct.pack(f"<{2 + len(flat)}Q", sum(size for _, size in pairs), len(pairs), *flat)
+
+
+class Server:
+    """Listens, and answers each request for `ticket` with `answer`; every other with an ABORT."""
+
+    WANT, FREE = 11, 13
+
+    def __init__(self, scheme: str, path: str, ticket: bytes, answer: Callable[[Server, Wire], None]) -> None:
+        if scheme == "shm":
+            self._listening = socket.socket(socket.AF_UNIX)
+            self._listening.bind(path)
+            self._listening.listen()
+        else:
+            self._listening = socket.create_server(("127.0.0.1", 0))
+            path = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self.uri = f"{scheme}://{path}?want_data={self.WANT}&free_data={self.FREE}"
+        self._ticket, self._answer = ticket, answer
+        self.leased: list[int] = []
+        self.freed: list[int] = []
+        self.failures: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def lease(self, pairs: Sequence[tuple[int, int]]) -> bytes:
+        """An address list that is about to be sent."""
+        self.leased += (address for address, size in pairs if size)
+        return address_list(pairs)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                wire = Wire(self._listening.accept()[0])
+            except OSError:
+                return
+            try:
+                self._serve(wire)
+            except BaseException as error:
+                self.failures.append(error)
+            finally:
+                wire.close()
+
+    def _serve(self, wire: Wire) -> None:
+        request = wire.receive()
+        assert request is not None
+        assert (request.kind, request.tag) == (TAGGED, self.WANT)
+        if request.payload != self._ticket:
+            wire.send(encode(ABORT, b"there is no such ticket"))
+            return
+        self._answer(self, wire)
+        while len(self.freed) < len(self.leased) and (frame := wire.receive()) is not None:
+            assert (frame.kind, frame.tag) == (TAGGED, self.FREE)
+            self.freed += struct.unpack(f"<{len(frame.payload) // 8}Q", frame.payload)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join(PATIENCE)
+        if self.failures:
+            raise self.failures[0]
