@@ -247,7 +247,8 @@ class Session:
         paced = 0.0  # until when small messages wait for more
         while not consumer.over:
             self._take_frees()
-            time.sleep(max(0.0, min(paced - time.monotonic(), _PACE)))
+            if (pause := paced - time.monotonic()) > 0:
+                time.sleep(pause)
             parts = consumer.take(_AT_ONCE, _BYTES_AT_ONCE)
             if parts:
                 nbytes = self._send_parts(consumer, wanted, parts, mapped and not self._silent)

@@ -521,7 +521,7 @@ THREADS = textwrap.dedent(
         try:
             dis.open_stream(uri, server.ticket("numbers"), timeout=2).read_all()
         except dis.errors.RemoteError as error:
-            assert "takes no more connections" in str(error), error
+            assert "can serve nobody now" in str(error), error
             refused += 1
     assert refused, "there were threads enough"
     resource.setrlimit(resource.RLIMIT_AS, limits)
