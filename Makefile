@@ -13,7 +13,7 @@ flights: .venv/demo.stamp
 	$(BIN)/python -m examples.flights.demo $(ARGS)
 
 test: .venv/dev.stamp lint
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 import dissociated as dis
 from arrow_cases import Celsius
@@ -39,21 +40,25 @@ def pytest_sessionfinish() -> None:
 LONGEST = ("spark/test_cluster", "spark", "test_examples", "faults/test_floods", "golden/test_damaged", "contract")
 
 
-def _place(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).as_posix()
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """One worker runs all of a file, and one all that shares a Spark session."""
-    shared = "spark" in getattr(item, "fixturenames", ())
-    item.add_marker(pytest.mark.xdist_group("spark" if shared else _place(item)))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        return next((at for at, one in enumerate(LONGEST) if _place(item).startswith(one)), len(LONGEST))
+        place = item.path.relative_to(TESTS).as_posix()
+        return next((at for at, one in enumerate(LONGEST) if place.startswith(one)), len(LONGEST))
 
     items.sort(key=rank)
+
+
+class _Groups(LoadFileScheduling):  # type: ignore[misc]
+    """One worker runs all of a file, and one all files that share a Spark session."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        alone = ("test_cluster.py", "test_connect.py", "test_java.py", "test_writer.py")
+        return "spark" if "/spark/" in file and not file.endswith(alone) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return _Groups(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
