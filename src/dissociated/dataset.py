@@ -269,6 +269,11 @@ class StaticDataset(Dataset):
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
         """The messages, to be sent as addresses into these segments."""
 
+    @property
+    def packed_size(self) -> int:
+        """Bytes of all bodies, as they are sent inline."""
+        return sum(message.parsed.body_length for message in self.packed())
+
     def groups(self, connection: Connection, streams: Streams, mapped: bool, inline_limit: int) -> Iterable[Group]:
         """The whole stream but its end, encoded for `connection`.
 

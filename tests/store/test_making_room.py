@@ -8,7 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import StoreError
+import dissociated as dis
+from dissociated.errors import DissociatedError, StoreError
+from dissociated.store.node import Node
 from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
 
@@ -75,3 +77,21 @@ def test_what_is_found_again_is_what_there_was(memory: Path) -> None:
             assert store.by_key(version.key) == store.version(version.id) == version
         store.remove(*store.versions())
         assert (store.versions(), store.usage().committed, store.current("a")) == ([], 0, None)
+
+
+def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) -> None:
+    """Whoever puts what lies in memory or in an IPC file knows how much there will be."""
+    rows = MIB // 8
+    large = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(rows), pa.int64())})] * 20)
+    with pa.ipc.new_file(tmp_path / "large.arrow", SCHEMA) as writer:
+        writer.write_table(large)
+    with Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("a", large.slice(0, 5 * rows))
+        client.put("b", large.slice(0, 5 * rows))
+        for source in (large, tmp_path / "large.arrow"):
+            with pytest.raises(DissociatedError, match="never fit"):
+                client.put("c", source)
+        assert [info.name for info in client.list()] == ["a", "b"]
+        assert list(node.store.staging.iterdir()) == []
+        client.put("c", large.slice(0, 9 * rows))
+        assert [info.name for info in client.list()] == ["c"]

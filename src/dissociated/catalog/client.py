@@ -20,7 +20,7 @@ from dissociated.access import check_token
 from dissociated.catalog.chunks import taken, upload
 from dissociated.catalog.publication import Publication
 from dissociated.client import TIMEOUT, open_stream, selection_of, takes_selections
-from dissociated.dataset import Source, dataset, source_blamed
+from dissociated.dataset import Source, StaticDataset, dataset, source_blamed
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -271,13 +271,20 @@ class CatalogClient:
         Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
         """
         asked = Publication(name, mode, dict(tags or {}), ttl)
-        reader = dataset(name, source).open_reader()
+        made = dataset(name, source)
+        reader = made.open_reader()
 
         def pairs() -> Iterator[Pair]:
             with source_blamed(name):
                 yield from batches(reader)
 
-        command = json.dumps({**asdict(asked), "key": secrets.token_hex(16), "end": True})
+        size = None
+        if isinstance(made, StaticDataset):  # then a node makes room for all of it, or for nothing
+            with source_blamed(name):
+                for _ in batches(made.open_reader()):
+                    pass  # what is no valid data is refused before anything looks into it
+            size = made.packed_size
+        command = json.dumps({**asdict(asked), "key": secrets.token_hex(16), "end": True, "nbytes": size})
         descriptor = self._flight.FlightDescriptor.for_command(command)
         answer = self._call(lambda: upload(self._client, descriptor, reader.schema, pairs()))
         return int(answer["rows"])

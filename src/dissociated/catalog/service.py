@@ -650,6 +650,8 @@ class CatalogService:
         if self._stock is None:
             return self._put_there(asked, reader.schema, pairs)
         segment = f"{secrets.token_hex(16)}.arrows"
+        if isinstance(size := asked.get("nbytes"), int):
+            self._stock.expect(asked["name"], size)
         with self._stock.writer(segment, reader.schema) as writer:
             for batch, metadata in pairs:
                 writer.write_batch(batch, metadata)

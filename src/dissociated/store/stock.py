@@ -77,6 +77,9 @@ class Stock(ABC):
         """See Store.reserve."""
         return wish
 
+    def expect(self, name: str, size: int) -> None:  # noqa: B027  # where there is no limit there is room
+        """See Store.expect."""
+
     @abstractmethod
     def prepare(self, wanted: Wanted) -> Prepared:
         """Take these segments, whole and at once. A repeated call, by its key, gives what the first one gave.
@@ -175,6 +178,9 @@ class StoreStock(Stock):
 
     def reserve(self, name: str, size: int, wish: int) -> int:
         return self._store.reserve(name, size, wish)
+
+    def expect(self, name: str, size: int) -> None:
+        self._store.expect(name, size)
 
     def prepare(self, wanted: Wanted) -> Prepared:
         append = wanted.append and wanted.before is not None

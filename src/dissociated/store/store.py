@@ -250,6 +250,16 @@ class Store:
             finally:
                 os.close(descriptor)
 
+    def expect(self, name: str, size: int) -> None:
+        """Make room for so many bytes of `name`, which are about to be written, at once or not at all.
+
+        Whoever knows how much there will be asks this first: what goes for the beginning of something that does not
+        fit is lost for nothing. Raises StoreError where there is no room, and none can be made.
+        """
+        if self.limit is not None:
+            with self._lock:
+                self._admit(repr(name), size, size)
+
     def hand_over(self, descriptor: int) -> str:
         """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
 
