@@ -478,7 +478,7 @@ class Server:
                 connection.handshake(self.handshake_timeout)
                 Session(self, connection, tally).run()
             outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
-        except (ConnectionClosed, DeadlineExceeded) as error:
+        except (TransportError, DeadlineExceeded) as error:
             outcome, why = "gone", str(error)
         except (AccessDenied, DatasetNotFound, _Full) as error:
             outcome, why = "refused", str(error)

@@ -207,10 +207,10 @@ class Session:
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)
         for group in wanted.groups(self._connection, streams, mapped, self._server.inline_limit):
             self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
-            self._connection.send(group.prepared, self._server.stall_timeout)
+            with self._tally.sending(self._connection, group.nbytes):
+                self._connection.send(group.prepared, self._server.stall_timeout)
             self._sender.sent(group.messages)
             self._tally.messages += group.messages
-            self._tally.bytes += group.nbytes
             self._take_frees()
 
     def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
@@ -228,10 +228,9 @@ class Session:
                     if region is None
                     else self._place(region, message, message.body)
                 )
-            self._connection.send(self._numbered(wanted, message.header, body), self._server.stall_timeout)
+            with self._tally.sending(self._connection, 0 if body is None else message.parsed.body_length):
+                self._connection.send(self._numbered(wanted, message.header, body), self._server.stall_timeout)
             self._tally.messages += 1
-            if body is not None:
-                self._tally.bytes += message.parsed.body_length
             self._take_frees()
 
     def _send_broadcast(self, wanted: Broadcast | BroadcastColumns, streams: Streams, mapped: bool) -> None:
@@ -275,9 +274,9 @@ class Session:
                     continue
                 for part in some:
                     messages += self._numbered(wanted, part.header, self._body(part, mapped, unsent))
-            self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
+            with self._tally.sending(self._connection, nbytes):
+                self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
             self._tally.messages += len(parts)
-            self._tally.bytes += nbytes
             return nbytes
         finally:
             consumer.free(unsent)

@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 from dissociated.dataset import Dataset
 from dissociated.errors import FormatError
 from dissociated.store.stage import host_name
+from dissociated.transport.base import Connection
 
 T = TypeVar("T")
 
@@ -175,12 +177,31 @@ class Tally:
         self.peer = peer
         self.dataset: Dataset | None = None
         self.messages = 0
-        self.bytes = 0
+        #: bytes of bodies sent whole; then where others are being sent, since which byte, and how many these are
+        self._sent: tuple[int, Connection | None, int, int] = 0, None, 0, 0
         self.held: Sized = ()
         #: How much memory of live streams it holds, in bytes; None where it was not cut off.
         self.kept: Callable[[], int | None] | None = None
         self.sent = False  # all there is
         self._began = time.monotonic()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of bodies sent, those included of what is being sent that the medium has taken."""
+        whole, connection, began, nbytes = self._sent
+        return whole if connection is None else whole + min(connection.written - began, nbytes)
+
+    @contextmanager
+    def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
+        """So many bytes of bodies are being sent. Where that breaks off, what the medium took of them counts."""
+        whole = self._sent[0]
+        self._sent = whole, connection, connection.written, nbytes
+        try:
+            yield
+        except BaseException:
+            self._sent = self.bytes, None, 0, 0
+            raise
+        self._sent = whole + nbytes, None, 0, 0
 
     def status(self) -> Consumer:
         """How it stands now."""

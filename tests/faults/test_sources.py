@@ -45,7 +45,7 @@ ERRORS = {
     "MemoryError": (MemoryError("too much"), "failed (MemoryError): the log of its server"),
     "TimeoutError": (TimeoutError("the database is asleep"), "failed (TimeoutError): the log of its server"),
     "ours": (dis.errors.StoreError("the store is gone"), "the store is gone"),
-    "StopIteration": (StopIteration(), "StopIteration"),
+    "StopIteration": (StopIteration(), "failed (RuntimeError)"),
 }
 
 

@@ -62,6 +62,8 @@ class Connection(ABC):
         self.space = AddressSpace()
         #: When, by time.monotonic, the peer must have said what is waited for, however it does so; None: whenever.
         self.due: float | None = None
+        #: Bytes that the medium has taken so far, with whatever they are wrapped in, where it tells while it sends.
+        self.written = 0
         self._woken = threading.Event()
         belongs(self)
 

@@ -219,7 +219,7 @@ class SocketConnection(Connection):
         while at < len(parts):
             window = parts[at : at + _IOV_MAX]
             try:
-                sent = offset + self._send_buffers(window, offset)
+                sent = self._send_buffers(window, offset)
             except BlockingIOError:
                 try:
                     self._wait_writable(timeout)
@@ -228,6 +228,8 @@ class SocketConnection(Connection):
                     raise
                 continue
             self._torn = True
+            self.written += sent
+            sent += offset
             offset = 0
             for part in window:
                 if sent < len(part):
