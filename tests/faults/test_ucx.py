@@ -34,7 +34,7 @@ Serve = Callable[..., Good]
 Spawn = Callable[..., subprocess.Popen[str]]
 
 PEER = str(Path(ucx_peer.__file__))
-SILENCE = 0.3  # seconds
+SILENCE = 1.0  # seconds, in which a loaded machine still connects
 MODES = ["peer", "none"]
 
 LARGE = pa.table({"n": pa.array(range(1 << 21), pa.int64())})

@@ -51,7 +51,7 @@ class Quiet(NativeConnection):
     def _waiting(self) -> bool:
         return False
 
-    def _take(self, allocate: Allocate) -> bool:
+    def _take(self, allocate: Allocate, most: int) -> bool:
         return False
 
     def _tell(self, reason: str) -> bool:

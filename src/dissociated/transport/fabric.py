@@ -47,7 +47,7 @@ from dissociated.uri import Uri
 _log = logging.getLogger(__name__)
 
 PROVIDER = "tcp;ofi_rxm"
-_VERSION = 1  # of what the two ends say to each other beside the protocol
+_VERSION = 2  # of what the two ends say to each other beside the protocol
 
 _CONTROL = 0xFE44_4953_534F_0000  # the tags of that, but for the lowest byte
 _KINDS = 0xFF
@@ -59,9 +59,11 @@ _CONTROL_BUFFERS = 8
 _JOIN = 1 << 13  # bytes up to which parts are copied together at once
 _OVERHEAD = 1 << 14  # bytes that a message counts beside its own: libfabric keeps as many for one that nobody waits for
 _SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
-_CREDIT = MAX_IN_FLIGHT // 8  # consumed bytes that are worth telling
+#: Bytes that a client has under way: libfabric takes in 32 messages whenever one is looked for, so a server notices one
+#: who sends without end only when it has 32 times as much.
+_CLIENT_WINDOW = 1 << 20
+_TELLING = 8  # parts of what may be under way that are worth telling once they are consumed
 _UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
-_AHEAD = 1 << 25  # bytes of tagged messages that are received at once
 _RETRY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST = 0.25  # seconds for the last word
 _MISSED = 10  # heartbeats that a peer may miss
@@ -70,6 +72,7 @@ _KNOWN = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
 _STAGING = 4  # pieces of memory that are kept to join messages in
 _LOOKS = 256  # messages that are taken before somebody else's turn
+_BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
 _REFUSED = 1.0  # seconds that libfabric may take nothing, although it has nothing to do
 _BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _ROUNDS = 16  # of completions that are looked at before somebody else is
@@ -231,6 +234,10 @@ class FabricConnection(NativeConnection):
         self._ended_before = 0  # operations, when a thread last wanted to sleep
         self._sent = self._peer_consumed = 0  # bytes, each message with its overhead
         self._consumed = self._told = 0
+        self._window = MAX_IN_FLIGHT if self._accepted else _CLIENT_WINDOW  # of ours
+        self._peer_window = _CLIENT_WINDOW if self._accepted else MAX_IN_FLIGHT
+        self._taken = self._largest = 0  # bytes that arrived, each message with its overhead; the largest of them
+        self._beside = 0  # messages beside the protocol in a row that nobody waited for
         self._farewell: set[int] = set()  # of the last words, those that were heard
         self._remote: RemoteSpace | None = None
         self.heartbeat = heartbeat
@@ -385,8 +392,8 @@ class FabricConnection(NativeConnection):
             return True
 
     def _has_room(self, size: int) -> bool:
-        # What is in flight is what the peer has not consumed, or has not told yet, which can be up to _CREDIT.
-        few = self._in_flight < MAX_IN_FLIGHT // 2 or self._in_flight + size <= MAX_IN_FLIGHT
+        # What is in flight is what the peer has not consumed, or has not told yet, which can be a part of all.
+        few = self._in_flight < self._window // 2 or self._in_flight + size <= self._window
         return few and len(self._under_way) < _UNDER_WAY
 
     def _complete(self, request: _Sending) -> bool:
@@ -400,12 +407,16 @@ class FabricConnection(NativeConnection):
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
         incoming = super().receive(timeout, allocate)
-        if incoming is not None:
+        if incoming is not None and not self._accepted:
             with self._lock:
                 self._consumed += len(incoming.data) + _OVERHEAD
-                if self._consumed - self._told >= _CREDIT and not self._closed and not self._gone:
-                    self._tell_consumed()
+                self._tell_if_worthwhile()
         return incoming
+
+    def _tell_if_worthwhile(self) -> None:
+        worth = self._consumed - self._told >= self._peer_window // _TELLING
+        if worth and not self._closed and not self._gone and self._to is not None:
+            self._tell_consumed()
 
     def _tell_consumed(self) -> None:
         self._told = self._consumed
@@ -483,7 +494,13 @@ class FabricConnection(NativeConnection):
         for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
             found = self._endpoint.look()
             if found is None or not _beside(found.tag):
+                self._beside = 0 if found is None else self._beside
                 return found
+            self._beside += 1
+            if self._beside > _BESIDE and self._broken is None:
+                self._broken = RemoteProtocolError(
+                    f"{self._peer} says {self._beside} things at once beside the protocol"
+                )
             if found.length <= _CONTROL_SIZE:
                 memory = self._ffi.new(f"char[{_CONTROL_SIZE}]")
                 self._endpoint.claim(memory, self._hearing(memory, lambda memory: None))
@@ -492,12 +509,18 @@ class FabricConnection(NativeConnection):
                 self._broken = RemoteProtocolError(f"{self._peer} says {found.length} bytes beside the protocol")
         return None
 
-    def _take(self, allocate: Allocate) -> bool:
+    def _take(self, allocate: Allocate, most: int) -> bool:
+        only_small = self._only_small(allocate)
         for _ in range(_LOOKS):
-            if self._receiving_bytes >= _AHEAD or (found := self._look()) is None:
+            if self._receiving_bytes + self._arrived_bytes > most or self._broken is not None:
                 break
-            if found.length > self._endpoint.whole and not self._connected():
-                return True
+            if (found := self._look()) is None:
+                if self._accepted:  # not before: nobody but one who sends without end has more under way
+                    self._consumed = self._taken
+                    self._tell_if_worthwhile()
+                break
+            if found.length > self._endpoint.whole and (only_small or not self._connected()):
+                return not only_small or bool(self._receiving)
             try:
                 if found.tag != _LARGE:
                     memory = allocate(found.tag, found.length)
@@ -521,7 +544,7 @@ class FabricConnection(NativeConnection):
         """
         if self._gone or self._unsent:
             return False
-        self._tell_consumed()
+        self._say(Kind.CREDIT, _consumed.pack(self._told))
         if self._unsent and not self._under_way:
             self._lose()
         return not self._unsent and not self._gone
@@ -548,6 +571,10 @@ class FabricConnection(NativeConnection):
     def _arrive(self, incoming: Incoming) -> None:
         self._happened = self._heard = True
         super()._arrive(incoming)
+        self._largest = max(self._largest, len(incoming.data))
+        self._taken += len(incoming.data) + _OVERHEAD
+        if self._taken - self._told - self._largest > self._peer_window * 5 // 4 and self._broken is None:
+            self._broken = RemoteProtocolError(f"{self._peer} sends without waiting until that is consumed")
 
     # The endpoint
 
@@ -636,7 +663,7 @@ class FabricConnection(NativeConnection):
         super().close()
 
     def _release(self) -> None:
-        if self._to is not None and not self._gone:
+        if self._to is not None and not self._gone and self._broken is None:
             # Until the answer comes there is something to read: closing over that could take our last words back.
             self._say_each(_BYES)
             end = time.monotonic() + _LAST

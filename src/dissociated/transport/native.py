@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -30,8 +32,10 @@ from dissociated.transport.framing import MAX_CONTROL, MAX_UNTAGGED
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
 MAX_IN_FLIGHT = 1 << 26
-#: Bytes of messages kept that arrived while sending.
-_MAX_ARRIVED = 1 << 20
+#: Bytes of messages kept that arrived while this side does something else than receiving them: of clients, who have
+#: little to say, and of servers. UCX tells nobody that small messages have been taken: while a client fetches one body
+#: its server may send the addresses of all that follow.
+_MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
 _OVERHEAD = 256  # bytes that keeping a message takes beside its own
 _LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
@@ -39,6 +43,7 @@ _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
 _TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
 _PAUSE = 0.001  # seconds in which others can take it
+_AHEAD = 1 << 25  # bytes that are received at once
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
 
@@ -92,6 +97,7 @@ class NativeConnection(Connection):
         self._arrived_bytes = 0
         self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
         self._reason: str | None = None  # that the peer gave for giving up
+        self._most = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
         self._gone = False  # the peer, or the way to it
         self._ended_at = 0.0  # when that was noticed, or the reason arrived
         self._stopped = False
@@ -132,8 +138,11 @@ class NativeConnection(Connection):
         """Whether the medium holds a message for us."""
 
     @abstractmethod
-    def _take(self, allocate: Allocate) -> bool:
-        """Take in messages that the medium holds, by `_arrive`. Whether some are still on their way."""
+    def _take(self, allocate: Allocate, most: int) -> bool:
+        """Take in messages that the medium holds, by `_arrive`, until there are more bytes of them than `most`.
+
+        Whether some are still on their way.
+        """
 
     @abstractmethod
     def _tell(self, reason: str) -> bool:
@@ -170,7 +179,7 @@ class NativeConnection(Connection):
             def ready() -> bool:
                 nonlocal on_its_way
                 if not self._arrived:
-                    on_its_way = self._take(allocate)
+                    on_its_way = self._take(allocate, _AHEAD)
                 if self._arrived or self._stopped or self._interrupted or self._broken:
                     return True
                 return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _LAST_TIMEOUT)
@@ -262,23 +271,42 @@ class NativeConnection(Connection):
         return not self._under_way or self._in_flight + size <= MAX_IN_FLIGHT
 
     def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
-        """Wait until enough has been sent, taking in meanwhile what a client sends."""
+        """Wait until enough has been sent, taking in meanwhile what the peer sends."""
         if not self._drive(lambda: self._has(enough) or self._over, timeout):
             raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
         self._check_open()
 
     def _has(self, enough: Callable[[], bool]) -> bool:
-        """Whether it has been enough; if not, what a client sent is taken from the medium.
+        """Whether it has been enough; if not, what the peer sent is taken from the medium.
 
         Media take whatever comes, and they know no end of it.
         """
         if enough():
             return True
-        if self._accepted:
-            self._take(refuse)
-            if self._arrived_bytes > _MAX_ARRIVED:
-                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+        if self._broken is not None:
+            raise self._broken
+        self._take(self._keep, self._most)
+        if self._arrived_bytes > self._most:
+            raise RemoteProtocolError(
+                f"{self._peer} sends and does not receive"
+                if self._accepted
+                else f"{self._peer} sent more than {self._most} bytes that nobody had asked for yet"
+            )
         return False
+
+    def _only_small(self, allocate: Allocate) -> bool:
+        """Whether to take only what has arrived whole.
+
+        A client that does not receive keeps what the medium would keep for it, so that there is a cap. But it begins to
+        fetch nothing, which it might have to give up.
+        """
+        return not self._accepted and allocate == self._keep
+
+    def _keep(self, tag: int | None, length: int) -> Buffer:
+        """Allocate for what arrives while this side does not receive."""
+        if length > self._most:
+            raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
+        return bytearray(length) if self._accepted else pa.allocate_buffer(length)
 
     def _end(self, done: Callable[[], bool], seconds: float) -> None:
         """Let the medium work until `done`, but no longer than this, whatever the peer does. Never raises.
@@ -382,10 +410,3 @@ class NativeConnection(Connection):
     def _give_up(self, reason: str) -> None:
         """The peer told why it gives up."""
         self._reason, self._ended_at = reason, time.monotonic()
-
-
-def refuse(tag: int | None, length: int) -> Buffer:
-    """Allocate for what may arrive while this side sends, which is little."""
-    if length > _MAX_ARRIVED:
-        raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
-    return bytearray(length)

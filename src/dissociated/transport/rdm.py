@@ -30,6 +30,7 @@ _EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and
 _RXM_EAGER = 1 << 14
 _ALL = 3  # objects that an endpoint consists of
 _DRAINED = 1 << 16  # messages that are thrown away, at most
+_ENOUGH = 64  # messages that are thrown away before the peer is kept from sending more
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
 _CUT = 0.25  # seconds for what is cut off to end
 _CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
@@ -496,7 +497,9 @@ class Endpoint:
     def _drain(self) -> None:
         """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
         try:
-            for _ in range(_DRAINED):
+            for number in range(_DRAINED):
+                if number == _ENOUGH:
+                    self._cut()  # it would send more while we look for more
                 if Endpoint.look(self) is None and self._peeking is None:
                     break
                 if self._found is not None:
@@ -508,8 +511,12 @@ class Endpoint:
         return any(operation.fetches for operation in self._operations.values())
 
     def _cut(self) -> None:
-        """End what is being fetched, as if the peer had gone: closing an endpoint over it crashes in libfabric 1."""
-        assert self._known is not None
+        """End what is being fetched, as if the peer had gone: closing an endpoint over it crashes in libfabric 1.
+
+        It ends what is being sent to us, too.
+        """
+        if self._known is None:
+            return
         with suppress(ValueError, struct.error):  # providers that do not use TCP have other names
             (host, port), peer = host_and_port(self.name), host_and_port(self._known)
             for connection in _connections():

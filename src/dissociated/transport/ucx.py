@@ -54,8 +54,8 @@ _SEGMENT = 1 << 18
 _SEGMENT_PARAMETER = "tcp_segment"
 
 _JOIN = 1 << 12  # bytes up to which parts are copied together
+_SMALL = 1 << 13  # bytes up to which UCX sends a message at once, and does not have it fetched
 _GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
-_AHEAD = 1 << 25  # bytes of bodies that are received at once
 _MAX_WAITING = 128  # connections that wait to be accepted
 _SETTLE = 0.1  # seconds for an endpoint to close
 _LOOK_AGAIN = 1.0  # seconds, should UCX ever forget to wake us
@@ -412,14 +412,17 @@ class UcxConnection(NativeConnection):
             self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 0, self._info)
         )
 
-    def _take(self, allocate: Allocate) -> bool:
+    def _take(self, allocate: Allocate, most: int) -> bool:
         u, worker = self._ucp, self._worker.handle
-        while self._announced:
+        only_small = self._only_small(allocate)
+        while self._announced and not only_small:
             data, length = self._announced.popleft()
             memory = bytearray(length)
             view = u.ffi.from_buffer(memory)
             self._receive_into(self._lib.ucp_am_recv_data_nbx(worker, data, view, length, self._plain), None, memory)
-        while self._receiving_bytes + self._arrived_bytes < _AHEAD:
+        while self._receiving_bytes + self._arrived_bytes <= most:
+            if only_small and self._lib.ucp_tag_probe_nb(worker, 0, 0, 0, self._info) and self._info.length > _SMALL:
+                break
             message = self._lib.ucp_tag_probe_nb(worker, 0, 0, 1, self._info)
             if not message:
                 break

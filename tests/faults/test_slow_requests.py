@@ -1,0 +1,74 @@
+"""Clients over UCX and libfabric that never come to their request, and are never silent either."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ucx_peer
+from dissociated.transport import _ucp as c
+from dissociated.transport.fabric import FabricConnection, Kind
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+
+from .conftest import Good, wait_until
+
+Serve = Callable[..., Good]
+
+HANDSHAKE, PAUSE = 1.0, 0.05  # seconds
+
+
+def until_it_is_cut_off(good: Good, say: Callable[[], Any]) -> None:
+    """Have something said again and again, and nobody else kept out by it."""
+    pause = threading.Event()
+
+    def connected() -> int:
+        say()
+        pause.wait(PAUSE)
+        return good.server.connections
+
+    wait_until(connected, "the server waits for the request")
+    good.check()
+    # Its deadline is for all of the request: what is said meanwhile does not put it off.
+    wait_until(lambda: not connected(), "the server has had enough")
+
+
+@pytest.mark.needs("ucx")
+def test_a_ucx_client_that_says_something_now_and_then_is_cut_off_in_time(serve: Serve) -> None:
+    good = serve("ucx:", handshake_timeout=HANDSHAKE)
+    place = good.server.locations("good")[0].partition("?")[0]
+    context = ucx_peer.Context()
+    worker = ucx_peer.Worker(context)
+    worker.connect(int(place.rpartition(":")[2]), c.ERR_MODE_PEER)
+    nothing = worker.ffi.new("ucp_request_param_t *")
+
+    def say() -> None:
+        if not worker.lost:  # an active message of an id that nobody has registered: UCX drops it
+            worker.lib.ucp_am_send_nbx(worker.endpoint, 7, worker.ffi.NULL, 0, worker.ffi.NULL, 0, nothing)
+        while worker.progress():
+            pass
+
+    try:
+        until_it_is_cut_off(good, say)
+    finally:
+        worker.close_endpoint(force=True)
+        worker.close()
+        context.close()
+
+
+@pytest.mark.needs("libfabric")
+def test_a_fabric_client_that_says_something_now_and_then_is_cut_off_in_time(serve: Serve) -> None:
+    good = serve("fabric:", handshake_timeout=HANDSHAKE)
+    client = transport("fabric").connect(Uri.parse(good.server.locations("good")[0]), 20)
+    assert isinstance(client, FabricConnection)
+
+    def say() -> None:
+        with client._lock:
+            client._say(Kind.BODIES_JOIN)
+        client.arrived()
+
+    with client:
+        until_it_is_cut_off(good, say)
