@@ -1,8 +1,7 @@
-"""Batches for training, as a DataLoader gives them, out of a table in shared memory and without a copy."""
+"""Batches for training, as a DataLoader gives them, out of a table in shared memory; a copy only where it is needed."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +17,8 @@ class Loader:
     """Batches of at most `size` rows: for each column one array, a view of the memory that the table lies in.
 
     Each `for` is an epoch, with the batches in an order of its own. A batch never spans two record batches, since that
-    would be a copy. `convert` makes of an array what the model takes: `torch.from_numpy` shares its memory too.
+    would be a copy. The arrays are read-only. `convert` makes of one what the model takes; what may be written to must be a
+    copy.
     """
 
     def __init__(
@@ -62,11 +62,13 @@ def view(array: pa.Array) -> npt.NDArray[Any]:
 
 
 def tensors() -> Convert | None:
-    """What makes a tensor of an array without a copy, where PyTorch is installed."""
+    """What makes a tensor of an array, where PyTorch is installed.
+
+    A copy, of one batch: PyTorch knows no tensors that are read-only, so arithmetic in place on one that shared the
+    memory with its server would end the process (SIGSEGV).
+    """
     if not find_spec("torch"):
         return None
     import torch
 
-    warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor may a model write to it
-    convert: Convert = torch.from_numpy
-    return convert
+    return lambda array: torch.from_numpy(array.copy())
