@@ -17,8 +17,8 @@ class Loader:
     """Batches of at most `size` rows: for each column one array, a view of the memory that the table lies in.
 
     Each `for` is an epoch, with the batches in an order of its own. A batch never spans two record batches, since that
-    would be a copy. The arrays are read-only. `convert` makes of one what the model takes; what may be written to must be
-    a copy.
+    would be a copy. The arrays are read-only. `convert` makes of one what the model takes; what may be written to must
+    be a copy.
     """
 
     def __init__(
