@@ -34,6 +34,7 @@ def test_loading_takes_no_signals(library: str) -> None:
     assert tuple(map(int, version.split("."))) >= (1, 17)
 
 
+@pytest.mark.needs("libfabric")
 @pytest.mark.timeout(420)
 def test_the_promises_of_a_transport_are_kept(library: str) -> None:
     if library == ofi().path:
