@@ -130,7 +130,7 @@ class Session:
             self._connection.abort(reason)
             return
         self._lingers = True
-        _log.warning("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
+        _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
         if self._consumer is not None:
             self._consumer.set_aside()
         self._connection.farewell(reason)

@@ -31,10 +31,10 @@ GOOD = pa.table({"n": [1, None, 3], "s": ["a", "b", None]})
 
 
 class Complaints(logging.Handler):
-    """What the server logs as a fault of its own."""
+    """What the server logs as an error: a fault of its own. Damaged sources are no more than a warning."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.ERROR)
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

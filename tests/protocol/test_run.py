@@ -71,7 +71,7 @@ def one_by_one(run: Run, first: int = 1) -> list[Delivery]:
     """What the Receiver makes of the messages of the run, or the error that it raises."""
     receiver = Receiver()
     receiver.want()
-    schema = numbers(0).schema.serialize().to_pybytes()
+    schema = numbers(1).schema.serialize().to_pybytes()
     receiver.receive_metadata(b"\x01\0\0\0\0" + schema[8:])
     assert receiver.next() is not None
     receiver._next = first
