@@ -95,6 +95,9 @@ class _Collector:
             yield family(CounterMetricFamily, name, text, [], ([], totals[field]))
         ended = [([outcome], totals[outcome]) for outcome in OUTCOMES]
         yield family(CounterMetricFamily, "connections_ended", "By how they ended", ["outcome"], *ended)
+        changed = [([kind], count) for kind, count in vars(now.changed).items()]
+        text = "Versions of datasets that were committed here, and what became of them"
+        yield family(CounterMetricFamily, "dataset_versions", text, ["change"], *changed)
         for kind, field, name, text in (
             (GaugeMetricFamily, "open", "connections_open", "Connections that are open"),
             (CounterMetricFamily, "accepted", "connections_accepted", "All connections there have been"),

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from dissociated.access import Authorize, Granted, Ticket, security
 from dissociated.broadcast import Broadcast, Live
+from dissociated.changes import Change
 from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, check_name, confined, dataset
 from dissociated.errors import (
     AccessDenied,
@@ -133,7 +134,8 @@ class Server:
         self._datasets: dict[str, Dataset] = {}
         self._by_identifier: dict[bytes, Dataset] = {}
         self._changing = threading.Lock()  # held by whoever replaces what a name means
-        self._activity = Activity()
+        #: What is counted; the catalog counts here, too.
+        self.activity = Activity()
         self._connections: dict[Connection, threading.Thread] = {}
         self._asking: dict[Connection, None] = {}  # those of them that have not said what they want, the oldest first
         self._listeners: list[Listener] = []
@@ -248,8 +250,16 @@ class Server:
             self._by_identifier[new.ticket] = new
         if self._catalog is not None:
             self._catalog.published(new)  # which lets go of the old one in its time
-        elif old is not None:
-            self.let_go(old)
+        else:
+            why = "it is new" if old is None else "it replaces another"
+            self._changed("committed", new, why)
+            if old is not None:
+                self.let_go(old)
+                self._changed("retired", old, "it was replaced")
+
+    def _changed(self, kind: str, it: Dataset, why: str) -> None:
+        """What becomes of datasets without a catalog, which gives them no number."""
+        self.activity.changes.add(Change(kind, it.name, None, it.rows, it.nbytes, why))
 
     def hold(self, held: Dataset, named: bool = False) -> None:
         """Serve `held` to whoever has its ticket, instead of what had that ticket; the catalog says what it is.
@@ -282,6 +292,8 @@ class Server:
             old = self.dataset(name)
             if self._catalog is not None:
                 self._catalog.drop(name)
+            else:
+                self._changed("dropped", old, "it was asked for")
             self.let_go(old)
 
     def dataset(self, name: str) -> Dataset:
@@ -317,7 +329,7 @@ class Server:
         ticket, selection = parse_identifier(identifier)
         found, whole = self.granted(ticket)
         reader = (whole if selection is None else whole.select(selection)).open_reader()
-        self._activity.flight()
+        self.activity.flight()
 
         def pairs() -> Iterator[Pair]:
             with found.reading():
@@ -457,14 +469,14 @@ class Server:
         with self._lock:
             if self._closed:
                 return False
-            tally = self._activity.begin(str(listener.uri), connection.peer)
+            tally = self.activity.begin(str(listener.uri), connection.peer)
             name = f"serve {tally.connection}"
             thread = threading.Thread(target=self._serve, args=(connection, tally), name=name, daemon=True)
             try:
                 thread.start()  # within the lock: `close` joins whatever it finds
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
-                self._activity.end(tally, "failed")
+                self.activity.end(tally, "failed")
                 return False
             self._connections[connection] = thread
             self._asking[connection] = None
@@ -483,7 +495,7 @@ class Server:
         except (AccessDenied, DatasetNotFound, _Full) as error:
             outcome, why = "refused", str(error)
             if isinstance(error, _Full):
-                self._activity.refuse(tally.listener)
+                self.activity.refuse(tally.listener)
         except DissociatedError as error:
             why = str(error)
         except Exception:
@@ -492,7 +504,7 @@ class Server:
         finally:
             level = logging.WARNING if outcome == "failed" else logging.INFO
             _log.log(level, "%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
-            self._activity.end(tally, outcome)
+            self.activity.end(tally, outcome)
             with self._lock:
                 self._connections.pop(connection, None)
                 self._asking.pop(connection, None)
@@ -512,13 +524,13 @@ class Server:
         listeners = [str(listener.uri) for listener in self._listeners]
         known = dict(sorted(datasets.items()))
         if self._catalog is None:
-            return self._activity.status(None, listeners, known)
+            return self.activity.status(None, listeners, known)
         catalog = self._catalog
-        return self._activity.status(catalog.uri, listeners, known, catalog.node_status(), catalog.store_status())
+        return self.activity.status(catalog.uri, listeners, known, catalog.node_status(), catalog.store_status())
 
     def admit_live(self, name: str) -> None:
         """Raise SourceError where those who were sent away hold so much that nobody else may hold memory."""
-        kept = self._activity.kept
+        kept = self.activity.kept
         if kept >= self.kept_limit:
             raise SourceError(
                 f"the live stream {name!r} takes no new reader over shared memory: readers that were cut off still "

@@ -13,10 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from dissociated.changes import Changes
 from dissociated.dataset import Dataset
 from dissociated.errors import FormatError
 from dissociated.store.stage import host_name
@@ -99,6 +100,22 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class Changed:
+    """How many versions of datasets were committed here, what became of them, and how many moved to disk.
+
+    `expired` are those whose time to live was over, `retired` those that had been replaced, `evicted` those whose
+    memory or node had to go. A catalog counts what it decides; commits of several nodes are counted there alone.
+    """
+
+    committed: int = 0
+    dropped: int = 0
+    expired: int = 0
+    retired: int = 0
+    evicted: int = 0
+    spilled: int = 0
+
+
+@dataclass(frozen=True)
 class NodeStatus:
     """A node of the catalog: where its own catalog answers, and how many seconds ago it said that it lives."""
 
@@ -137,6 +154,7 @@ class ServerStatus:
     #: None for a server without a store
     store: StoreStatus | None = None
     kept: int = 0
+    changed: Changed = field(default_factory=Changed)
 
     def plain(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers: for JSON."""
@@ -150,6 +168,7 @@ class ServerStatus:
             parts: dict[str, Any] = {"totals": _made(Totals, plain["totals"])}
             if plain["store"] is not None:
                 parts["store"] = _made(StoreStatus, plain["store"])
+            parts["changed"] = _made(Changed, plain.get("changed", {}))
             for name, kind in (
                 ("listeners", ListenerStatus),
                 ("datasets", DatasetStatus),
@@ -163,8 +182,9 @@ class ServerStatus:
 
 
 def _made(kind: type[T], plain: Mapping[str, Any]) -> T:
-    there = [field for field in fields(kind) if field.name in plain or field.default is MISSING]  # type: ignore[arg-type]
-    return kind(**{field.name: plain[field.name] for field in there})
+    needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]  # type: ignore[arg-type]
+    known = [one.name for one in fields(kind) if one.name in plain]  # type: ignore[arg-type]
+    return kind(**{name: plain[name] for name in {*needed, *known}})
 
 
 class Tally:
@@ -273,6 +293,8 @@ class Activity:
     """The tallies of a server, and the totals of what has ended."""
 
     def __init__(self) -> None:
+        #: what becomes of datasets
+        self.changes = Changes()
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -355,6 +377,7 @@ class Activity:
                 tuple(nodes),
                 store,
                 sum(consumer.kept for consumer in consumers),
+                Changed(**self.changes.counts()),
             )
 
     def _dataset(self, versions: Sequence[Dataset], asked: Sequence[Tally]) -> DatasetStatus:

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dissociated.changes import Change
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.fork import belongs, disown, keep
 
@@ -64,6 +65,12 @@ CREATE INDEX IF NOT EXISTS commits_by_age ON commits (at);
 CREATE INDEX IF NOT EXISTS aborts_by_age ON aborts (at);
 INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part FROM version_parts);
 """
+#: The versions of which this part has no other copy.
+_ALONE = (
+    "id IN (SELECT mine.version FROM version_parts mine WHERE mine.part = ? AND NOT EXISTS (SELECT 1"
+    " FROM version_parts other WHERE other.version = mine.version AND other.number = mine.number"
+    " AND other.part != mine.part))"
+)
 _FORMAT = 2
 _REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
 #: Seconds after which a part that was prepared for a commit which never came is released.
@@ -155,10 +162,13 @@ class Record:
 class Database:
     """The catalog's state, in the file `path`. Safe to use from many threads. `clock` gives seconds since the epoch.
 
+    `changed` is told what has become of datasets, after it has; whoever serves the database sets it.
     Raises CatalogError where the file cannot be used, or another catalog uses it.
     """
 
     def __init__(self, path: str = ":memory:", clock: Callable[[], float] = time.time) -> None:
+        self.changed: Callable[[Change], None] = lambda change: None
+        self._changes: list[Change] = []  # of the transaction that runs
         self._clock = clock
         self._lock = threading.RLock()
         self._path = path
@@ -194,9 +204,11 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[float]:
-        """All or nothing, at one moment, which it gives."""
+        """All or nothing, at one moment, which it gives. What has changed is told when it is done, without the lock."""
         with self._lock:
             now = self._clock()
+            changes: list[Change] = []
+            self._changes = changes
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
@@ -208,19 +220,31 @@ class Database:
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
                 raise CatalogError(f"the catalog's database {self._path}: {error}") from None
+        for change in changes:
+            self.changed(change)
+
+    def _remove(self, kind: str, why: str, which: str, *values: Any) -> None:
+        """Delete the versions of which this is true. Those that had been replaced were not the dataset any more."""
+        for row in self._all(f"SELECT * FROM versions WHERE {which} ORDER BY id", *values):
+            was = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
+            self._change(row, *was)
+        self._connection.execute(f"DELETE FROM versions WHERE {which}", values)
+
+    def _change(self, version: sqlite3.Row, kind: str, why: str) -> None:
+        change = Change(kind, version["name"], version["id"], version["rows"], version["nbytes"], why)
+        self._changes.append(change)
 
     def _all(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         return self._connection.execute(sql, values).fetchall()
 
     def _expire(self, now: float) -> None:
         """Forget what is over: datasets by their time to live, replaced versions when nobody was promised more."""
-        run = self._connection.execute
         for over in (
             "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= ?)",
             "replaced IS NOT NULL AND promised <= ?",
         ):
-            if run(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", (now,)).fetchone():
-                run(f"DELETE FROM versions WHERE {over}", (now,))
+            if self._all(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", now):
+                self._remove("expired", "its time to live is over", over, now)
 
     # Nodes
 
@@ -251,6 +275,7 @@ class Database:
             there = {one.part.id for one in announced}
             for row in self._all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in there:
+                    self._remove("evicted", f"{node.host} does not hold it any more", _ALONE, row["id"])
                     self._lose(row["id"])
             for one in sorted(announced, key=lambda one: one.created):
                 if one.whole and not one.prepared and one.schema and not self._known(one):
@@ -263,6 +288,7 @@ class Database:
                         self._publish(
                             one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created, one.before
                         )
+            self._expire(now)
 
     def _known(self, one: Announced) -> bool:
         return bool(
@@ -272,12 +298,7 @@ class Database:
 
     def _lose(self, part: str) -> None:
         """A part is gone; what has no other copy of it is gone with it."""
-        self._connection.execute(
-            "DELETE FROM versions WHERE id IN (SELECT mine.version FROM version_parts mine WHERE mine.part = ? AND NOT"
-            " EXISTS (SELECT 1 FROM version_parts other WHERE other.version = mine.version AND"
-            " other.number = mine.number AND other.part != mine.part))",
-            (part,),
-        )
+        self._connection.execute(f"DELETE FROM versions WHERE {_ALONE}", (part,))
         self._connection.execute("DELETE FROM parts WHERE id = ?", (part,))
 
     def heard(self, node: str, digest: str, lives_until: float) -> bool:
@@ -359,7 +380,19 @@ class Database:
                 return int(done[0]["version"])
             if self._over(key):
                 raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
-            return self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now, before)
+            version = self._publish(name, key, append, schema, parts, tags or {}, ttl, created or now, before)
+            if created is None:
+                self._tell_committed(version, append or bool(before))
+            self._expire(created or now)
+            return version
+
+    def _tell_committed(self, version: int, append: bool) -> None:
+        (row,) = self._all("SELECT * FROM versions WHERE id = ?", version)
+        sql = "SELECT max(id) AS id FROM versions WHERE name = ? AND id < ?"
+        (before,) = self._all(sql, row["name"], version)
+        doing = "appends to" if append else "replaces"
+        why = "it is new" if before["id"] is None else f"it {doing} version {before['id']}"
+        self._change(row, "committed", why)
 
     def _publish(
         self,
@@ -414,8 +447,13 @@ class Database:
             run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, version, now))
         for table in ("commits", "aborts"):
             run(f"DELETE FROM {table} WHERE at < ?", (now - _REMEMBERED,))
-        self._expire(now)
         return version
+
+    def version_of(self, part: str) -> int | None:
+        """The number of the latest version that has this part."""
+        with self._transaction():
+            (row,) = self._all("SELECT max(version) AS version FROM version_parts WHERE part = ?", part)
+            return None if row["version"] is None else int(row["version"])
 
     def committed(self, key: str) -> int | None:
         """The number of the version that was committed with this key, whatever became of it."""
@@ -442,7 +480,7 @@ class Database:
         with self._transaction():
             if not self._all("SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL", name):
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
-            self._connection.execute("DELETE FROM versions WHERE name = ?", (name,))
+            self._remove("dropped", "it was asked for", "name = ?", name)
 
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Record]:
         """The datasets whose names begin with `prefix` and that have all of `tags`, by name."""

@@ -66,6 +66,7 @@ from dissociated.catalog.messages import (
     plain_part,
 )
 from dissociated.catalog.publication import Publication
+from dissociated.changes import Change
 from dissociated.dataset import Dataset, LiveDataset
 from dissociated.errors import (
     AccessDenied,
@@ -81,6 +82,7 @@ from dissociated.ipc.batches import BatchReader
 from dissociated.ipc.split import Pair, Validator, batches
 from dissociated.protocol.selection import parse_identifier
 from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
+from dissociated.store.shelf import Version
 from dissociated.store.stage import boot_id, directory_id, host_name
 from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
 from dissociated.uri import ANY_INTERFACE, Uri
@@ -128,7 +130,7 @@ class CatalogService:
     ) -> None:
         self.security = security or Security()
         self._tickets = self.security.tickets if server is None else server.tickets
-        self._activity = Activity()  # of a catalog alone
+        self._activity = Activity() if server is None else server.activity
         self._server = server
         self._stock = stock
         if stock is not None and server is not None:
@@ -146,6 +148,7 @@ class CatalogService:
                 undo.callback(stock.close)
             self._database = database or Database()
             undo.callback(self._database.close)
+            self._database.changed = self._activity.changes.add
             self._outer = undo.enter_context(_Outer(outer, self.security)) if outer else None
             use_grpc()
             _check_free(uri)  # gRPC would say it, and much else, on stderr
@@ -236,7 +239,8 @@ class CatalogService:
                     before=version.before,
                 )
                 if replaced[version.name] > version.created and replaced[version.name] + self.retain > time.time():
-                    self._database.find(version.name, promise=self.retain)
+                    with suppress(DatasetNotFound):  # its time to live is over
+                        self._database.find(version.name, promise=self.retain)
         self._release()
 
     def _hold(self, prepared: Prepared, named: bool = False) -> None:
@@ -257,13 +261,23 @@ class CatalogService:
         self._database.publish(made.name, part.id, _encoded(made.schema), [part])
         self._release()
 
-    def _lost(self, id: str) -> None:
-        """A version was evicted."""
-        self._forget([id])
-        self._database.released([id])
+    def _lost(self, version: Version) -> None:
+        """A version was evicted; or what was prepared and never published is gone."""
+        self._forget([version.id])
+        if not version.prepared:
+            self._changed("evicted", version.id, version.name, version.rows, version.nbytes)
+        self._database.released([version.id])
+
+    def _changed(self, kind: str, id: str, name: str, rows: int | None, nbytes: int | None) -> None:
+        """What the store did to a part, to make room."""
+        number = self._database.version_of(id)
+        change = Change(kind, name, number, rows, nbytes, "the store had to make room")
+        self._activity.changes.add(change)
 
     def _moved(self, prepared: Prepared) -> None:
         assert self._server is not None
+        made = prepared.dataset
+        self._changed("spilled", prepared.id, made.name, made.rows, made.nbytes)
         with self._lock:
             self._prepared[prepared.id] = prepared.dataset
         self._server.hold(prepared.dataset)

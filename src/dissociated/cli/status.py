@@ -94,6 +94,9 @@ def _view(now: ServerStatus, before: ServerStatus | None) -> list[str]:
         f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
         f"{totals.failed:,} failed; over Flight {totals.flight:,}",
     ]
+    changed = {kind: count for kind, count in vars(now.changed).items() if count}
+    if changed:
+        lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
     if now.kept:
         lines.append(f"consumers that were cut off hold {text.size(now.kept)} of live streams until they let go")
     if now.store is not None:

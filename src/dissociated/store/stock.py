@@ -155,12 +155,12 @@ class StageStock(Stock):
 
 
 class StoreStock(Stock):
-    """Versions in a store. `lost` is called with the id of one that was evicted, `moved` with one that was spilled."""
+    """Versions in a store. `lost` is called with one that was evicted, `moved` with one that was spilled."""
 
     def __init__(self, store: Store) -> None:
         self.id = store.id
         self.limited = True
-        self.lost: Callable[[str], None] = lambda id: None
+        self.lost: Callable[[Version], None] = lambda version: None
         self.moved: Callable[[Prepared], None] = lambda prepared: None
         self._store = store
         self._lock = threading.Lock()
@@ -263,7 +263,7 @@ class StoreStock(Stock):
     def _removed(self, version: Version) -> None:
         with self._lock:
             self._datasets.pop(version.id, None)
-        self.lost(version.id)
+        self.lost(version)
 
     def _moved(self, version: Version) -> None:
         with self._lock:

@@ -1,0 +1,60 @@
+"""What becomes of datasets: every change is a line of the log, and counted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+_log = logging.getLogger(__name__)
+
+#: A version is published; then it is dropped; or its time to live is over; or it was replaced, and nobody was promised
+#: it for longer; or its memory, or its node, had to go. Or it moves to disk, and stays.
+KINDS = ("committed", "dropped", "expired", "retired", "evicted", "spilled")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One of KINDS, of a version of a dataset. `version`, `rows` and `nbytes` may be unknown."""
+
+    kind: str
+    dataset: str
+    version: int | None
+    rows: int | None
+    nbytes: int | None
+    why: str
+
+    def __str__(self) -> str:
+        what = f"{self.dataset!r}" if self.version is None else f"{self.dataset!r}, version {self.version}"
+        size = [
+            f"{count:,} {unit}" for count, unit in ((self.rows, "rows"), (self.nbytes, "bytes")) if count is not None
+        ]
+        return f"{what}, {self.kind}: {self.why}" + (f" ({', '.join(size)})" if size else "")
+
+
+class Changes:
+    """All that there have been. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, change: Change) -> None:
+        """It has happened."""
+        with self._lock:
+            self._counts[change.kind] += 1
+        said = {
+            "change": change.kind,
+            "dataset": change.dataset,
+            "version": change.version,
+            "rows": change.rows,
+            "bytes": change.nbytes,
+            "why": change.why,
+        }
+        _log.info("%s", change, extra={name: value for name, value in said.items() if value is not None})
+
+    def counts(self) -> dict[str, int]:
+        """How many of each kind."""
+        with self._lock:
+            return {kind: self._counts[kind] for kind in KINDS}
