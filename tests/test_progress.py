@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.status import Rate
 from helpers import PATIENCE, Serve, connections_left, wait_until
+from machine import media
 
 SIZE = 1 << 28
 READER = """
@@ -20,6 +23,8 @@ reader = dis.open_stream(sys.argv[1], bytes.fromhex(sys.argv[2]))  # its first b
 print("begun", flush=True)
 sys.stdin.read()
 """
+WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
+ONE_BATCH = READER.replace("print", "batch = next(reader); print")
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
@@ -50,3 +55,39 @@ def test_bytes_are_counted_while_they_are_sent(serve: Serve, scheme: str) -> Non
     assert dis.open_stream(uri, server.ticket("large")).read_all().num_rows == SIZE // 8
     assert not connections_left(server)
     assert server.status().totals.bytes == now.totals.bytes + SIZE
+
+
+@pytest.mark.parametrize("scheme", media(WHERE))
+def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serve, scheme: str) -> None:
+    """32 messages of 4 MiB, of which such a medium takes 64 MiB at once: what is under way has not been sent."""
+    server = serve(WHERE[scheme])
+    batch = pa.record_batch({"n": np.full(1 << 19, 7)})
+    server.publish("large", pa.Table.from_batches([batch] * 32))
+    size = 32 * batch.nbytes
+    (uri,) = server.locations("large", bodies="packed")
+    command = [sys.executable, "-c", ONE_BATCH, uri, server.ticket("large").hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "begun\n"
+        wait_until(lambda: server.status().totals.bytes, "some of it is counted")
+        (consumer,) = server.status().consumers
+        assert 0 < consumer.bytes <= size // 2
+        assert consumer.rate > 0
+        assert consumer.peer.startswith(f"{scheme} client 127.0.0.1:")
+        reader.kill()
+    assert not connections_left(server)
+    now = server.status()
+    assert 0 < now.totals.bytes < size
+    assert (now.totals.gone, now.totals.failed, now.totals.done) == (1, 0, 0)
+    assert dis.open_stream(uri, server.ticket("large")).read_all().num_rows == 32 * batch.num_rows
+    assert not connections_left(server)
+    assert server.status().totals.bytes == now.totals.bytes + size
+
+
+def test_a_rate_is_that_of_late_however_often_somebody_looks() -> None:
+    rate = Rate(100.0)
+    assert rate.at(100.0, 0) == 0
+    assert [rate.at(100.5, 50), rate.at(102.0, 200)] == [100, 100]  # since it began
+    assert rate.at(102.5, 250) == 100  # too soon after the last look to be told from that alone
+    assert [rate.at(103.0, 200), rate.at(104.0, 200), rate.at(105.0, 700)] == [0, 0, 500]
+    assert rate.at(3705.0, 700) == 0  # an hour in which nothing came

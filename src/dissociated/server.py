@@ -490,6 +490,8 @@ class Server:
                 connection.handshake(self.handshake_timeout)
                 Session(self, connection, tally).run()
             outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
+            if tally.sent:
+                tally.settle()
         except (TransportError, DeadlineExceeded) as error:
             outcome, why = "gone", str(error)
         except (AccessDenied, DatasetNotFound, _Full) as error:

@@ -35,7 +35,8 @@ class Consumer:
     """One open connection. `seconds` is for how long it has been; `dataset` is None until it has asked for one.
 
     `messages` and `bytes`, those of bodies whether sent inline or by address, are what it was sent; `leases` how many
-    addresses it holds. `kept` is how many bytes of a live stream it still holds although it was cut off.
+    addresses it holds. `kept` is how many bytes of a live stream it still holds although it was cut off. `rate` is how
+    many bytes it was sent in a second: of late, where somebody has looked, else since it has been there.
     """
 
     connection: int
@@ -48,6 +49,7 @@ class Consumer:
     bytes: int
     leases: int
     kept: int = 0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,26 @@ def _made(kind: type[T], plain: Mapping[str, Any]) -> T:
     return kind(**{name: plain[name] for name in {*needed, *known}})
 
 
+class Rate:
+    """How much a count grows in a second, reckoned when somebody looks: so counting itself needs no clock.
+
+    It is that since the look before, or the one before that, which is a second ago at least; at first since `began`.
+    """
+
+    _LEAST = 1.0  # seconds
+
+    def __init__(self, began: float) -> None:
+        self._looks = (began, 0), (began, 0)  # as they were then: when, and how much
+
+    def at(self, now: float, count: int) -> float:
+        """The rate, at a time after all others."""
+        before, last = self._looks
+        if now - last[0] >= self._LEAST:
+            before = last
+            self._looks = last, (now, count)
+        return max(0, count - before[1]) / (now - before[0]) if now > before[0] else 0.0
+
+
 class Tally:
     """What one connection has done so far. Only its own thread writes."""
 
@@ -197,35 +219,46 @@ class Tally:
         self.peer = peer
         self.dataset: Dataset | None = None
         self.messages = 0
-        #: bytes of bodies sent whole; then where others are being sent, since which byte, and how many these are
+        #: bytes of bodies that the medium has taken; then where more are sent, since which byte, and how many these are
         self._sent: tuple[int, Connection | None, int, int] = 0, None, 0, 0
         self.held: Sized = ()
         #: How much memory of live streams it holds, in bytes; None where it was not cut off.
         self.kept: Callable[[], int | None] | None = None
         self.sent = False  # all there is
         self._began = time.monotonic()
+        self._rate = Rate(self._began)
 
     @property
     def bytes(self) -> int:
-        """Bytes of bodies sent, those included of what is being sent that the medium has taken."""
-        whole, connection, began, nbytes = self._sent
-        return whole if connection is None else whole + min(connection.written - began, nbytes)
+        """Bytes of bodies that the medium has taken, as far as it tells while it does."""
+        taken, connection, began, more = self._sent
+        return taken if connection is None else taken + min(connection.written - began, more)
 
     @contextmanager
     def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
-        """So many bytes of bodies are being sent. Where that breaks off, what the medium took of them counts."""
-        whole = self._sent[0]
-        self._sent = whole, connection, connection.written, nbytes
+        """So many bytes of bodies are being sent. Where that breaks off, what the medium took of them counts.
+
+        Afterwards the medium may still have some of them, and of those before, to send.
+        """
+        whole = self._sent[0] + self._sent[3] + nbytes
+        began, taken = connection.written, self.bytes
+        self._sent = taken, connection, began, whole - taken
         try:
             yield
         except BaseException:
             self._sent = self.bytes, None, 0, 0
             raise
-        self._sent = whole + nbytes, None, 0, 0
+        began, taken = connection.written, self.bytes
+        left = min(connection.backlog, whole - taken)
+        self._sent = whole - left, connection if left else None, began, left
+
+    def settle(self) -> None:
+        """The client has got everything, whether the medium told or not."""
+        self._sent = self._sent[0] + self._sent[3], None, 0, 0
 
     def status(self) -> Consumer:
         """How it stands now."""
-        kept = self._kept()
+        kept, now, nbytes = self._kept(), time.monotonic(), self.bytes
         state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
         if kept is not None:
             state = "cut off"
@@ -235,11 +268,12 @@ class Tally:
             self.peer,
             state,
             None if self.dataset is None else self.dataset.name,
-            time.monotonic() - self._began,
+            now - self._began,
             self.messages,
-            self.bytes,
+            nbytes,
             len(self.held),
             kept or 0,
+            self._rate.at(now, nbytes),
         )
 
     def _kept(self) -> int | None:

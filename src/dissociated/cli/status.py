@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from dissociated.cli import access, text
@@ -18,7 +19,7 @@ DESCRIPTION = """\
 Show what a server, a node or a catalog publishes, who reads it, what they hold and how fast they are.
 
 In a terminal the view is renewed until Ctrl-C; elsewhere, and with --once or --json, it is shown once. Rates are those
-since the last look; at the first look those since a connection began, or the server."""
+since the last look; at the first look those of the connections that are open, and of the server since it began."""
 
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor
@@ -110,17 +111,19 @@ def _view(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     ]
     lines += _table(("NODE", "CATALOG", "STATE", "HEARD BEFORE"), nodes, (3,))
     known = {} if before is None else {one.name: one for one in before.datasets}
-    datasets = [_dataset(one, known.get(one.name), since) for one in now.datasets]
+    rates: dict[str | None, float] = defaultdict(float)
+    for reader in now.consumers:
+        rates[reader.dataset] += reader.rate
+    datasets = [_dataset(one, known.get(one.name), since, rates.get(one.name)) for one in now.datasets]
     head = ("DATASET", "ROWS", "SIZE", "CONSUMERS", "STREAMS", "SENT", "RATE", "LEASES")
     lines += _table(head, datasets, range(1, 8))
-    seen = {} if before is None else {one.connection: one for one in before.consumers}
-    consumers = [_consumer(one, seen.get(one.connection)) for one in now.consumers]
+    consumers = [_consumer(one) for one in now.consumers]
     columns = ("#", "CONSUMER", "DATASET", "STATE", "FOR", "MESSAGES", "SENT", "RATE", "LEASES")
     return lines + _table(columns, consumers, (0, 4, 5, 6, 7, 8))
 
 
-def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float) -> tuple[str, ...]:
-    rate = "-" if before is None or not since else f"{text.size(max(0, now.bytes - before.bytes) / since)}/s"
+def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float, reading: float | None) -> tuple[str, ...]:
+    rate = reading if before is None or not since else max(0, now.bytes - before.bytes) / since
     return (
         now.name,
         text.count(now.rows),
@@ -128,14 +131,12 @@ def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float) -> 
         text.count(now.consumers),
         text.count(now.streams),
         text.size(now.bytes),
-        rate,
+        "-" if rate is None else f"{text.size(rate)}/s",
         text.count(now.leases),
     )
 
 
-def _consumer(now: Consumer, before: Consumer | None) -> tuple[str, ...]:
-    nbytes, seconds = (0, 0.0) if before is None else (before.bytes, before.seconds)
-    rate = (now.bytes - nbytes) / (now.seconds - seconds) if now.seconds > seconds else 0.0
+def _consumer(now: Consumer) -> tuple[str, ...]:
     return (
         str(now.connection),
         now.peer,
@@ -144,7 +145,7 @@ def _consumer(now: Consumer, before: Consumer | None) -> tuple[str, ...]:
         text.duration(now.seconds),
         text.count(now.messages),
         text.size(now.bytes),
-        f"{text.size(rate)}/s" if now.state == "reading" else "-",
+        f"{text.size(now.rate)}/s" if now.state == "reading" else "-",
         text.count(now.leases),
     )
 

@@ -72,6 +72,11 @@ class Connection(ABC):
         disown(self)
 
     @property
+    def backlog(self) -> int:
+        """Bytes that were given to `send` and are not `written` yet; none where `send` waits for that."""
+        return 0
+
+    @property
     def peer(self) -> str:
         """Who is at the other end, for people."""
         return type(self).__name__

@@ -206,10 +206,11 @@ class Prepared(list[_Outgoing]):
 class _Sending:
     """A message that was given to libfabric, or waits until that takes it."""
 
-    __slots__ = ("ended", "memory", "pieces", "tag")
+    __slots__ = ("ended", "memory", "pieces", "size", "tag")
 
     def __init__(self, tag: int | None, pieces: Sequence[Any], memory: bytearray | None = None) -> None:
         self.tag, self.pieces, self.memory = tag, pieces, memory
+        self.size = 0  # bytes, of a message that was asked for
         self.ended = False
 
 
@@ -334,6 +335,7 @@ class FabricConnection(NativeConnection):
     def _start(self, message: _Outgoing) -> None:
         tag, size, pieces = message
         sending = _Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, size, pieces)
+        sending.size = size
         self._sent += size + _OVERHEAD
         self._in_flight = self._sent - self._peer_consumed
         self._dispatch(sending)
@@ -376,8 +378,9 @@ class FabricConnection(NativeConnection):
             sending.ended = True
             if completion.error:
                 self._lose_by(completion.error)
-            elif sending.tag != _CONTROL | Kind.CREDIT:
-                self._happened = True
+            else:
+                self.written += sending.size
+                self._happened |= sending.tag != _CONTROL | Kind.CREDIT
             memory, sending.memory, sending.pieces = sending.memory, None, ()
             if memory is not None and len(self._staging) < _STAGING:
                 self._staging.append(memory)

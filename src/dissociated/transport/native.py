@@ -93,6 +93,7 @@ class NativeConnection(Connection):
         self._asleep = False  # whether a thread waits for the medium, and wakes the other
         self._under_way: deque[UnderWay] = deque()
         self._in_flight = 0  # bytes
+        self._given = 0  # bytes, of all messages so far
         self._arrived: deque[Incoming] = deque()
         self._arrived_bytes = 0
         self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
@@ -161,6 +162,7 @@ class NativeConnection(Connection):
                 if not self._has_room(size):
                     self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
                 self._check_open()
+                self._given += size
                 self._start(message)
             if not self._accepted:
                 # What a client has to say is little. A server that sends without end shall not keep it here.
@@ -248,6 +250,14 @@ class NativeConnection(Connection):
                 self._under_way.clear()
                 self._arrived.clear()
                 self._waker.close()
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self._given - self.written)
 
     @property
     def _ended(self) -> bool:
@@ -386,7 +396,9 @@ class NativeConnection(Connection):
         """
         moved = self._progress()
         while self._under_way and self._complete(self._under_way[0].request):
-            self._in_flight -= self._under_way.popleft().size
+            size = self._under_way.popleft().size
+            self._in_flight -= size
+            self.written += 0 if self._gone else size
             moved = True
         if moved and self._asleep:
             self._waker.set()

@@ -366,6 +366,8 @@ class UcxConnection(NativeConnection):
                 self._lose_by(status)
                 self._check_open()
             self._posted(request, size, keep)
+        else:
+            self.written += size
 
     def _complete(self, request: Any) -> bool:
         status = self._lib.ucp_request_check_status(request)
