@@ -70,6 +70,7 @@ _MISSED = 10  # heartbeats that a peer may miss
 _HEARTBEAT = 2.0  # seconds
 _KNOWN = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
+_ANSWERING = 16  # that are answered at once: one that does not take its answer keeps no other waiting
 _STAGING = 4  # pieces of memory that are kept to join messages in
 _LOOKS = 256  # messages that are taken before somebody else's turn
 _BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
@@ -239,6 +240,7 @@ class FabricConnection(NativeConnection):
         self._peer_window = _CLIENT_WINDOW if self._accepted else MAX_IN_FLIGHT
         self._taken = self._largest = 0  # bytes that arrived, each message with its overhead; the largest of them
         self._beside = 0  # messages beside the protocol in a row that nobody waited for
+        self._bodies_joined = False  # whether that was heard
         self._farewell: set[int] = set()  # of the last words, those that were heard
         self._remote: RemoteSpace | None = None
         self.heartbeat = heartbeat
@@ -292,11 +294,11 @@ class FabricConnection(NativeConnection):
     def introduce(self, listener: bytes, host: str, timeout: float) -> None:
         """Exchange names with the listener of this name. Raises DeadlineExceeded, TransportError, RemoteError."""
         endpoint, version = self._endpoint, bytes([_VERSION])
+        end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
         with self._lock:
             self._to = endpoint.insert(listener)
             self._say(Kind.HELLO, version + endpoint.name)
-            if not self._drive(lambda: self._welcome is not None or self._ended, timeout):
-                raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
+            self._until(lambda: self._welcome is not None, end, timeout)
             if self._reason is not None:
                 raise RemoteError(self._reason)
             if self._welcome is None:
@@ -310,9 +312,16 @@ class FabricConnection(NativeConnection):
             except (ValueError, OSError, struct.error):
                 raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
             joining = self._say_each(_JOINS)
-            if not self._drive(lambda: all(one.ended for one in joining) or self._ended, timeout):
-                raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
+            self._until(lambda: all(one.ended for one in joining), end, timeout)
             self._check_open()
+
+    def _until(self, done: Callable[[], bool], end: float, timeout: float) -> None:
+        """Connecting: wait until `done`, or until the peer is gone. Raises DeadlineExceeded, RemoteProtocolError."""
+        self._drive(lambda: done() or self._ended or self._broken is not None or time.monotonic() >= end, timeout)
+        if self._broken is not None:
+            raise self._broken
+        if not (done() or self._ended):
+            raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
 
     # Sending
 
@@ -469,14 +478,15 @@ class FabricConnection(NativeConnection):
                 self._in_flight = self._sent - consumed
             return
         self._happened = True
-        if kind == Kind.WELCOME and not self._accepted:
+        # Each of these is said once: one who says them again and again would be taken for one at work.
+        if kind == Kind.WELCOME and not self._accepted and self._welcome is None:
             self._welcome = data
         elif kind == Kind.JOIN and self._client is not None:
             self._to, self._client = self._endpoint.insert(self._client), None
-        elif kind == Kind.ABORT:
+        elif kind == Kind.ABORT and self._reason is None:
             self._give_up(data.decode(errors="replace"))
-        elif kind == Kind.BODIES_JOIN:
-            pass  # it has done its work: there is a connection
+        elif kind == Kind.BODIES_JOIN and self._accepted and not self._bodies_joined:
+            self._bodies_joined = True  # it has done its work: there is a connection
         elif kind in _BYES and kind not in self._farewell:
             self._farewell.add(kind)
             if len(self._farewell) == self._endpoint.lanes:
@@ -728,6 +738,17 @@ def _pulse(pid: int) -> _Pulse:
 # Listening and connecting
 
 
+class _Answer:
+    """What a client that said HELLO is told, and the connection that there is once it has been."""
+
+    __slots__ = ("begun", "client", "connection", "end", "ended", "kind", "payload")
+
+    def __init__(self, client: int, kind: Kind, payload: Any, connection: Connection | None) -> None:
+        self.client, self.kind, self.payload, self.connection = client, kind, payload, connection
+        self.begun, self.end = False, time.monotonic() + _LAST
+        self.ended: list[Completion] = []
+
+
 class _FabricListener(Listener):
     """An endpoint that only hears of clients; each then gets one of its own."""
 
@@ -742,6 +763,7 @@ class _FabricListener(Listener):
         self._ffi = endpoint.ofi.ffi
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
+        self._answers: list[_Answer] = []
         self._closed = False
         self._waker = Waker()
         self._lock = threading.Condition(threading.Lock())  # held by whoever uses the endpoint
@@ -771,34 +793,35 @@ class _FabricListener(Listener):
                     self._endpoint.discard()
                 if self._closed:
                     return None
-                if self._hellos:
-                    connection = self._welcome(self._hellos[0])
+                while self._hellos and len(self._answers) < _ANSWERING:
+                    self._welcome(self._hellos[0])
                     self._hellos.popleft()
-                    if connection is not None:
-                        return connection
-                    continue
+                for answer in [one for one in self._answers if self._given(one)]:
+                    self._answers.remove(answer)
+                    if answer.connection is not None:
+                        return answer.connection
                 self._asleep = self._endpoint.arm()
             if self._asleep:
-                self._endpoint.sleep(self._waker, _LOOK_AGAIN)
+                self._endpoint.sleep(self._waker, _RETRY if self._answers else _LOOK_AGAIN)
             with self._lock:
                 self._asleep = False
                 self._lock.notify_all()
 
-    def _welcome(self, hello: bytes) -> Connection | None:
-        """A connection for the client that says this, or None for one that cannot be."""
+    def _welcome(self, hello: bytes) -> None:
+        """Begin to answer the client that says this: with a connection, unless there can be none."""
         version, name = hello[:1], hello[1:]
         try:
             client = self._endpoint.insert(name)
             peer = "fabric client {}:{}".format(*host_and_port(name))
         except (TransportError, ValueError, struct.error) as error:
             _log.info("%s: a client said what is no name: %s", self.uri, error)
-            return None
+            return
         self._known.append(client)
         if len(self._known) > _KNOWN:
             self._endpoint.remove(self._known.popleft())
         if version != bytes([_VERSION]) or len(name) != len(self._endpoint.name) * _lanes(self._provider):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
-            return None
+            return
         # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
         domain = self._endpoint.domain if self.exposes_memory else None
         endpoint = _endpoint(self._provider, self._host, self.exposes_memory, domain)
@@ -808,20 +831,22 @@ class _FabricListener(Listener):
             endpoint.close()
             raise
         connection.exposes_memory = self.exposes_memory
-        self._answer(client, Kind.WELCOME, bytes([_VERSION]) + endpoint.name)
-        return connection
+        self._answer(client, Kind.WELCOME, bytes([_VERSION]) + endpoint.name, connection)
 
-    def _answer(self, client: int, kind: Kind, payload: bytes) -> None:
-        ended: list[Completion] = []
-        begun, end = False, time.monotonic() + _LAST
-        piece = self._ffi.from_buffer(payload)
+    def _answer(self, client: int, kind: Kind, payload: bytes, connection: Connection | None = None) -> None:
+        self._answers.append(_Answer(client, kind, self._ffi.from_buffer(payload), connection))
+
+    def _given(self, answer: _Answer) -> bool:
+        """Whether an answer has been given, or is so no more: who does not take it is waited for no longer."""
         try:
-            while not ended and not self._closed and time.monotonic() < end:
-                begun = begun or self._endpoint.send(client, _CONTROL | kind, [piece], ended.append)
-                if not self._endpoint.progress():
-                    self._endpoint.sleep(self._waker, _RETRY)
+            if not answer.begun:
+                answer.begun = self._endpoint.send(
+                    answer.client, _CONTROL | answer.kind, [answer.payload], answer.ended.append
+                )
         except TransportError as error:  # it is gone already
             _log.debug("%s: %s", self.uri, error)
+            return True
+        return bool(answer.ended) or time.monotonic() >= answer.end
 
     def close(self) -> None:
         if self._closed:
@@ -831,6 +856,9 @@ class _FabricListener(Listener):
         with self._lock:
             while self._asleep:
                 self._lock.wait()
+            for answer in self._answers:
+                if answer.connection is not None:
+                    answer.connection.close()
             for _, withdraw in self._exposed.values():
                 withdraw()
             self._endpoint.close()

@@ -1,0 +1,133 @@
+"""Introductions over libfabric: servers that lie or talk without end, clients that do not take an answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from dissociated.errors import DeadlineExceeded, DissociatedError, RemoteProtocolError, TransportError
+from dissociated.transport.fabric import PROVIDER, Kind
+from dissociated.transport.rdm import Completion, Endpoint, host_and_port
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+
+from .conftest import Good
+from .peer import PATIENCE
+
+pytestmark = pytest.mark.needs("libfabric")
+
+CONTROL = 0xFE44_4953_534F_0000
+VERSION = b"\x02"
+TIMEOUT = 1.0  # seconds for connecting
+
+#: A tag, or none, and what is said, given the name of who says it.
+Word = tuple[int | None, Callable[[bytes], bytes]]
+
+
+def word(kind: int, content: bytes = b"") -> Word:
+    return CONTROL | kind, lambda name: content
+
+
+def progress_until(endpoint: Endpoint, done: Callable[[], object]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not (over := bool(done())) and time.monotonic() < end:
+        if not endpoint.progress():
+            time.sleep(0.002)
+    return over
+
+
+def tell(endpoint: Endpoint, to: int, tag: int | None, content: bytes, stopped: Callable[[], bool]) -> None:
+    ended: list[Completion] = []
+    piece = endpoint.ofi.ffi.from_buffer(content)
+    progress_until(endpoint, lambda: stopped() or endpoint.send(to, tag, [piece], ended.append))
+    progress_until(endpoint, lambda: stopped() or ended)
+
+
+@contextmanager
+def server(words: list[Word], again: bool) -> Iterator[Uri]:
+    """Say these words to the first who says HELLO, and the last of them again and again."""
+    endpoint = Endpoint(PROVIDER, "127.0.0.1", "0")
+    memory = endpoint.ofi.ffi.new("char[4096]")
+    hello: list[Completion] = []
+    endpoint.receive_tagged(memory, CONTROL | Kind.HELLO, 0, hello.append)
+    stop = threading.Event()
+
+    def talk() -> None:
+        if not progress_until(endpoint, lambda: hello or stop.is_set()) or not hello:
+            return
+        client = endpoint.insert(bytes(endpoint.ofi.ffi.buffer(memory, hello[0].length))[1:])
+        with suppress(TransportError):
+            for tag, content in words:
+                tell(endpoint, client, tag, content(endpoint.name), stop.is_set)
+            while not stop.wait(TIMEOUT / 10):
+                if again:
+                    tell(endpoint, client, words[-1][0], words[-1][1](endpoint.name), stop.is_set)
+                endpoint.progress()
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    try:
+        yield Uri("fabric", host="127.0.0.1", port=host_and_port(endpoint.name)[1])
+    finally:
+        stop.set()
+        thread.join(PATIENCE)
+        endpoint.close()
+
+
+#: What a server says, whether it goes on saying the last of it, and what its client makes of that.
+LIES: dict[str, tuple[list[Word], bool, type[DissociatedError], str]] = {
+    "another version": ([word(Kind.WELCOME, b"\x09" + bytes(16))], False, TransportError, "another way"),
+    "an empty answer": ([word(Kind.WELCOME)], False, TransportError, "another way"),
+    "half a name": ([word(Kind.WELCOME, VERSION + bytes(8))], False, RemoteProtocolError, "no name"),
+    "a name of no family": ([word(Kind.WELCOME, VERSION + b"\xff" * 16)], False, RemoteProtocolError, "no name"),
+    "a kind that is none": ([word(99)], False, RemoteProtocolError, "means nothing"),
+    "what only clients say": ([word(Kind.JOIN)], False, RemoteProtocolError, "means nothing"),
+    "a place for bodies, for ever": ([word(Kind.BODIES_JOIN)], True, RemoteProtocolError, "means nothing"),
+    "more consumed than sent": ([word(Kind.CREDIT, b"\xff" * 8)], False, RemoteProtocolError, "consumed more"),
+    "heartbeats, for ever": ([word(Kind.CREDIT, bytes(8))], True, DeadlineExceeded, "no answer"),
+    "metadata, for ever": ([(None, lambda name: b"\1" * 100)], True, DeadlineExceeded, "no answer"),
+    "bodies, for ever": ([(1, lambda name: bytes(100))], True, DeadlineExceeded, "no answer"),
+}
+
+
+def test_a_server_that_lies_or_talks_without_end_holds_nobody() -> None:
+    for name, (words, again, kind, complaint) in LIES.items():
+        with server(words, again) as uri:
+            begun = time.monotonic()
+            with pytest.raises(DissociatedError) as raised:
+                transport("fabric").connect(uri, TIMEOUT)
+            assert type(raised.value) is kind, (name, raised.value)
+            assert complaint in str(raised.value), name
+            assert time.monotonic() - begun < TIMEOUT + 4, name
+
+
+def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
+    with (
+        server([(CONTROL | Kind.WELCOME, lambda name: VERSION + name)], again=True) as uri,
+        transport("fabric").connect(uri, PATIENCE) as connection,
+        pytest.raises(RemoteProtocolError, match="means nothing"),
+    ):
+        connection.receive(TIMEOUT, lambda tag, length: bytearray(length))
+
+
+def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Callable[..., Good]) -> None:
+    good = serve("fabric:", handshake_timeout=1.0)
+    uri = Uri.parse(good.server.locations("good")[0])
+    assert uri.host is not None
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        endpoint = Endpoint(PROVIDER, "127.0.0.1", None)
+        stack.callback(endpoint.close)
+        listener = endpoint.insert(endpoint.find(uri.host, str(uri.port)))
+        name = endpoint.name[:2] + silent.getsockname()[1].to_bytes(2, "big") + endpoint.name[4:]
+        for _ in range(15):
+            tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + name, lambda: False)
+        begun = time.monotonic()
+        with transport("fabric").connect(uri, PATIENCE):
+            # One after the other they would take 0.25 s each.
+            assert time.monotonic() - begun < 2.5
