@@ -74,6 +74,14 @@ class Dataset(ABC):
         #: The identifier that want_data carries: unguessable, and of this publication alone.
         self.ticket: bytes = secrets.token_bytes(16)
 
+    def opened(self) -> Dataset:
+        """What is sent, which stays as it is for as long as you hold it. Raises SourceError and DatasetNotFound."""
+        return self
+
+    def exposed(self) -> Dataset:
+        """The same, where clients fetch from its memory: that stays where it is until this is dropped."""
+        return self.opened()
+
     @property
     def readers(self) -> int:
         """How many connections are sent it, or hold leases of it."""
@@ -507,6 +515,63 @@ class SegmentsDataset(StaticDataset):
 
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
         return self._messages, self.segments
+
+    def opened(self) -> SegmentsDataset:
+        return self
+
+
+class StoredDataset(Dataset):
+    """What lies in a store. `open_segments` opens it, for each reader or for several; nobody else holds it open.
+
+    `schema`, `rows` and `nbytes` are what it was when it was committed, and what it still must be.
+    """
+
+    def __init__(
+        self, name: str, schema: pa.Schema, rows: int, nbytes: int, open_segments: Callable[[], SegmentsDataset]
+    ) -> None:
+        super().__init__(name, schema)
+        self.rows = rows
+        self.nbytes = nbytes
+        self._open = open_segments
+        self._lock = threading.Lock()
+        self._exposed: SegmentsDataset | None = None
+        self._dropped = False
+
+    def opened(self) -> SegmentsDataset:
+        kept = self._exposed  # what a client was told of its memory is true of this one alone
+        if kept is not None:
+            return kept
+        found = self._open()
+        # By names, since an extension type may have been registered since the schema was read.
+        if (found.rows, found.nbytes, found.schema.names) != (self.rows, self.nbytes, self.schema.names):
+            raise SourceError(f"{self.name!r} is not what was committed: its segments have been changed since")
+        return found
+
+    def exposed(self) -> SegmentsDataset:
+        found = self.opened()  # without the lock, since a store that removes this calls `drop`
+        with self._lock:
+            if self._exposed is None and not self._dropped:
+                self._exposed = found
+            return self._exposed or found
+
+    def moved(self) -> None:
+        """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""
+        with self._lock:
+            self._exposed = None
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return self.opened().open_reader()
+
+    def select(self, selection: Selection) -> Dataset:
+        return self.opened().select(selection)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return self.opened()._select(indices)
+
+    def drop(self) -> None:
+        with self._lock:
+            self._dropped = True
+            self._exposed = None
 
 
 def dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:

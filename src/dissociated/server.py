@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -17,7 +18,16 @@ import pyarrow as pa
 from dissociated.access import Authorize, Granted, Ticket, security
 from dissociated.broadcast import Broadcast, Live
 from dissociated.changes import Change
-from dissociated.dataset import Dataset, SegmentsDataset, Source, StaticDataset, check_name, confined, dataset
+from dissociated.dataset import (
+    Dataset,
+    SegmentsDataset,
+    Source,
+    StaticDataset,
+    StoredDataset,
+    check_name,
+    confined,
+    dataset,
+)
 from dissociated.errors import (
     AccessDenied,
     ConnectionClosed,
@@ -233,9 +243,9 @@ class Server:
             with self._lock:
                 existing = self._datasets.get(name) if append else None
             if existing is not None:
-                if not isinstance(existing, SegmentsDataset):
+                if not isinstance(existing, SegmentsDataset | StoredDataset):
                     raise DissociatedError(f"{name!r} was not written in segments, so nothing can be appended to it")
-                segments = [*existing.segments, *segments]
+                segments = [*existing.opened().segments, *segments]
             self._adopt(SegmentsDataset(name, segments))
 
     def _adopt(self, new: Dataset) -> None:
@@ -404,7 +414,11 @@ class Server:
     def _location(self, listener: Listener, found: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri
         by_address = not packed and bool(streams & Streams.BODIES)
-        exposed = by_address and listener.exposes_memory and isinstance(found, StaticDataset)
+        memory = None
+        if found is not None and by_address and listener.exposes_memory:
+            with suppress(SourceError, DatasetNotFound):  # what is damaged is an error for who reads it, not who lists
+                memory = found.exposed()
+        exposed = isinstance(memory, StaticDataset)
         located = Uri(
             uri.scheme,
             host=self.advertise if uri.host in ANY_INTERFACE else uri.host,
@@ -416,8 +430,8 @@ class Server:
         )
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
-        if exposed and isinstance(found, StaticDataset):
-            located = with_spans(located, [listener.expose(segment.region) for segment in found.mapped()[1]])
+        if isinstance(memory, StaticDataset):
+            located = with_spans(located, [listener.expose(segment.region) for segment in memory.mapped()[1]])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
 
     def use_catalog(self, catalog: CatalogService) -> None:

@@ -98,7 +98,7 @@ class Session:
             found, whole = self._server.granted(ticket)
             self._tally.dataset = found
             with found.reading():
-                self._wanted = self._selected(whole, selection)
+                self._wanted = self._selected(whole.opened(), selection)  # counted first: so it is not evicted
                 self._answer(self._wanted, streams, packed)
             if self._sender.state is State.ENDING:
                 self._sender.drained()

@@ -143,6 +143,7 @@ class CatalogService:
         self._stopped = threading.Event()
         self._beating: threading.Thread | None = None
         self._digest = ""
+        self._told = -1  # how much had changed in the store when the outer catalog was told of it
         with ExitStack() as undo:
             if stock is not None:
                 undo.callback(stock.close)
@@ -275,12 +276,9 @@ class CatalogService:
         self._activity.changes.add(change)
 
     def _moved(self, prepared: Prepared) -> None:
-        assert self._server is not None
+        """A version was spilled."""
         made = prepared.dataset
         self._changed("spilled", prepared.id, made.name, made.rows, made.nbytes)
-        with self._lock:
-            self._prepared[prepared.id] = prepared.dataset
-        self._server.hold(prepared.dataset)
 
     def _forget(self, ids: Sequence[str]) -> None:
         assert self._server is not None
@@ -353,8 +351,7 @@ class CatalogService:
 
     def _heartbeat(self) -> None:
         assert self._outer is not None
-        _, announced = self._announced()
-        if _digest(announced) == self._digest and not any(one.prepared for one in announced):
+        if self._told == self._changes() and not self._unconfirmed():
             body = {"node": self.node.id, "digest": self._digest, "lives": 3 * self._beat}
             heard = self._outer.act("heartbeat", body)
             if heard["known"]:
@@ -365,6 +362,7 @@ class CatalogService:
     def _register(self) -> None:
         """Tell the outer catalog everything."""
         assert self._outer is not None
+        changes = self._changes()  # before it is looked at: what comes meanwhile is told once more
         serial, announced = self._announced()
         digest = _digest(announced)
         body = {
@@ -377,10 +375,16 @@ class CatalogService:
             "signs": self._tickets.mark(),
         }
         told = self._outer.act("register", body)
-        self._digest = digest
+        self._digest, self._told = digest, changes
         if self._stock is not None:
             self._stock.confirm(told["wanted"])
         self._release(told["unwanted"])
+
+    def _changes(self) -> int:
+        return self._stock.changes if isinstance(self._stock, StoreStock) else 0
+
+    def _unconfirmed(self) -> bool:
+        return isinstance(self._stock, StoreStock) and bool(self._stock.unconfirmed())
 
     # What clients ask; names
 

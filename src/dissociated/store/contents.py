@@ -21,6 +21,7 @@ class Contents(Generic[P]):
         self._prepared: dict[str, None] = {}
         self._several: dict[str, None] = {}  # names of more than one version
         self.last = 0  # the highest number that there was
+        self.changes = 0  # how often anything has come, gone or changed
 
     def __iter__(self) -> Iterator[Version]:
         return (version for version, _ in self._versions.values())
@@ -34,6 +35,7 @@ class Contents(Generic[P]):
 
     def put(self, version: Version, place: P) -> None:
         """Add a version, the latest, or change what is known of one."""
+        self.changes += 1
         self._versions[version.id] = version, place
         self._keys.setdefault(version.key, version.id)
         named = self._names.setdefault(version.name, {})
@@ -50,6 +52,7 @@ class Contents(Generic[P]):
         """Forget a version."""
         found = self._versions.pop(id, None)
         if found is not None:
+            self.changes += 1
             version, _ = found
             if self._keys.get(version.key) == id:
                 del self._keys[version.key]

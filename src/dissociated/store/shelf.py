@@ -52,6 +52,8 @@ class Version:
     before: Sequence[str] = ()
     #: what a repeated call would name: tells whether another one with the same key means the same segments
     staged: str = ""
+    #: as Arrow serialises it, so that it is known without opening a segment; empty where an older library wrote this
+    schema: bytes = b""
 
 
 class Shelf:
@@ -202,7 +204,12 @@ def sizes(directory: Path) -> dict[int, int]:
 
 
 def _encoded(version: Version) -> bytes:
-    plain = {**asdict(version), "ticket": base64.b64encode(version.ticket).decode(), "format": _FORMAT}
+    plain = {
+        **asdict(version),
+        "ticket": base64.b64encode(version.ticket).decode(),
+        "schema": base64.b64encode(version.schema).decode(),
+        "format": _FORMAT,
+    }
     return json.dumps(plain, indent=1).encode()
 
 
@@ -210,7 +217,12 @@ def _decoded(manifest: bytes) -> Version:
     plain: dict[str, Any] = json.loads(manifest)
     if plain.pop("format") != _FORMAT:
         raise ValueError("written by another version of this library")
-    return replace(Version(**plain), ticket=base64.b64decode(plain["ticket"]), before=tuple(plain.get("before", ())))
+    return replace(
+        Version(**plain),
+        ticket=base64.b64decode(plain["ticket"]),
+        schema=base64.b64decode(plain.get("schema", "")),
+        before=tuple(plain.get("before", ())),
+    )
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -10,12 +10,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
-from dissociated.dataset import SegmentsDataset
-from dissociated.errors import SourceError, StoreError
+from dissociated.dataset import SegmentsDataset, StoredDataset
+from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError
 from dissociated.ipc.options import WriteOptions
 from dissociated.message import MAX_METADATA
 from dissociated.store.segment import Segment, SegmentWriter
@@ -29,7 +30,7 @@ class Prepared:
     """Segments that are ready to be published, as one dataset or as a part of one."""
 
     id: str
-    dataset: SegmentsDataset
+    dataset: SegmentsDataset | StoredDataset
     serial: int = 0
 
 
@@ -47,7 +48,7 @@ class Wanted:
     schema: pa.Schema
     append: bool = False
     whole: bool = True
-    before: SegmentsDataset | None = None
+    before: SegmentsDataset | StoredDataset | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
 
@@ -130,7 +131,7 @@ class StageStock(Stock):
         before = wanted.before if wanted.append else None
         segments = self._stage.take([*wanted.staged], self.max_metadata)
         if before is not None:
-            segments = [*before.segments, *segments]
+            segments = [*before.opened().segments, *segments]
         if not segments:
             segments = [Segment.in_memory(wanted.name, wanted.schema.empty_table().to_reader())]
         return Prepared(secrets.token_hex(8), SegmentsDataset(wanted.name, segments))
@@ -155,7 +156,10 @@ class StageStock(Stock):
 
 
 class StoreStock(Stock):
-    """Versions in a store. `lost` is called with one that was evicted, `moved` with one that was spilled."""
+    """Versions in a store, opened when they are read.
+
+    `lost` is called with one that was evicted, `moved` with one that was spilled.
+    """
 
     def __init__(self, store: Store) -> None:
         self.id = store.id
@@ -164,7 +168,7 @@ class StoreStock(Stock):
         self.moved: Callable[[Prepared], None] = lambda prepared: None
         self._store = store
         self._lock = threading.Lock()
-        self._datasets: dict[str, SegmentsDataset] = {}
+        self._datasets: dict[str, StoredDataset] = {}
         store.in_use = self._in_use
         store.removed = self._removed
         store.moved = self._moved
@@ -188,6 +192,7 @@ class StoreStock(Stock):
             current = self._store.current(wanted.name)
             if current is None or self.of(current).dataset is not wanted.before:
                 raise StoreError(f"{wanted.name!r} does not lie in this store, so nothing can be appended to it")
+        known = self._store.by_key(wanted.key)
         version = self._store.commit(
             wanted.name,
             wanted.staged,
@@ -199,18 +204,44 @@ class StoreStock(Stock):
             ttl=wanted.ttl,
             max_metadata=self.max_metadata,
         )
+        try:
+            self._opened(version)  # nothing is published that nobody could read
+        except DissociatedError:
+            if version != known:
+                self._store.remove(version)
+            raise
         return self.of(version)
 
     def of(self, version: Version) -> Prepared:
-        """A version, to be served. Raises StoreError where its segments cannot be read."""
+        """A version, to be served; it is opened when it is read.
+
+        Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
+        """
         with self._lock:
             known = self._datasets.get(version.id)
         if known is None:
-            known = SegmentsDataset(version.name, self._store.segments(version))
+            known = StoredDataset(
+                version.name, self._schema(version), version.rows, version.nbytes, partial(self._opened, version)
+            )
             known.ticket = version.ticket
             with self._lock:
                 known = self._datasets.setdefault(version.id, known)
         return Prepared(version.id, known, version.number)
+
+    def _schema(self, version: Version) -> pa.Schema:
+        if not version.schema:
+            return self._opened(version).schema
+        return pa.ipc.read_schema(pa.py_buffer(version.schema))
+
+    def _opened(self, version: Version) -> SegmentsDataset:
+        """What is read of a version. Raises SourceError where it cannot be, DatasetNotFound where it is gone."""
+        try:
+            opened = self._store.segments(version)
+            return opened.served(lambda: SegmentsDataset(version.name, [*opened]))
+        except StoreError as error:
+            if self._store.version(version.id) is None:
+                raise DatasetNotFound(f"{version.name!r} was dropped or replaced just now: look it up again") from None
+            raise SourceError(f"{version.name!r} cannot be read: {error}") from error
 
     def versions(self) -> list[Version]:
         """Everything that is in the store, in the order in which it was committed."""
@@ -219,6 +250,11 @@ class StoreStock(Stock):
     def unconfirmed(self) -> list[Version]:
         """See Store.prepared."""
         return self._store.prepared()
+
+    @property
+    def changes(self) -> int:
+        """See Store.changes."""
+        return self._store.changes
 
     def serial(self) -> int:
         """See Store.serial."""
@@ -267,7 +303,9 @@ class StoreStock(Stock):
 
     def _moved(self, version: Version) -> None:
         with self._lock:
-            self._datasets.pop(version.id, None)
+            dataset = self._datasets.get(version.id)
+        if dataset is not None:
+            dataset.moved()
         self.moved(self.of(version))
 
     def close(self) -> None:
@@ -276,8 +314,8 @@ class StoreStock(Stock):
         self._store.close()
 
 
-def appendable(name: str, before: object) -> SegmentsDataset | None:
+def appendable(name: str, before: object) -> SegmentsDataset | StoredDataset | None:
     """What is to be appended to, or None where there is nothing. Raises SourceError where that was not written so."""
-    if before is not None and not isinstance(before, SegmentsDataset):
+    if before is not None and not isinstance(before, SegmentsDataset | StoredDataset):
         raise SourceError(f"{name!r} was not written in segments, so nothing can be appended to it")
     return before

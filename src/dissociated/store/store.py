@@ -46,6 +46,7 @@ from dissociated.message import MAX_METADATA
 from dissociated.store.contents import Blocks, Contents
 from dissociated.store.files import PART, claimed, open_regular
 from dissociated.store.memfds import FD, Memfds
+from dissociated.store.recent import Opened, Recent
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.shelf import Shelf, Version, file_name, sizes
 
@@ -127,7 +128,8 @@ class Store:
             self._contents: Contents[Shelf | Memfds] = Contents()
             self._serial = 0
             self._blocks: dict[Shelf | Memfds, Blocks] = defaultdict(Blocks)  # what is committed in each
-            self._segments: weakref.WeakValueDictionary[str, _Opened] = weakref.WeakValueDictionary()
+            self._recent = Recent()
+            undo.callback(self._recent.clear)
             self._files: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
             self._find_again()
             self.sweep()
@@ -186,17 +188,28 @@ class Store:
         with self._lock:
             return self._contents.by_key(key)
 
-    def segments(self, version: Version) -> Sequence[Segment]:
-        """The segments of a version, mapped. They stay readable whatever becomes of the version.
-
-        Raises StoreError where they cannot be read.
-        """
+    @property
+    def changes(self) -> int:
+        """How often anything was committed, confirmed, moved or removed: the same while all is as it was."""
         with self._lock:
-            opened = self._segments.get(version.id)
+            return self._contents.changes
+
+    def segments(self, version: Version) -> Opened:
+        """The segments of a version, opened now or lately. Who has them reads on, whatever becomes of the version.
+
+        Raises StoreError where they cannot be read, or the version is not there any more.
+        """
+        opened = self._recent.get(version.id)  # without the lock: whoever reads shall not wait for who makes room
+        if opened is not None:
+            return opened
+        with self._lock:  # nothing is removed meanwhile, so what is opened is this version and nothing else
+            opened = self._recent.get(version.id)
             if opened is None:
                 _, shelf = self._find(version)
-                opened = _Opened(self._open(path) for path in shelf.files(version))
-                self._segments[version.id] = opened
+                opened = Opened(self._open(path) for path in shelf.files(version))
+                if not opened:
+                    raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
+                self._recent.put(version.id, opened)
             return opened
 
     def _open(self, path: Path) -> Segment:
@@ -447,6 +460,7 @@ class Store:
             ttl=ttl,
             rows=sum(segment.rows for segment in segments),
             nbytes=sum(segment.nbytes for segment in segments),
+            schema=segments[0].schema.serialize().to_pybytes(),
         )
 
     def _check_limit(self, name: str) -> None:
@@ -531,6 +545,7 @@ class Store:
             for version in versions:
                 found = self._contents.pop(version.id)
                 if found is not None:
+                    self._recent.pop(version.id)
                     with explained(f"removing {version.name!r} from {self.directory}"):
                         self._take_from(found[1], version)
             self._empty_trash(self._warm)
@@ -551,7 +566,7 @@ class Store:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
             self._place(version, self._disk)
-            self._segments.pop(version.id, None)
+            self._recent.pop(version.id)
             self._take_from(shelf, version)
 
     def _take_from(self, shelf: Shelf | Memfds, version: Version) -> None:
@@ -619,10 +634,6 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Opened(list[Segment]):
-    """The segments of a version, which can be referred to weakly."""
 
 
 def _allocate(descriptor: int, size: int) -> bool:

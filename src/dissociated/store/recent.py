@@ -1,0 +1,103 @@
+"""What of a store is open although nobody reads it: what was read last, so that reading it again costs nothing."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from dissociated.store.segment import Segment
+
+if TYPE_CHECKING:
+    from dissociated.dataset import SegmentsDataset
+
+_MOST = 1 << 12  # segments, each of which has a mapping, of which a process may have 65,530
+_PART = 8  # of the descriptors that a process may have: a segment takes two
+
+
+class Opened(list[Segment]):
+    """The segments of a version, open for as long as somebody has this or one of them."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        super().__init__(segments)
+        self._lock = threading.Lock()
+        self._served: SegmentsDataset | None = None
+        self._gone = False
+
+    def served(self, make: Callable[[], SegmentsDataset]) -> SegmentsDataset:
+        """What is made of them, once, to be served; it goes with them."""
+        with self._lock:
+            if self._served is None:
+                self._served = make()
+                if self._gone:
+                    self._served.drop()
+            return self._served
+
+    def let_go(self) -> None:
+        """Nobody finds this any more. What is served of it then refers to nothing that would keep it open."""
+        self._gone = True  # without waiting for one that is being made: that one sees it
+        if self._served is not None:
+            self._served.drop()
+
+
+class Recent:
+    """Versions that were read last, by their ids, with as many segments as `cap` but one version at least.
+
+    Left out, `cap` follows from how many descriptors this process may have. Safe to use from many threads.
+    """
+
+    def __init__(self, cap: int | None = None) -> None:
+        self._given = cap
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Opened] = OrderedDict()
+        self._count = 0
+
+    @property
+    def cap(self) -> int:
+        """How many segments."""
+        if self._given is not None:
+            return self._given
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return _MOST if soft == resource.RLIM_INFINITY else min(_MOST, soft // _PART)
+
+    def get(self, id: str) -> Opened | None:
+        """The version, if it is open; it is then the last that was read."""
+        with self._lock:
+            found = self._known.get(id)
+            if found is not None:
+                self._known.move_to_end(id)
+            return found
+
+    def put(self, id: str, opened: Opened) -> None:
+        """The version that is read now."""
+        self.pop(id)
+        gone = []
+        cap = self.cap
+        with self._lock:
+            self._known[id] = opened
+            self._count += len(opened)
+            while self._count > cap and len(self._known) > 1:
+                _, oldest = self._known.popitem(last=False)
+                self._count -= len(oldest)
+                gone.append(oldest)
+        for one in gone:
+            one.let_go()
+
+    def pop(self, id: str) -> None:
+        """Whoever reads this version keeps it; nobody else does."""
+        with self._lock:
+            found = self._known.pop(id, None)
+            self._count -= 0 if found is None else len(found)
+        if found is not None:
+            found.let_go()
+
+    def clear(self) -> None:
+        """The same, of all."""
+        with self._lock:
+            gone = [*self._known.values()]
+            self._known.clear()
+            self._count = 0
+        for one in gone:
+            one.let_go()
