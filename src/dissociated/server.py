@@ -80,7 +80,7 @@ class Server:
     live stream one client may hold in shared memory. Who was sent away for being too slow keeps what he holds until he
     lets go: while all of these hold `kept_limit` bytes, four times `live_limit` unless you say otherwise, nobody new
     may read a live stream over shared memory. `inline_limit` is up to which size bodies are sent inline where they
-    could be shared. What has more than `max_metadata` bytes of metadata in one message, a schema above all, is not
+    could be shared: left out, 16 KiB for live streams, and none for what is static. What has more than `max_metadata` bytes of metadata in one message, a schema above all, is not
     published: clients take no more either, unless they say so.
 
     With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
@@ -112,7 +112,7 @@ class Server:
         lease_timeout: float = 86_400.0,
         live_limit: int = 1 << 28,
         kept_limit: int | None = None,
-        inline_limit: int = 0,
+        inline_limit: int | None = None,
         max_metadata: int = MAX_METADATA,
         max_connections: int = 1024,
         max_asking: int = 128,

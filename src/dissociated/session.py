@@ -205,7 +205,7 @@ class Session:
             for segment in wanted.mapped()[1]:
                 region = segment.region
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)
-        for group in wanted.groups(self._connection, streams, mapped, self._server.inline_limit):
+        for group in wanted.groups(self._connection, streams, mapped, self._server.inline_limit or 0):
             self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
             with self._tally.sending(self._connection, group.nbytes):
                 self._connection.send(group.prepared, self._server.stall_timeout)
@@ -217,11 +217,12 @@ class Session:
         if mapped:
             self._server.admit_live(wanted.name)
         self._memory = LiveMemory(wanted.name, self._server.live_limit)
+        inline_limit = SMALL if self._server.inline_limit is None else self._server.inline_limit
         for message in _blamed(wanted):
             body = None
             if message.body is not None and streams & Streams.BODIES:
                 length = message.parsed.body_length
-                by_address = mapped and not self._silent and length > max(SMALL, self._server.inline_limit)
+                by_address = mapped and not self._silent and length > inline_limit
                 region = self._room(length) if by_address else None
                 body = (
                     Body(BodyKind.PACKED, message.body)
@@ -295,7 +296,7 @@ class Session:
         """The body of a message of a broadcast. What the client holds with it is taken out of `unsent`."""
         if part.body is None:
             return None
-        if mapped and part.region is not None and part.parsed.body_length > self._server.inline_limit:
+        if mapped and part.region is not None and part.parsed.body_length > (self._server.inline_limit or 0):
             self._share(part.region)
             unsent -= part.addresses
             return self._leased(part.extents)

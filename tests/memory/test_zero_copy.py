@@ -45,7 +45,7 @@ def read(server: dis.Server, name: str = "data", **options: Any) -> pa.RecordBat
 
 @pytest.fixture
 def shm(serve: Serve) -> dis.Server:
-    return serve("shm:")
+    return serve("shm:", inline_limit=0)
 
 
 @pytest.mark.parametrize("columns", [None, ["d", "s"]], ids=["all", "some"])
