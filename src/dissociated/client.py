@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +241,7 @@ def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[in
 
 
 def again(seen: Sequence[Delivery | Batches], rest: Deliveries) -> Deliveries:
-    """What has been seen of a stream, and then the rest of it."""
-    yield from seen
-    yield from rest
+    """What has been seen of a stream, and then the rest of it, which is closed with this."""
+    with closing(rest):
+        yield from seen
+        yield from rest

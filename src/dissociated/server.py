@@ -80,8 +80,9 @@ class Server:
     live stream one client may hold in shared memory. Who was sent away for being too slow keeps what he holds until he
     lets go: while all of these hold `kept_limit` bytes, four times `live_limit` unless you say otherwise, nobody new
     may read a live stream over shared memory. `inline_limit` is up to which size bodies are sent inline where they
-    could be shared: left out, 16 KiB for live streams, and none for what is static. What has more than `max_metadata` bytes of metadata in one message, a schema above all, is not
-    published: clients take no more either, unless they say so.
+    could be shared: left out, 16 KiB for live streams, and none for what is static. What has more than `max_metadata`
+    bytes of metadata in one message, a schema above all, is not published: clients take no more either, unless they
+    say so.
 
     With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
     themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is

@@ -85,7 +85,7 @@ def test_source_cannot_be_opened(serve: Serve) -> None:
     good.server.publish("bad", opens_once)
     (uri,) = good.server.locations("bad")
     assert dis.open_stream(uri, good.server.ticket("bad")).read_all().num_rows == 1000
-    with pytest.raises(RemoteError, match="OSError: the table is locked"):
+    with pytest.raises(RemoteError, match=r"'bad' failed \(OSError\): the log of its server says more"):
         dis.open_stream(uri, good.server.ticket("bad"))
 
     def never() -> pa.RecordBatchReader:

@@ -297,10 +297,16 @@ def test_addresses_need_a_region() -> None:
 
 
 def test_content_that_libarrow_refuses() -> None:
-    _, (label, message), *rest = Peer(NUMBERS).fed
-    dictionary_schema = Peer(WORDS).fed[0]
+    _, *rest = Peer(NUMBERS).fed
+    schema = Peer([NUMBERS[0].append_column("z", pa.nulls(5))]).fed[0]  # one field more, and no more buffers
     with pytest.raises(RemoteProtocolError, match="the peer sent what libarrow cannot read"):
-        feed(DissociatedDecoder(CollectListener()), [dictionary_schema, (label, message), *rest])
+        feed(DissociatedDecoder(CollectListener()), [schema, *rest])
+
+
+def test_buffers_that_the_schema_does_not_have() -> None:
+    _, *rest = Peer(NUMBERS).fed
+    with pytest.raises(RemoteProtocolError, match="message 1 has 5 buffers; by the schema it has 4"):
+        feed(DissociatedDecoder(CollectListener()), [Peer(WORDS).fed[0], *rest])
 
 
 def test_what_a_listener_raises_comes_out_as_it_is() -> None:

@@ -59,7 +59,7 @@ class _Source(Readable):
             return
         try:
             header, body = next(self._messages)
-            if body is not None and is_compressed(header):
+            if body is not None:
                 self._check_size(header, body)
         except StopIteration:
             self._ended = True
@@ -75,7 +75,10 @@ class _Source(Readable):
 
     def _check_size(self, header: bytes, body: Buffer) -> None:
         """Raise where so much would come out of a body that libarrow is not to be given it."""
-        length = uncompressed_length(header, body)
+        try:
+            length = uncompressed_length(header, body) if is_compressed(header) else 0
+        except RemoteProtocolError:
+            return  # libarrow will say what is wrong with it
         if length > self._max_body:
             raise self._blame(
                 f"a body of {len(body)} bytes would have {length} when it is decompressed; "
