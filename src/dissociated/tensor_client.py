@@ -61,4 +61,5 @@ def _tensor(stream: Stream, delivery: Delivery) -> Tensor:
         by_address = isinstance(body, AddressList)
         return join_tensor(header, stream.buffers(delivery) if by_address else cut(header, parsed, body))
     except FormatError as error:
-        raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {error}") from None
+        why = str(error)  # and not the error: its frames hold what the peer leased to us
+    raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")

@@ -83,6 +83,8 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "ipc file, deltas": lambda path: ipc_file(path, emit_dictionary_deltas=True, unify_dictionaries=False),
     "parquet": parquet,
 }
+#: Those that are read anew for each client, or once.
+LIVE = ("callable", "reader", "reader of a stream", "parquet")
 SELECTIONS = [["n"], ["d"], ["t", "d"], ["v"], ["n", "d", "v", "t"], []]
 
 
@@ -159,7 +161,7 @@ def test_bodies_of_other_columns_do_not_move(quick: Route, source: str, tmp_path
             assert (count.inline, count.leased) == (0, 0)
         if quick.way.medium != "shm" or quick.way.bodies == "packed":
             assert count.leased == 0
-        elif quick.way.bodies == "any" and columns:
+        elif quick.way.bodies == "any" and columns and source not in LIVE:  # whose small batches go inline
             assert count.leased > 0
             assert count.inline == 0
 

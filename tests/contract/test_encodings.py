@@ -129,9 +129,10 @@ def test_options_that_libarrow_cannot_be_told(quick: Route, fields: dict[str, An
         if fields.get("alignment") != 64:
             continue
         starts = [{buffer.address % 64 for buffer in buffers(batch)} for batch in arrived]
-        # Within a body. Small ones may lie anywhere in what a socket gave; in shared memory all lie aligned.
+        # Within a body. Small ones may lie anywhere in what a socket gave, also those of a live stream over shm; in
+        # shared memory all lie aligned.
         assert [len(one) for one in starts if one] == [1] * len(starts)
-        if quick.way.medium == "shm" and quick.way.bodies == "any":
+        if quick.way.medium == "shm" and quick.way.bodies == "any" and isinstance(source, pa.Table):
             assert set().union(*starts) == {0}
 
 

@@ -27,7 +27,7 @@ BATCHES = [
             "s": pa.array(["a", "", None, "many words"] * (1 << 16)),
             "v": pa.array(["a", None, "", "more than twelve bytes"] * (1 << 16), pa.string_view()),
             "l": pa.array([[1.5], [], None, [2.5, None]] * (1 << 16)),
-            "d": pa.array(["x", "y", None, "z"] * (1 << 16)).dictionary_encode(),
+            "d": pa.array([f"a word of many, {n}" for n in range(1 << 11)] * (1 << 7)).dictionary_encode(),
         }
     )
     for number in range(4)
@@ -79,7 +79,7 @@ def test_arrays_lie_in_shared_memory_when_metadata_comes_from_elsewhere(serve: S
 
 def test_small_bodies_may_come_inline_beside_shared_ones(serve: Serve) -> None:
     server = serve("shm:", inline_limit=4096)
-    small, large = pa.record_batch({"n": [1, 2, 3]}), pa.record_batch({"n": np.arange(1000)})
+    small, large = pa.record_batch({"n": [1, 2, 3]}), pa.record_batch({"n": np.arange(10_000)})
     for source in (pa.Table.from_batches([small, large]), lambda: live([small, large])):
         server.publish("data", source)
         arrived = list(read(server))
