@@ -300,10 +300,13 @@ def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
     os.close(read_end)
     command = [sys.executable, "-m", "dissociated", "node", "--store", str(store), "--ready-fd", str(write_end)]
     with subprocess.Popen(command, pass_fds=(write_end,), stdout=subprocess.DEVNULL) as node:
-        os.close(write_end)
-        wait_until(lambda: running(store) is not None, "it answers")
-        node.terminate()
-    assert node.returncode == 0
+        try:
+            os.close(write_end)
+            wait_until(lambda: running(store) is not None, "it answers")
+            node.terminate()
+            assert node.wait(PATIENCE) == 0
+        finally:
+            node.kill()
 
 
 def test_a_node_that_cannot_start_says_why(memory: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import threading
 from contextlib import ExitStack, closing
 
 from dissociated import log
 from dissociated.cli import access
+from dissociated.cli.stop import Stop
 
 SUMMARY = "run a catalog for the nodes of many hosts"
 DESCRIPTION = """\
@@ -42,9 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.catalog.service import CatalogService
 
     log.configure(arguments.log_format, arguments.log_level)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = Stop()
     guarded = security(**access.serving(arguments, peers=True), peers=True)
     _, flight = access.places(arguments)
     service = CatalogService(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import signal
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dissociated import log
 from dissociated.cli import access, text
+from dissociated.cli.stop import Stop
 
 if TYPE_CHECKING:
     from dissociated.store.node import Node
@@ -98,9 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = Stop()
     listen, flight = access.places(arguments)
     options = access.serving(arguments, peers=True)
     store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
@@ -138,7 +136,7 @@ def run(arguments: argparse.Namespace) -> None:
         node.drain(arguments.drain)
 
 
-def _follow(starter: int, node: Node, stop: threading.Event) -> None:
+def _follow(starter: int, node: Node, stop: Stop) -> None:
     """Stop when whoever has started this node is gone, nothing has been committed by then, and nobody else is there."""
     before = node.store.versions()
     os.read(starter, 1)  # which ends when the other end is closed
@@ -148,4 +146,4 @@ def _follow(starter: int, node: Node, stop: threading.Event) -> None:
         if node.store.versions() != before:
             return
         idle = idle + 1 if node.idle else 0
-    stop.set()
+    stop.come()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import resource
-import signal
-import threading
 from pathlib import Path
 
 from dissociated import log
 from dissociated.cli import access, text
+from dissociated.cli.stop import Stop
 from dissociated.errors import SourceError
 
 SUMMARY = "publish Arrow IPC and Parquet files"
@@ -56,9 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file and each client needs some
     sources = _sources(arguments.path)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = Stop()
     listen, catalog = access.places(arguments)
     with Server(
         arguments.listen or listen,

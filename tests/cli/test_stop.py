@@ -1,0 +1,71 @@
+"""Commands that serve end at a signal, whatever they are doing at that moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from helpers import PATIENCE
+
+#: Waits for its end again and again, in children, with a signal before each line that runs within.
+AT_EACH_LINE = textwrap.dedent(
+    """
+    import os, signal, sys
+    from dissociated.cli.stop import Stop
+
+    def child(number):
+        lines = 0
+
+        def traced(frame, event, argument):
+            nonlocal lines
+            if event == "line":
+                lines += 1
+                if lines == number:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return traced
+
+        signal.alarm(10)
+        stop = Stop()
+        sys.settrace(traced)
+        came = stop.wait(0.01)
+        sys.settrace(None)
+        return "it ended" if came else "no such line" if lines < number else "it did not end"
+
+    number, said = 0, "it ended"
+    while said == "it ended":
+        number += 1
+        read, write = os.pipe()
+        if not os.fork():
+            os.write(write, child(number).encode())
+            os._exit(0)
+        os.close(write)
+        said = os.read(read, 100).decode() or "it hung"
+        os.close(read)
+    print(number - 1, said)
+    """
+)
+
+
+def test_a_signal_at_any_line_of_waiting_for_it_is_seen() -> None:
+    run = subprocess.run([sys.executable, "-c", AT_EACH_LINE], capture_output=True, text=True, timeout=3 * PATIENCE)
+    lines, said = run.stdout.strip().split(" ", 1)
+    assert said == "no such line"
+    assert int(lines) > 1
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_thread_ends_it_as_a_signal_does(when: str) -> None:
+    script = f"""
+import threading
+from dissociated.cli.stop import Stop
+stop = Stop()
+assert not stop.wait(0.0)
+coming = threading.Thread(target=stop.come)
+coming.start()
+{"coming.join()" if when == "before" else ""}
+assert stop.wait() and stop.wait(0.0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
