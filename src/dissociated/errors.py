@@ -17,7 +17,8 @@
     ├── OptionError              an option with a value that makes no sense, also a ValueError
     ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
-    ├── StoreError               a segment or a file cannot be written or read: no space, wrong content, not there
+    ├── StoreError               a segment or a file cannot be written or read: wrong content, not there
+    │   └── StoreFull            no space, and none can be made now
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   nobody answers where it should be
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
@@ -110,6 +111,10 @@ class ColumnNotFound(DissociatedError, KeyError):
 
 class StoreError(DissociatedError):
     """A segment or a file cannot be written or read, or is closed."""
+
+
+class StoreFull(StoreError):
+    """A store, or the file system that it lies in, has no room, and none can be made now."""
 
 
 class CatalogError(DissociatedError):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import DissociatedError, StoreError
+from dissociated.catalog.service import CatalogService
+from dissociated.errors import CatalogError, DissociatedError, StoreError
 from dissociated.store.node import Node
 from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
+from helpers import wait_until
 
 from .nodes import MIB
 
 SCHEMA = pa.schema([("n", pa.int64())])
+LARGE = pa.table({"n": pa.array([7] * (5 * MIB // 8), pa.int64())})
 
 
 def put(store: Store, name: str, mib: int, append: bool = False) -> Version:
@@ -95,3 +99,56 @@ def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) 
         assert list(node.store.staging.iterdir()) == []
         client.put("c", large.slice(0, 9 * rows))
         assert [info.name for info in client.list()] == ["c"]
+
+
+@pytest.fixture
+def upstream() -> Iterator[CatalogService]:
+    catalog = CatalogService(None, "grpc://127.0.0.1:0")
+    yield catalog
+    catalog.close()
+
+
+def test_puts_in_a_row_do_not_wait_for_the_catalog_to_be_heard(memory: Path, upstream: CatalogService) -> None:
+    """A node may evict what the catalog has published, and asks it whether it has rather than refuse."""
+    store = Store(memory / "store", 14 * MIB, Policy.EVICT)
+    with Node(store, ["shm:"], catalog=upstream.uri, beat=600.0) as node:
+        for uri, names in ((node.uri, "abc"), (upstream.uri, "def")):
+            with dis.connect(uri) as client:
+                for name in names:
+                    client.put(name, LARGE)
+        assert [version.name for version in store.versions()] == ["e", "f"]
+
+
+def test_what_was_dropped_at_the_catalog_makes_room_at_once(memory: Path, upstream: CatalogService) -> None:
+    with (
+        Node(Store(memory / "store", 14 * MIB), ["shm:"], catalog=upstream.uri, beat=600.0) as node,
+        dis.connect(upstream.uri) as there,
+        dis.connect(node.uri) as here,
+    ):
+        for name in "ab":
+            here.put(name, LARGE)
+        with pytest.raises(CatalogError, match="drop datasets that are not needed"):
+            here.put("c", LARGE)
+        there.drop("a")
+        here.put("c", LARGE)
+        assert [info.name for info in here.list()] == ["b", "c"]
+
+
+def test_what_has_expired_makes_room_at_once(memory: Path) -> None:
+    with Node(Store(memory / "store", 14 * MIB), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("b", LARGE)
+        for _ in range(3):  # one of them expires long before the node looks for what is over
+            client.put("a", LARGE, ttl=0.2)
+            wait_until(lambda: [info.name for info in client.list()] == ["b"], "it expires")
+        client.put("c", LARGE)
+
+
+def test_a_catalog_that_is_gone_hides_no_full_store(memory: Path) -> None:
+    upstream = CatalogService(None, "grpc://127.0.0.1:0")
+    with Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"], catalog=upstream.uri, beat=600.0) as node:
+        with dis.connect(node.uri) as client:
+            for name in "ab":
+                client.put(name, LARGE)
+        upstream.close()
+        with dis.connect(node.uri) as client, pytest.raises(CatalogError, match=r"is full: .* not committed yet"):
+            client.put("c", LARGE)

@@ -219,6 +219,7 @@ class CatalogService:
         """Serve whatever is committed in the store, each version under the ticket that it always had."""
         stock.lost = self._lost
         stock.moved = self._moved
+        stock.catch_up = self._catch_up
         versions = stock.versions()
         replaced = {version.name: version.created for version in versions}
         for version in versions:
@@ -335,19 +336,23 @@ class CatalogService:
         while not self._stopped.wait(min(_TICK, self._beat)):
             ticks += 1
             try:
-                if self._outer is None:
-                    self._release()
-                    self._clear()
-                elif time.monotonic() >= beaten + self._beat:
+                if self._outer is None or time.monotonic() >= beaten + self._beat:
                     beaten = time.monotonic()
-                    self._heartbeat()
-                    self._clear()
+                    self._catch_up()
                 if ticks % _TIDY == 0 and self._stock is not None:
                     self._stock.tidy()
             except DissociatedError as error:
                 _log.warning("%s: %s", self.uri, error)
             except Exception:
                 _log.exception("%s: what is over was not looked at", self.uri)
+
+    def _catch_up(self) -> None:
+        """Learn what has been published, and let go of what is over."""
+        if self._outer is None:
+            self._release()
+        else:
+            self._heartbeat()
+        self._clear()
 
     def _heartbeat(self) -> None:
         assert self._outer is not None

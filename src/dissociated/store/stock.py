@@ -9,20 +9,24 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 from dissociated.dataset import SegmentsDataset, StoredDataset
-from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError
+from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
 from dissociated.ipc.options import WriteOptions
 from dissociated.message import MAX_METADATA
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.shelf import Version
 from dissociated.store.stage import Stage
 from dissociated.store.store import Store, Usage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class StageStock(Stock):
 class StoreStock(Stock):
     """Versions in a store, opened when they are read.
 
-    `lost` is called with one that was evicted, `moved` with one that was spilled.
+    `lost` is called with one that was evicted, `moved` with one that was spilled. `catch_up` is called where there is
+    no room: it confirms what has been published since, and removes what is over, so that there may be.
     """
 
     def __init__(self, store: Store) -> None:
@@ -166,6 +171,7 @@ class StoreStock(Stock):
         self.limited = True
         self.lost: Callable[[Version], None] = lambda version: None
         self.moved: Callable[[Prepared], None] = lambda prepared: None
+        self.catch_up: Callable[[], None] = lambda: None
         self._store = store
         self._lock = threading.Lock()
         self._datasets: dict[str, StoredDataset] = {}
@@ -178,13 +184,22 @@ class StoreStock(Stock):
         return self._store.staging
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        return self._store.writer(name, schema, options)
+        return self._store.writer(name, schema, options, self.reserve)
 
     def reserve(self, name: str, size: int, wish: int) -> int:
-        return self._store.reserve(name, size, wish)
+        return self._room(lambda: self._store.reserve(name, size, wish))
 
     def expect(self, name: str, size: int) -> None:
-        self._store.expect(name, size)
+        self._room(lambda: self._store.expect(name, size))
+
+    def _room(self, take: Callable[[], T]) -> T:
+        """What needs room, and once more where there was none: what may go is known as of the last look only."""
+        try:
+            return take()
+        except StoreFull:
+            with suppress(DissociatedError):  # a catalog that does not answer has nothing new
+                self.catch_up()  # not within the store, which others use meanwhile
+            return take()
 
     def prepare(self, wanted: Wanted) -> Prepared:
         append = wanted.append and wanted.before is not None
@@ -266,7 +281,7 @@ class StoreStock(Stock):
 
     def hand_over(self, descriptor: int) -> str:
         """See Store.hand_over."""
-        return self._store.hand_over(descriptor)
+        return self._room(lambda: self._store.hand_over(descriptor))
 
     def staged(self) -> list[str]:
         return self._store.staged()

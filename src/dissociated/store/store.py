@@ -37,14 +37,14 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from dissociated.errors import StoreError
+from dissociated.errors import StoreError, StoreFull
 from dissociated.fork import belongs, disown
 from dissociated.ipc.options import WriteOptions
 from dissociated.memory.region import machine_memory, pages
 from dissociated.memory.shared import explained
 from dissociated.message import MAX_METADATA
 from dissociated.store.contents import Blocks, Contents
-from dissociated.store.files import PART, claimed, open_regular
+from dissociated.store.files import PART, Reserve, claimed, open_regular
 from dissociated.store.memfds import FD, Memfds
 from dissociated.store.recent import Opened, Recent
 from dissociated.store.segment import Segment, SegmentWriter
@@ -239,16 +239,21 @@ class Store:
 
     # Writing
 
-    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        """A writer of the segment `name` in the staging directory, to be committed. Its room is reserved here."""
-        return SegmentWriter(self._shelf.staged(name), schema, options, self.reserve)
+    def writer(
+        self, name: str, schema: pa.Schema, options: WriteOptions | None = None, reserve: Reserve | None = None
+    ) -> SegmentWriter:
+        """A writer of the segment `name` in the staging directory, to be committed.
+
+        Its room is reserved here, or by `reserve`, which then calls this store's.
+        """
+        return SegmentWriter(self._shelf.staged(name), schema, options, reserve or self.reserve)
 
     def reserve(self, name: str, size: int, wish: int = 0) -> int:
         """Make sure that the file `name` in the staging directory can grow to `size` bytes, or to `wish`.
 
         Its blocks are allocated, so that neither this store's limit nor a full file system can come between. Returns
-        how many bytes there is room for: more than `size` only where nothing has to go for it. Raises StoreError
-        where there is no room, and none can be made.
+        how many bytes there is room for: more than `size` only where nothing has to go for it. Raises StoreFull
+        where there is no room, and none can be made now.
         """
         path = self._shelf.staged(name)
         with self._lock, explained(f"reserving room for {path}"):
@@ -267,7 +272,7 @@ class Store:
         """Make room for so many bytes of `name`, which are about to be written, at once or not at all.
 
         Whoever knows how much there will be asks this first: what goes for the beginning of something that does not
-        fit is lost for nothing. Raises StoreError where there is no room, and none can be made.
+        fit is lost for nothing. Raises StoreFull where there is no room, and none can be made now.
         """
         if self.limit is not None:
             with self._lock:
@@ -305,14 +310,14 @@ class Store:
         if not self._fits(missing):
             self._make_room(lambda: self.usage().total + missing - (self.limit or 0))
         if not self._fits(missing):
-            raise StoreError(f"{self._full(name, missing)}: {_ADVICE[self.policy]}")
+            raise StoreFull(f"{self._full(name, missing)}: {_ADVICE[self.policy]}")
 
     def _allocate(self, descriptor: int, name: str, size: int, missing: int) -> None:
         self._admit(name, size, missing)
         if not _allocate(descriptor, size):
             self._make_room(lambda: missing - self._free())
             if not _allocate(descriptor, size):
-                raise StoreError(
+                raise StoreFull(
                     f"the file system of {self.directory} is full: {name} needs {missing:,} bytes more and "
                     f"{self._free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
                     "--shm-size), or choose another directory"
