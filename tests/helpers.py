@@ -68,6 +68,13 @@ def wait_until(condition: Callable[[], object], what: str, patience: float = PAT
         sleep(0.005)
 
 
+def rest_of(process: subprocess.Popen[str]) -> str:
+    """What a process whose lines are read still says until it ends: `communicate` loses what was read ahead of them."""
+    assert process.stdout is not None
+    with process:
+        return process.stdout.read()
+
+
 @contextmanager
 def case(what: object) -> Iterator[None]:
     """One case of many in a test: a failure says which."""

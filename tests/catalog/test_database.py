@@ -11,7 +11,7 @@ import pytest
 
 from dissociated.catalog.database import ABANDONED, FOR_EVER, Announced, Database, Node, Part
 from dissociated.errors import CatalogError, DatasetNotFound
-from helpers import PATIENCE, leaving_nothing
+from helpers import leaving_nothing, rest_of
 
 A = Node("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
 B = Node("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
@@ -278,9 +278,7 @@ def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path) -
         for _ in range(5):
             told = int(process.stdout.readline())
         process.kill()
-        printed = process.stdout.read()  # not `communicate`, which passes over lines that have been read ahead
-        process.stdout.close()
-        process.wait(PATIENCE)
+        printed = rest_of(process)
         told = max([told, *(int(line) for line in printed.splitlines(keepends=True) if line.endswith("\n"))])
         database = Database(path)
         found = tickets(database, "log")

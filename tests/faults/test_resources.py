@@ -29,6 +29,7 @@ from dissociated.errors import (
     UriError,
 )
 from dissociated.store.segment import Segment, SegmentWriter
+from helpers import rest_of
 
 from .conftest import Good
 from .peer import PATIENCE, RawServer, Script, connect, want, want_of
@@ -432,7 +433,7 @@ def test_files_that_hold_something_else(serve: Serve, tmp_path: Path) -> None:
 
 EXHAUSTED = textwrap.dedent(
     """
-    import logging, os, resource, sys
+    import logging, os, resource, sys, time
     import pyarrow as pa
     import dissociated as dis
 
@@ -441,6 +442,8 @@ EXHAUSTED = textwrap.dedent(
         server.publish("numbers", pa.table({"n": [1, 2, 3]}))
         print(server.ticket("numbers").hex(), *server.locations("numbers", bodies="packed"), flush=True)
         sys.stdin.readline()
+        while server.connections < 2:
+            time.sleep(0.01)
         os.close(free := os.dup(0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, 4096))
         sys.stdout.write("limited\\n")  # at once, since others write there too
@@ -489,9 +492,9 @@ def test_no_descriptors(spawn: Spawn) -> None:
     # and their descriptors serve others.
     for uri in uris:
         assert dis.open_stream(uri, ticket, timeout=PATIENCE).read_all().num_rows == 3
-    out, _ = process.communicate("\n", timeout=PATIENCE)
+    say(process)
+    said = rest_of(process).splitlines()
     assert process.returncode == 0
-    said = out.splitlines()
     assert 2 <= len(said) <= 12, said  # once for each listener, and again where it had got one meanwhile
     assert all("cannot accept connections: Too many open files; trying again" in one for one in said)
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, wait_until
+from helpers import rest_of, wait_until
 from processes import Process
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -104,5 +104,4 @@ def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
 def kill(process: subprocess.Popen[str]) -> str:
     """Kill it. What it had printed since."""
     process.kill()
-    printed, _ = process.communicate(timeout=PATIENCE)
-    return printed
+    return rest_of(process)
