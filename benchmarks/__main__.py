@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import fabric, ipc, live, spark, transfer, ucx
+from benchmarks import fabric, ipc, live, many, spark, transfer, ucx
 
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
     "live": "a stream through shared memory of a limited size, and one of batches of one row beside Flight.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
+    "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
 }
@@ -29,10 +30,14 @@ def main() -> None:
     )
     parser.add_argument("--tcp", action="store_true", help="live: with a consumer over tcp too")
     parser.add_argument("--scale", type=float, default=0.1, help="spark: of TPC-H (default: %(default)s)")
+    parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
+    parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
     arguments = parser.parse_args()
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
         live.run_rows(arguments.rounds)
+    elif arguments.part == "many":
+        many.run(arguments.datasets, arguments.kind or many.KINDS)
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:

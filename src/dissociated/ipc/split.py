@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from dissociated.errors import FormatError, SourceError
 from dissociated.ipc.encapsulated import CONTINUATION, encode_footer, encode_magic
+from dissociated.ipc.layouts import Layouts
 from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.packing import Packing
 from dissociated.message import Buffer
@@ -242,19 +243,31 @@ class FileSplitter(Splitter):
 class Validator:
     """Tells the record batches of a schema that libarrow can write from those on which it would abort, or worse.
 
-    `check` raises SourceError for a batch whose lengths and offsets contradict each other. Where `full` says so, every
-    value is looked at, which takes as long as reading all of it. So it is, too, for a slice of a column that has
-    children: libarrow cuts these where values say, at which nothing less looks.
+    `check` raises SourceError for a batch whose lengths and offsets contradict each other. Where `full` says so, all
+    offsets and indices are looked at, which takes as long as reading them. So they are, too, for a slice of a column
+    that has children: libarrow cuts these where offsets say, at which nothing less looks. What is merely no good value
+    of its type, as text that is no UTF-8, harms nobody on the way and is left to who uses it.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
         self._nested = [index for index, field in enumerate(schema) if _has_children(field.type)]
+        self._layouts = Layouts(schema)
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> None:
         there = batch.num_columns  # others than there should be, perhaps: then libarrow says so
         try:
-            batch.validate(full=full or any(batch.column(index).offset for index in self._nested if index < there))
-        except pa.ArrowInvalid as error:
+            if full or any(batch.column(index).offset for index in self._nested if index < there):
+                self._layouts.validate(batch)
+            else:
+                batch.validate()
+        except pa.ArrowException as error:
+            raise SourceError(f"a record batch is not valid: {error}") from None
+
+    def check_values(self, batch: pa.RecordBatch) -> None:
+        """Raise SourceError for a value that is none of its type, too: written in another format it would change."""
+        try:
+            batch.validate(full=True)
+        except pa.ArrowException as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
 
 

@@ -1,0 +1,156 @@
+"""Very many small datasets: what a commit costs, by how many there are already; and the calls that follow.
+
+A writer in this process commits one row under one new name after the other: to a node that keeps files, to one that
+keeps memfds, and to one that has a catalog above it. What is printed is processor time of the node (and of the catalog
+above it) and time that passed, for each commit of a block. Then all are listed, some are described, read and
+dropped, and the node is started again; one that has a catalog tells that everything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pyarrow as pa
+
+import dissociated as dis
+from dissociated.catalog.client import Client
+from dissociated.memory.shared import Backing, create_memfd, seal
+from dissociated.store.handover import hand_over
+
+KINDS = ("files", "memfds", "upstream")
+_BLOCKS = 20
+_TABLE = pa.table({"n": [1]})
+_BEAT = 1.0  # seconds
+_CALLS = 1000  # of each that is tried when all are there
+_SPARE = 256  # descriptors of a node beside its memfds
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class _Process:
+    """A node or a catalog, ended with the `with`."""
+
+    def __init__(self, *command: str) -> None:
+        arguments = [sys.executable, "-m", "dissociated", *command, "--log-level", "error"]
+        self._process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.uri = next(line.split()[1] for line in self._process.stdout if line.startswith("catalog"))
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of processor that it has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def run(datasets: int, kinds: Sequence[str]) -> None:
+    """Measure and print."""
+    for kind in kinds:
+        if kind == "memfds":
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if datasets > most - _SPARE:
+                print(f"a process may have {most:,} descriptors here, and each memfd is one: so many memfds\n")
+            _measure(kind, min(datasets, most - _SPARE))
+        else:
+            _measure(kind, datasets)
+
+
+def _measure(kind: str, datasets: int) -> None:
+    print(f"{kind}: {datasets:,} datasets of one row\n", flush=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, ExitStack() as running:
+        node = ["node", "--store", f"{directory}/store", "--listen", "shm:", "--beat", str(_BEAT)]
+        processes = []
+        if kind == "upstream":
+            command = ("catalog", "--db", f"{directory}/catalog.db", "--listen", "grpc://127.0.0.1:0")
+            processes.append(running.enter_context(_Process(*command)))
+            node += ["--catalog", processes[0].uri]
+        with _Process(*node) as served:
+            _commits(kind, [served, *processes], datasets)
+            _calls(kind, [served, *processes], datasets)
+        if kind != "memfds":
+            started = time.perf_counter()
+            with _Process(*node) as served:
+                _print("start again", time.perf_counter() - started, served.cpu)
+    print(flush=True)
+
+
+def _commits(kind: str, processes: Sequence[_Process], datasets: int) -> None:
+    heads = ("DATASETS", "MS/COMMIT", "NODE CPU MS", *(["CATALOG CPU MS"] if len(processes) > 1 else []))
+    print("  ".join(heads))
+    block = max(1, datasets // _BLOCKS)
+    with dis.connect(processes[0].uri) as client:
+        put = _handed_over(client) if kind == "memfds" else lambda name: client.put(name, _TABLE)
+        for first in range(0, datasets, block):
+            some = range(first, min(first + block, datasets))
+            before, started = [process.cpu for process in processes], time.perf_counter()
+            for number in some:
+                put(f"d{number:08}")
+            took = time.perf_counter() - started
+            cpu = [process.cpu - was for process, was in zip(processes, before, strict=True)]
+            row = (f"{some.stop:,}", *(f"{seconds / len(some) * 1e3:.2f}" for seconds in (took, *cpu)))
+            print("  ".join(cell.rjust(len(head)) for cell, head in zip(row, heads, strict=True)), flush=True)
+
+
+def _handed_over(client: Client) -> Callable[[str], object]:
+    """Puts as memory is handed over."""
+    place = client.stage()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, _TABLE.schema) as writer:
+        writer.write_table(_TABLE)
+    content = sink.getvalue()
+
+    def put(name: str) -> None:
+        descriptor = create_memfd("many")
+        try:
+            os.write(descriptor, content)
+            seal(descriptor, Backing.SEALED)
+            segment = hand_over(place.handover, descriptor, dis.client.TIMEOUT)
+        finally:
+            os.close(descriptor)
+        client.commit(name, [{"node": place.node, "segment": segment}], "overwrite", _TABLE.schema)
+
+    return put
+
+
+def _calls(kind: str, processes: Sequence[_Process], datasets: int) -> None:
+    names = [f"d{number:08}" for number in range(0, datasets, max(1, datasets // _CALLS))]
+    with dis.connect(processes[0].uri) as client:
+
+        def quiet() -> None:
+            time.sleep(10 * _BEAT)
+
+        def each(call: Callable[[str], object]) -> Callable[[], object]:
+            return lambda: [call(name) for name in names]
+
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "nothing for 10 s": (quiet, 1),
+            "list all": (client.list, 1),
+            "describe one": (each(client.describe), len(names)),
+            "read one": (each(lambda name: client.read(name).read_all()), len(names)),
+            "replace one": (each(lambda name: client.put(name, _TABLE)), len(names)),
+            "drop one": (each(client.drop), len(names)),
+        }
+        print()
+        for what, (call, times) in calls.items():
+            before, started = sum(process.cpu for process in processes), time.perf_counter()
+            call()
+            took = time.perf_counter() - started
+            _print(what, took / times, (sum(process.cpu for process in processes) - before) / times)
+
+
+def _print(what: str, seconds: float, cpu: float) -> None:
+    print(f"{what:18}{seconds * 1e3:>12,.2f} ms, processor {cpu * 1e3:,.2f} ms", flush=True)
