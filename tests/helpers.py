@@ -29,11 +29,11 @@ def serving(server: dis.Server) -> set[threading.Thread]:
         return set(server._connections.values())
 
 
-def connections_left(server: dis.Server, but: Iterable[threading.Thread] = ()) -> int:
+def connections_left(server: dis.Server, but: Iterable[threading.Thread] = (), patience: float = PATIENCE) -> int:
     """How many connections of `server` are still open, after each had time to end, `but` these."""
-    end = monotonic() + PATIENCE
+    end = monotonic() + patience
     while (left := serving(server).difference(but)) and monotonic() < end:
-        _join(left)  # and then those that a listener had not come to yet
+        _join(left, patience)  # and then those that a listener had not come to yet
     return server.connections
 
 
@@ -42,8 +42,8 @@ def clients_end() -> None:
     _join(thread for thread in threading.enumerate() if thread.name == "give back")
 
 
-def _join(threads: Iterable[threading.Thread]) -> None:
-    end = monotonic() + PATIENCE
+def _join(threads: Iterable[threading.Thread], patience: float = PATIENCE) -> None:
+    end = monotonic() + patience
     for thread in threads:
         thread._started.wait(PATIENCE)  # type: ignore[attr-defined]  # one that is just starting cannot be joined
         thread.join(max(0.0, end - monotonic()))

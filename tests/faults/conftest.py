@@ -193,7 +193,8 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=PATIENCE)
+        with process:  # which may have been read to its end already
+            pass
 
 
 PEER = str(Path(peer.__file__))
