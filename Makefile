@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 SCALE ?= 0.01
 
-.PHONY: demo flights test lint bench clean
+.PHONY: demo flights test lint bench docs clean
 
 demo: .venv/demo.stamp
 	$(BIN)/python -m examples.tpch --scale $(SCALE) $(ARGS)
@@ -22,6 +22,10 @@ lint: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
+	@echo "open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
 
 .venv/%.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

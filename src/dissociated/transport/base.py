@@ -3,6 +3,7 @@
 Everything blocks. A `timeout` is how many seconds the peer may be silent, not how long a transfer may take.
 
 Every method may raise
+
     ConnectionClosed      the peer is gone, or this side closed the connection
     DeadlineExceeded      the peer was silent for `timeout` seconds
     RemoteProtocolError   the peer broke the framing

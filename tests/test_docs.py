@@ -1,0 +1,194 @@
+"""The pages: their links, their examples, the site that is made of them, and the README as a package index shows it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import dissociated
+import dissociated.spark
+from dissociated import ipc
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SITE_NEEDS = ("griffe_sphinx", "mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
+#: What the examples call the packages.
+PACKAGES = {"dis": dissociated, "dissociated": dissociated, "ipc": ipc}
+
+
+def installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page of the site can be linked to by, links to, and makes the browser load."""
+
+    anchors: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.anchors.update(given[name] for name in ("id", "name") if name in given)
+        if tag in ("a", "area") and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and "href" in given:
+            self.loads.append(given["href"])
+        elif "src" in given:
+            self.loads.append(given["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make docs` builds it."""
+    if absent := [package for package in SITE_NEEDS if not installed(package)]:
+        pytest.skip(f"the site needs {', '.join(absent)}: pip install 'dissociated[docs]'")
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    parsed = {}
+    for path in site.rglob("*.html"):
+        page = Page()
+        page.feed(path.read_text())
+        parsed[path] = page
+    return parsed
+
+
+def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    dead = []
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links are those of a server's root
+            continue
+        for link in (*page.links, *page.loads):
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue
+            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+            target = target / "index.html" if target.is_dir() else target
+            anchor = unquote(parts.fragment)
+            known = pages[target].anchors if target in pages else set()
+            if not target.exists() or (target in pages and anchor and anchor not in known):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    assert not dead
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    assert not {link for page in pages.values() for link in page.loads if urlsplit(link).netloc}
+    styles = "".join(path.read_text() for path in site.rglob("*.css"))
+    assert not re.findall(r"url\(['\"]?https?:[^)]*|@import[^;]*", styles)
+
+
+@pytest.mark.parametrize("package", [dissociated, ipc, dissociated.spark], ids=lambda package: package.__name__)
+def test_every_public_name_is_in_the_reference(pages: dict[Path, Page], package: ModuleType) -> None:
+    anchors = {anchor for page in pages.values() for anchor in page.anchors}
+    public = {name: getattr(package, name) for name in package.__all__}
+    absent = [
+        name
+        for name, it in public.items()
+        if not isinstance(it, ModuleType)
+        and anchors.isdisjoint(
+            {f"{package.__name__}.{name}", f"dissociated.{name}", f"{it.__module__}.{it.__qualname__}"}
+        )
+    ]
+    assert absent == []
+
+
+def test_what_the_reference_lists_is_there() -> None:
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        for block in page.read_text().split("\n::: ")[1:]:
+            what = named(block.split()[0])
+            members = re.search(r"members: \[(.*?)\]", block, re.DOTALL)
+            for member in members[1].replace(",", " ").split() if members else ():
+                assert hasattr(what, member), f"{page.name}: {block.split()[0]} has no {member}"
+
+
+def named(path: str) -> object:
+    """What a dotted path names."""
+    module, names = path, []
+    while not installed(module):
+        module, _, name = module.rpartition(".")
+        names.insert(0, name)
+    found: object = importlib.import_module(module)
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def links(page: Path) -> Iterator[str]:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    return (match[1] for match in re.finditer(r"\]\(([^)\s]+)\)", prose))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_the_links_of_a_page_outside_of_the_site_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        parts = urlsplit(link)
+        if parts.scheme:
+            continue
+        target = page.parent / parts.path if parts.path else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert not parts.fragment or parts.fragment in slugs, link
+
+
+def test_a_package_index_shows_a_readme_whose_links_all_work() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    readme = (ROOT / "README.md").read_text()
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        readme = re.sub(change["pattern"], change["replacement"], readme)
+    assert re.findall(r"\]\((?!https://)[^)]*\)|\]:\s*(?!https://)\S+|(?:src|href)=", readme) == []
+    assert "`docs/spark.md`" in readme
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_on_a_page_compiles_and_asks_for_what_there_is(page: Path) -> None:
+    for match in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        code = compile(
+            match[1], page.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+        )
+        for node in ast.walk(code):
+            check(node)
+
+
+def check(node: ast.AST) -> None:
+    """Names of this library that an example takes must be there, and so must the options that it gives."""
+    match node:
+        case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "dissociated":
+            for alias in names:
+                assert hasattr(importlib.import_module(module), alias.name), ast.unparse(node)
+        case ast.Attribute(value=ast.Name(id=package), attr=name) if package in PACKAGES:
+            assert hasattr(PACKAGES[package], name), ast.unparse(node)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=package), attr=name), keywords=keywords):
+            if package in PACKAGES and callable(called := getattr(PACKAGES[package], name, None)):
+                unknown = {keyword.arg for keyword in keywords} - set(inspect.signature(called).parameters)
+                assert not unknown, ast.unparse(node)
