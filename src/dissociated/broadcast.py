@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -62,24 +62,66 @@ class Live:
 SMALL = 1 << 14
 #: Bytes that keeping a message takes beside its own.
 _OVERHEAD = 256
+#: So many messages go together at most, and so many bytes where there is more than one.
+AT_ONCE = 1 << 13
+BYTES_AT_ONCE = 1 << 20
+#: Messages that are alike but for their bodies wait together if they have at most so many bytes.
+_MAX_ALIKE = 1 << 11
 
 
 class Part(NamedTuple):
-    """A message for consumers: its body in parts, and the extents of its buffers in `region`, if it lies there."""
+    """A message for consumers: its body in parts, and the extents of its buffers in `region`, if it lies there.
+
+    Of a small one, `more` are the bodies of those that follow it and are alike but for that.
+    """
 
     header: bytes
     parsed: Header
     body: Sequence[Buffer] | None
-    queued: int = 0  # bytes that it takes, outside of shared memory, while it waits
+    queued: int = 0  # bytes that each takes, outside of shared memory, while it waits
     region: LiveRegion | None = None
     extents: Sequence[tuple[int, int]] = ()
+    more: list[bytes] | None = None
 
     @classmethod
     def inline(cls, message: SplitMessage) -> Part:
         """The message with its body in memory of its own."""
         header, parsed, body = message
+        size = len(header) + parsed.body_length
         parts = None if body is None else (b"".join(body),) if body else ()
-        return cls(header, parsed, parts, len(header) + parsed.body_length + _OVERHEAD)
+        may_be_followed = parts and parsed.type is HeaderType.RECORD_BATCH and size <= _MAX_ALIKE
+        return cls(header, parsed, parts, size + _OVERHEAD, more=[] if may_be_followed else None)
+
+    def follow(self, message: SplitMessage) -> bool:
+        """Take `message` for the next, if it is alike."""
+        if self.more is None or message.header != self.header or len(self.more) >= self._most:
+            return False
+        self.more.append(b"".join(message.body or ()))
+        return True
+
+    @property
+    def _most(self) -> int:
+        """How many may follow."""
+        return min(AT_ONCE, BYTES_AT_ONCE // self.queued) - 1
+
+    @property
+    def messages(self) -> int:
+        """How many these are."""
+        return 1 + len(self.more) if self.more else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their bodies."""
+        return self.messages * self.parsed.body_length
+
+    @property
+    def bodies(self) -> list[Buffer]:
+        """Those of messages that are alike, each in one piece."""
+        return [*(self.body or ()), *(self.more or ())]
+
+    def each(self) -> Iterable[Part]:
+        """The messages one by one."""
+        return [self._replace(body=(body,), more=None) for body in self.bodies] if self.more else (self,)
 
     @property
     def addresses(self) -> set[int]:
@@ -116,24 +158,25 @@ class Consumer:
     def give(self, part: Part) -> None:
         """Let it take `part` after all others. Call it with the broadcast's `changed` held."""
         self.waiting.append(part)
-        self.queued += part.queued
+        self.queued += part.queued * part.messages
         if self.idle:
             self.idle = False
             self.wake()
 
     def take(self, count: int = 1, nbytes: int = 0) -> list[Part]:
-        """The next messages, up to `count` of them, with bodies of `nbytes` together where there is more than one.
+        """The next messages, until these are `count`, or have bodies of `nbytes` together.
 
         None where there are none now. Raises SourceError: why there will be no more.
         """
         taken: list[Part] = []
         waiting = self.waiting
         with self._broadcast.changed:
-            while waiting and len(taken) < count and (not taken or waiting[0].parsed.body_length <= nbytes):
+            while waiting and count > 0 and (not taken or waiting[0].nbytes <= nbytes):
                 part = waiting.popleft()
                 taken.append(part)
-                nbytes -= part.parsed.body_length
-                self.queued -= part.queued
+                count -= part.messages
+                nbytes -= part.nbytes
+                self.queued -= part.queued * part.messages
             if taken:
                 self.moved = time.monotonic()
                 self._broadcast.taken()
@@ -203,6 +246,7 @@ class Broadcast(Dataset):
         self._over = False  # nothing more will come
         self._busy = False  # the pump is using the memory
         self._full = False  # the pump waits for room
+        self._last: Part | None = None  # what consumers were given last, while all of them have still to take it
         #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
         self.changed = threading.Condition()
 
@@ -219,6 +263,7 @@ class Broadcast(Dataset):
             for part in (Part.inline(self._schema), *(one for some in self._dictionaries.values() for one in some)):
                 consumer.give(part)
             self._consumers.append(consumer)
+            self._last = None
             if self.pump is None and len(self._consumers) >= self._live.consumers:
                 self.pump = threading.Thread(target=self._run, name=f"live {self.name}", daemon=True)
                 self.pump.start()
@@ -256,6 +301,7 @@ class Broadcast(Dataset):
 
     def taken(self) -> None:
         """A consumer has taken something. Call it with `changed` held."""
+        self._last = None
         if self._full:
             self.changed.notify_all()
 
@@ -308,11 +354,14 @@ class Broadcast(Dataset):
         """Give the next message to every consumer. Whether there is somebody to take more."""
         length = message.parsed.body_length
         if length <= SMALL:
-            part = Part.inline(message)
             with self.changed:
                 if self._wait_for_consumers():
-                    self._wait_for_room(part.queued)
-                    self._hand_out(message, part)
+                    self._wait_for_room(len(message.header) + length + _OVERHEAD)
+                    if self._last is not None and self._last.follow(message):
+                        for consumer in self._taking:
+                            consumer.queued += self._last.queued
+                    else:
+                        self._hand_out(message, Part.inline(message))
                 return not self._over
         with self.changed:
             if not self._wait_for_consumers():
@@ -342,6 +391,7 @@ class Broadcast(Dataset):
             id_, is_delta = dictionary_of(message.header)
             before = self._dictionaries.get(id_, []) if is_delta else []
             self._dictionaries[id_] = [*before, Part.inline(message)]
+        self._last = part
         addresses = part.addresses
         for consumer in self._taking:
             consumer.held |= addresses
@@ -443,6 +493,9 @@ class BroadcastColumns(Dataset):
         chosen = self._projection.choose(part.header, part.parsed)
         if chosen is None or chosen.header is part.header:
             return chosen and part
+        if part.more is not None:
+            first, *more = [b"".join(chosen.body((one,))) for one in part.bodies]
+            return Part(chosen.header, chosen.parsed, (first,), more=more)
         extents = [part.extents[index] for index in chosen.indices] if part.extents else []
         return Part(chosen.header, chosen.parsed, chosen.body(part.body), 0, part.region, extents)
 
@@ -461,7 +514,7 @@ def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
             if not parts:
                 woken.wait()
                 woken.clear()
-            for part in parts:
+            for part in [one for some in parts for one in some.each()]:
                 body = None if part.body is None else b"".join(part.body)
                 consumer.free(part.addresses)
                 yield part.header, body

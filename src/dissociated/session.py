@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from dissociated.broadcast import SMALL, Broadcast, BroadcastColumns, Consumer, Part
+from dissociated.broadcast import AT_ONCE, BYTES_AT_ONCE, SMALL, Broadcast, BroadcastColumns, Consumer, Part
 from dissociated.dataset import Dataset, StaticDataset, StreamedDataset, source_blamed
 from dissociated.errors import (
     ColumnNotFound,
@@ -50,9 +50,6 @@ FREE_DATA = _WANT | 0x100
 _MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
 _LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
 _FOREVER = 1e6  # seconds
-_AT_ONCE = 512  # messages of a live stream that are sent together where they wait
-_BYTES_AT_ONCE = 1 << 20  # of their bodies; a larger body goes alone
-_MAX_ALIKE = 1 << 11  # bytes of a message of which many go in one run
 _PACE = 0.001  # seconds that small messages which follow others at once wait for more; one that is alone does not
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
@@ -249,36 +246,36 @@ class Session:
             self._take_frees()
             if (pause := paced - time.monotonic()) > 0:
                 time.sleep(pause)
-            parts = consumer.take(_AT_ONCE, _BYTES_AT_ONCE)
+            parts = consumer.take(AT_ONCE, BYTES_AT_ONCE)
             if parts:
-                nbytes = self._send_parts(consumer, wanted, parts, mapped and not self._silent)
-                paced = time.monotonic() + _PACE if len(parts) < _AT_ONCE and nbytes <= SMALL else 0.0
+                count, nbytes = self._send_parts(consumer, wanted, parts, mapped and not self._silent)
+                paced = time.monotonic() + _PACE if count < AT_ONCE and nbytes <= SMALL else 0.0
             else:
                 self._connection.wait(_LOOK_AGAIN)
 
     def _send_parts(
         self, consumer: Consumer, wanted: Broadcast | BroadcastColumns, parts: Sequence[Part], mapped: bool
-    ) -> int:
-        """Send these all at once. Returns how many bytes their bodies have."""
+    ) -> tuple[int, int]:
+        """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
         messages: list[Message | Run] = []
         unsent = {address for part in parts for address in part.addresses}
         try:
+            count = sum([part.messages for part in parts])
             chosen = [part for part in map(wanted.choose, parts) if part is not None]
-            nbytes = sum([part.parsed.body_length for part in chosen])
-            for size, group in groupby(chosen, _alike):
+            nbytes = sum([part.nbytes for part in chosen])
+            for header, group in groupby(chosen, _alike):
                 some = [*group]
-                if size and len(some) >= MIN_RUN and self._connection.takes_runs:
-                    self._check(wanted, some[0].header)
-                    messages.append(
-                        self._sender.send_alike(some[0].header, [part.body[0] for part in some if part.body])
-                    )
+                bodies = [body for part in some for body in part.bodies] if header is not None else []
+                if header is not None and len(bodies) >= MIN_RUN and self._connection.takes_runs:
+                    self._check(wanted, header)
+                    messages.append(self._sender.send_alike(header, bodies))
                     continue
-                for part in some:
+                for part in [one for several in some for one in several.each()]:
                     messages += self._numbered(wanted, part.header, self._body(part, mapped, unsent))
             with self._tally.sending(self._connection, nbytes):
                 self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
-            self._tally.messages += len(parts)
-            return nbytes
+            self._tally.messages += count
+            return count, nbytes
         finally:
             consumer.free(unsent)
 
@@ -401,10 +398,9 @@ class Session:
             self._connection.wait(left)
 
 
-def _alike(part: Part) -> tuple[int, int] | None:
-    """What messages have in common that may travel in one run; None for others. They share the flatbuffer itself."""
-    size = len(part.header) + part.parsed.body_length
-    return (id(part.header), size) if part.region is None and part.body and size <= _MAX_ALIKE else None
+def _alike(part: Part) -> bytes | None:
+    """What messages have in common that may travel in one run; None for others."""
+    return None if part.more is None else part.header
 
 
 def _allocate(tag: int | None, length: int) -> Buffer:

@@ -25,7 +25,7 @@ from dissociated.protocol.bodies import AddressList, encode_free
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, buffer_extents
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import Batches
+from dissociated.protocol.run import Batches, PackedBatches
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
 
@@ -110,15 +110,25 @@ class Stream:
             raise RemoteProtocolError(f"a body has {length} bytes; at most {self._max_body} are taken (max_body)")
 
     def attached(self, deliveries: Iterable[Delivery | Batches]) -> Messages:
-        """The same messages, with their bodies where libarrow shall find them."""
-        return self.each(deliveries, self._attach)
+        """The same messages, with their bodies where libarrow shall find them. Runs without leases stay together."""
+        with self._ending(deliveries):
+            for item in deliveries:
+                if isinstance(item, PackedBatches):
+                    yield item
+                else:
+                    yield from map(self._attach, _each(item))
 
     def each(self, deliveries: Iterable[Delivery | Batches], make: Callable[[Delivery], T]) -> Generator[T, None, None]:
         """What `make` makes of each message; it must attach or hold what the message leases."""
-        try:
+        with self._ending(deliveries):
             for item in deliveries:
-                for delivery in (item,) if isinstance(item, Delivery) else item.expand():
-                    yield make(delivery)
+                yield from map(make, _each(item))
+
+    @contextmanager
+    def _ending(self, deliveries: Iterable[Delivery | Batches]) -> Iterator[None]:
+        """The stream ends with whoever goes through it."""
+        try:
+            yield
         finally:
             if isinstance(deliveries, Generator):
                 deliveries.close()
@@ -189,6 +199,10 @@ class Stream:
             raise TransportError(
                 f"there is no memory for a body of {length} bytes: read fewer columns, or over shm"
             ) from None
+
+
+def _each(item: Delivery | Batches) -> Iterable[Delivery]:
+    return (item,) if isinstance(item, Delivery) else item.expand()
 
 
 def _receive(receiver: Receiver, incoming: Incoming) -> None:

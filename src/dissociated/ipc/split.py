@@ -254,9 +254,11 @@ class Validator:
         self._layouts = Layouts(schema)
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> None:
-        there = batch.num_columns  # others than there should be, perhaps: then libarrow says so
+        if self._nested and not full:
+            there = batch.num_columns  # others than there should be, perhaps: then libarrow says so
+            full = any(batch.column(index).offset for index in self._nested if index < there)
         try:
-            if full or any(batch.column(index).offset for index in self._nested if index < there):
+            if full:
                 self._layouts.validate(batch)
             else:
                 batch.validate()

@@ -1,4 +1,4 @@
-"""Runs of like record batches, recognised all at once.
+"""Runs of like record batches, put together and recognised all at once.
 
 Thousands of small messages that differ in a few numbers are checked here with NumPy, column by column, instead of
 one by one. Only a run that is beyond any doubt is recognised. About any other nothing is said: its messages go
@@ -7,13 +7,13 @@ to the Receiver one by one, which finds what is wrong and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.message import Run
+from dissociated.message import Buffer, Run
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.header import Header, buffer_extents, parse_header, varying
@@ -105,6 +105,29 @@ def _as_expected(header: bytes, first: Header) -> Header:
     if parsed._replace(body_length=0) != first._replace(body_length=0):
         raise RemoteProtocolError("the peer sent a run of messages that are not alike")
     return parsed
+
+
+def encode(sequence: int, header: bytes, bodies: Sequence[Buffer]) -> Run:
+    """The messages of as many record batches, number `sequence` and on, with this flatbuffer.
+
+    Their bodies are packed, and of one length.
+    """
+    count = len(bodies)
+    numbers = (sequence + np.arange(count, dtype=np.uint64)) & np.uint64(SEQUENCE_MASK)
+    untagged = np.empty((count, PREFIX_SIZE + len(header)), np.uint8)
+    untagged[:, 0] = MetadataKind.MESSAGE
+    untagged[:, 1:PREFIX_SIZE] = numbers.astype("<u4").view(np.uint8).reshape(count, -1)
+    untagged[:, PREFIX_SIZE:] = np.frombuffer(header, np.uint8)
+    tags = (numbers | np.uint64(body_tag(BodyKind.PACKED, 0))).astype("<u8")
+    tagged = b"".join(bodies)
+    return Run(
+        count,
+        untagged.reshape(-1).data,
+        untagged.shape[1],
+        tags.view(np.uint8).data,
+        memoryview(tagged),
+        len(tagged) // count,
+    )
 
 
 def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:

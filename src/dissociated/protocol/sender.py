@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,8 +11,9 @@ from dissociated.message import Buffer, Message, Run
 from dissociated.protocol.bodies import parse_free
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
+from dissociated.protocol.run import encode
 from dissociated.protocol.states import Machine, Role, State, Step
-from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
+from dissociated.protocol.tags import BodyKind, body_tag
 
 
 @dataclass(frozen=True)
@@ -97,19 +97,8 @@ class Sender:
     def send_alike(self, header: bytes, bodies: Sequence[Buffer]) -> Run:
         """The messages for as many IPC messages with this flatbuffer, their packed bodies of one length."""
         self._machine.move(Step.METADATA, LocalProtocolError)
-        count, first = len(bodies), self.sequence
-        self.sequence += count
-        untagged = b"".join([part for n in range(first, first + count) for part in (encode_prefix(n), header)])
-        tags = struct.pack(f"<{count}Q", *[n & SEQUENCE_MASK for n in range(first, first + count)])
-        tagged = b"".join(bodies)
-        return Run(
-            count,
-            memoryview(untagged),
-            len(untagged) // count,
-            memoryview(tags),
-            memoryview(tagged),
-            len(tagged) // count,
-        )
+        first, self.sequence = self.sequence, self.sequence + len(bodies)
+        return encode(first, header, bodies)
 
     def sent(self, count: int) -> None:
         """The next `count` messages went out, encoded beforehand with the numbers that were due."""
