@@ -34,6 +34,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
+    LocalProtocolError,
     SourceError,
     TransportError,
 )
@@ -513,11 +514,12 @@ class Server:
             outcome, why = "refused", str(error)
             if isinstance(error, _Full):
                 self.activity.refuse(tally.listener)
-        except DissociatedError as error:
-            why = str(error)
-        except Exception:
-            why = "a stream failed for a reason of ours"
-            _log.exception("%r: %s", connection, why, extra=tally.fields())
+        except Exception as error:
+            if isinstance(error, DissociatedError) and not isinstance(error, LocalProtocolError):
+                why = str(error)
+            else:
+                why = "a stream failed for a reason of ours"
+                _log.exception("%r: %s", connection, why, extra=tally.fields())
         finally:
             level = logging.WARNING if outcome == "failed" else logging.INFO
             _log.log(level, "%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
