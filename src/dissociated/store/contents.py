@@ -97,7 +97,7 @@ class Blocks:
         self._sizes: dict[int, int] = {}
         self._names: Counter[int] = Counter()
 
-    def __contains__(self, inode: int) -> bool:
+    def __contains__(self, inode: object) -> bool:
         return inode in self._sizes
 
     def add(self, files: Mapping[int, int]) -> None:

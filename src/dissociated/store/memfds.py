@@ -11,7 +11,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +45,10 @@ class Memfds:
     def __init__(self) -> None:
         self._staged: dict[str, Memfd] = {}
         self._committed: dict[str, Sequence[Memfd]] = {}  # by the ids of versions
+        self._uses: Counter[Memfd] = Counter()  # how often each is staged or committed
+        self._paths: dict[Path, Memfd] = {}  # of these
         self._trash: list[Memfd] = []
+        self._inodes: Counter[int] = Counter()  # of all, with the trash
         probe = create_memfd("probe")
         readable = reopen_read_only(probe)
         os.close(probe)
@@ -65,6 +69,7 @@ class Memfds:
         """Keep it until it is committed, under the name that is returned."""
         name = f"{secrets.token_hex(16)}.memfd"
         self._staged[name] = memfd
+        self._keep(memfd)
         return name
 
     def staged(self, name: str) -> Path | None:
@@ -88,13 +93,14 @@ class Memfds:
 
     def has(self, paths: Iterable[Path]) -> bool:
         """Whether all of these are paths of memfds here."""
-        known = {memfd.path for memfd in self._all()}
-        return known.issuperset(paths)
+        return all(path in self._paths for path in paths)
 
     def publish(self, version: Version, paths: Sequence[Path]) -> None:
         """Make these a version."""
-        known = {memfd.path: memfd for memfd in self._all()}
-        self._committed[version.id] = [known[path] for path in paths]
+        found = [self._paths[path] for path in paths]
+        self._committed[version.id] = found
+        for memfd in found:
+            self._keep(memfd)
 
     def files(self, version: Version) -> list[Path]:
         """Where this process opens the segments of a version."""
@@ -119,39 +125,43 @@ class Memfds:
                 used.append(memfd)
             else:
                 os.close(memfd.descriptor)
+                self._inodes[memfd.inode] -= 1
+                if not self._inodes[memfd.inode]:
+                    del self._inodes[memfd.inode]
         self._trash = used
 
     # Bytes
 
     def knows(self, memfd: Memfd) -> bool:
         """Whether the same memory counts already."""
-        return any(other.inode == memfd.inode for other in (*self._all(), *self._trash))
+        return memfd.inode in self._inodes
 
-    def usage(self) -> tuple[int, int, int]:
-        """Bytes that are committed, only staged, and removed and still used by somebody."""
-        sizes: dict[int, int] = {}
-        totals = []
-        for some in ([one for held in self._committed.values() for one in held], self._staged.values(), self._trash):
-            more = {one.inode: one.size for one in some if one.inode not in sizes}
-            sizes |= more
-            totals.append(sum(more.values()))
-        committed, staged, trash = totals
-        return committed, staged, trash
+    def uncommitted(self, committed: Container[int]) -> tuple[int, int]:
+        """Bytes that are only staged, and only removed and still used by somebody. `committed` are inodes."""
+        staged = {one.inode: one.size for one in self._staged.values() if one.inode not in committed}
+        trash = {one.inode: one.size for one in self._trash if one.inode not in committed and one.inode not in staged}
+        return sum(staged.values()), sum(trash.values())
 
-    def _all(self) -> list[Memfd]:
-        return [*self._staged.values(), *(one for held in self._committed.values() for one in held)]
+    def _keep(self, memfd: Memfd) -> None:
+        if memfd not in self._uses:
+            self._paths[memfd.path] = memfd
+            self._inodes[memfd.inode] += 1
+        self._uses[memfd] += 1
 
     def _let_go(self, some: Iterable[Memfd]) -> None:
-        kept = {id(one) for one in self._all()}
-        self._trash += {id(one): one for one in some if id(one) not in kept}.values()
+        for memfd in some:
+            self._uses[memfd] -= 1
+            if not self._uses[memfd]:
+                del self._uses[memfd]
+                del self._paths[memfd.path]
+                self._trash.append(memfd)
 
     def close(self) -> None:
         """Let go of everything."""
-        for descriptor in {one.descriptor for one in (*self._all(), *self._trash)}:
-            os.close(descriptor)
-        self._staged.clear()
-        self._committed.clear()
-        self._trash.clear()
+        for memfd in (*self._uses, *self._trash):
+            os.close(memfd.descriptor)
+        for held in (self._staged, self._committed, self._uses, self._paths, self._trash, self._inodes):
+            held.clear()
 
 
 def _unused(descriptor: int) -> bool:

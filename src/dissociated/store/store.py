@@ -55,6 +55,8 @@ FORGOTTEN = 86_400.0
 #: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
 _WARM = 1 / 8
 _WARM_SECONDS = 60.0
+_WARM_FILES = 64  # since all are looked at whenever something is removed
+_WARM_SIZE = 1 << 16  # bytes from which on a file is worth that
 _ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
 
 
@@ -231,10 +233,11 @@ class Store:
             staged = {inode: size for inode, size in sizes(shelf.staging).items() if inode not in committed}
             trash = {inode: size for inode, size in sizes(shelf.trash).items() if inode not in committed}
             trash = {inode: size for inode, size in trash.items() if inode not in staged}
-            held, handed, kept = self._memfds.usage()
+            held = self._blocks[self._memfds]
+            handed, kept = self._memfds.uncommitted(held)
             spilled = self._blocks[self._disk].total if self._disk else 0
         return Usage(
-            self.limit, committed.total + held, sum(staged.values()) + handed, sum(trash.values()) + kept, spilled
+            self.limit, committed.total + held.total, sum(staged.values()) + handed, sum(trash.values()) + kept, spilled
         )
 
     # Writing
@@ -607,14 +610,17 @@ class Store:
     def _empty_trash(self, keep: int) -> None:
         """Remove what nobody reads any more from the trash; `keep` bytes of it may be written over for a while."""
         self._memfds.empty_trash()
+        files = _WARM_FILES
         oldest = time.time() - _WARM_SECONDS
         for path in self._shelf.trash.iterdir():
             descriptor = claimed(path)
             if descriptor is None:
                 continue
             status = os.fstat(descriptor)
-            if status.st_ctime >= oldest and status.st_size <= keep:  # since when it is in the trash
+            lately = status.st_ctime >= oldest  # since when it is in the trash
+            if files and lately and _WARM_SIZE <= status.st_size <= keep:
                 keep -= status.st_size
+                files -= 1
             else:
                 path.unlink()
             os.close(descriptor)
