@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,11 +200,38 @@ def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
     assert database.unwanted("a", mine) == []
     clock.now += ABANDONED + 1
     assert database.unwanted("a", mine) == ["1"]
-    database.publish("d", "key 1", SCHEMA, [mine[0].part])
-    assert database.unwanted("a", mine) == []
-    assert database.wanted("a") == {"1": True}
-    database.publish("d", "more", SCHEMA, [part("2")], append=True)
-    assert database.wanted("a") == {"1": False, "2": False}
+    with pytest.raises(CatalogError, match="has been aborted: write it again"):  # its node may have removed it by now
+        database.publish("d", "key 1", SCHEMA, [mine[0].part])
+    assert database.unwanted("a", mine) == ["1"]
+
+
+def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Database) -> None:
+    database.publish("d", "one", SCHEMA, [part("1")])
+    assert database.wanted("a", ["1", "unknown"]) == {"1": True}
+    assert database.wanted("a", []) == {}
+    database.publish("d", "more", SCHEMA, [part("2", "b")], append=True)
+    assert database.wanted("b", ["2"]) == {"2": False}
+    for _ in range(2):  # until it says that it knows
+        assert database.wanted("a", []) == {"1": False}
+    assert database.heard("a", "then", FOR_EVER, since="", announced=[replace(announced("1", "d"), whole=False)])
+    assert database.wanted("a", []) == {}
+    database.publish("d", "yet more", SCHEMA, [part("3", "b")], append=True)
+    assert (database.wanted("a", []), database.wanted("b", [])) == ({}, {})
+    database.publish("e", "other", SCHEMA, [part("4")])
+    database.publish("e", "more of it", SCHEMA, [part("5", "b")], append=True)
+    database.heard("a", "later", FOR_EVER, since="then", gone=["4"])
+    assert database.wanted("a", []) == {}
+
+
+def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database: Database) -> None:
+    database.register(A, [announced("1", "d"), announced("2", "e")], "first", FOR_EVER, serial=9)
+    told = {"announced": [announced("3", "f"), announced("4", "g", prepared=True)], "gone": ["1"]}
+    assert not database.heard("a", "second", FOR_EVER, since="another", **told)  # type: ignore[arg-type]
+    assert [one.name for one in database.datasets()] == ["d", "e"]
+    assert database.heard("a", "second", FOR_EVER, since="first", **told)  # type: ignore[arg-type]
+    assert [one.name for one in database.datasets()] == ["e", "f"]
+    assert not database.heard("a", "second", FOR_EVER, since="first", **told)  # type: ignore[arg-type]
+    assert database.heard("a", "second", FOR_EVER)
 
 
 # The file

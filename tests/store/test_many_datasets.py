@@ -260,8 +260,9 @@ def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypat
 
         monkeypatch.setattr(node.store, "versions", watched)
         node.service._heartbeat()
-        assert looked == []
         put(catalog.uri, "b", table(2))
         node.service._heartbeat()
-        assert looked
-        assert read(catalog.uri, "b") == [2]
+        put(node.uri, "a", table(3))
+        node.service._heartbeat()
+        assert looked == []
+        assert (read(catalog.uri, "a"), read(catalog.uri, "b")) == ([3], [2])

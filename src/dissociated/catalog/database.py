@@ -10,6 +10,7 @@ whatever is killed.
     commits        the key of every commit, so that one that is sent twice is done once
     aborts         the key of every commit that shall never come
     unused         the parts that no version has any more
+    unsettled      the parts that were all of a version and are not any more, until their nodes say that they know
 
 Nothing that a commit does takes longer the more there is: every search has its index.
 """
@@ -20,7 +21,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,11 +55,14 @@ CREATE INDEX IF NOT EXISTS by_name ON versions (name);
 CREATE INDEX IF NOT EXISTS by_expiry ON versions (expires) WHERE replaced IS NULL AND expires IS NOT NULL;
 CREATE INDEX IF NOT EXISTS by_promise ON versions (promised) WHERE replaced IS NOT NULL;
 CREATE TABLE IF NOT EXISTS unused (part TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS unsettled (part TEXT PRIMARY KEY);
 CREATE TRIGGER IF NOT EXISTS out_of_use AFTER DELETE ON version_parts
 WHEN NOT EXISTS (SELECT 1 FROM version_parts WHERE part = OLD.part)
 BEGIN INSERT OR IGNORE INTO unused VALUES (OLD.part); END;
 CREATE TRIGGER IF NOT EXISTS in_use AFTER INSERT ON version_parts BEGIN DELETE FROM unused WHERE part = NEW.part; END;
 CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
+CREATE TRIGGER IF NOT EXISTS lost_unsettled AFTER DELETE ON parts
+BEGIN DELETE FROM unsettled WHERE part = OLD.id; END;
 CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS commits_by_age ON commits (at);
@@ -275,20 +279,30 @@ class Database:
             there = {one.part.id for one in announced}
             for row in self._all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in there:
-                    self._remove("evicted", f"{node.host} does not hold it any more", _ALONE, row["id"])
-                    self._lose(row["id"])
-            for one in sorted(announced, key=lambda one: one.created):
-                if one.whole and not one.prepared and one.schema and not self._known(one):
-                    newer = self._all(
-                        "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND created > ?",
-                        one.name,
-                        one.created,
-                    )
-                    if not newer:
-                        self._publish(
-                            one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created, one.before
-                        )
+                    self._miss(row["id"], node.host)
+            self._take(announced)
             self._expire(now)
+
+    def _miss(self, part: str, host: str) -> None:
+        """A node does not hold this any more."""
+        self._remove("evicted", f"{host} does not hold it any more", _ALONE, part)
+        self._lose(part)
+
+    def _take(self, announced: Sequence[Announced]) -> None:
+        """A node holds these."""
+        for one in sorted(announced, key=lambda one: one.created):
+            if one.prepared:
+                continue
+            if not one.whole:
+                self._connection.execute("DELETE FROM unsettled WHERE part = ?", (one.part.id,))
+            elif one.schema and not self._known(one):
+                newer = self._all(
+                    "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND created > ?", one.name, one.created
+                )
+                if not newer:
+                    self._publish(
+                        one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created, one.before
+                    )
 
     def _known(self, one: Announced) -> bool:
         return bool(
@@ -301,14 +315,35 @@ class Database:
         self._connection.execute(f"DELETE FROM versions WHERE {_ALONE}", (part,))
         self._connection.execute("DELETE FROM parts WHERE id = ?", (part,))
 
-    def heard(self, node: str, digest: str, lives_until: float) -> bool:
-        """A node lives, and holds what `digest` stands for. False where this catalog knows it otherwise."""
+    def heard(
+        self,
+        node: str,
+        digest: str,
+        lives_until: float,
+        *,
+        since: str | None = None,
+        announced: Sequence[Announced] = (),
+        gone: Sequence[str] = (),
+    ) -> bool:
+        """A node lives, and holds what `digest` stands for.
+
+        What it held when that was `since` has changed by what is `announced`, as it is now, and by the parts that are
+        `gone`. False where this catalog knows the node otherwise: then nothing is taken of that, and it must register.
+        """
         with self._transaction() as now:
-            changed = self._connection.execute(
-                "UPDATE nodes SET seen = ?, lives_until = ? WHERE id = ? AND digest = ?",
-                (now, lives_until, node, digest),
+            known = self._all(
+                "SELECT host FROM nodes WHERE id = ? AND digest = ?", node, digest if since is None else since
             )
-            return bool(changed.rowcount)
+            if not known:
+                return False
+            self._connection.execute(
+                "UPDATE nodes SET seen = ?, lives_until = ?, digest = ? WHERE id = ?", (now, lives_until, digest, node)
+            )
+            for part in gone:
+                self._miss(part, known[0]["host"])
+            self._take(announced)
+            self._expire(now)
+            return True
 
     def left(self, node: str) -> None:
         """A node says that it ends."""
@@ -331,20 +366,38 @@ class Database:
             for one in announced:
                 if self._all("SELECT 1 FROM parts WHERE id = ?", one.part.id):
                     continue
-                if self._over(one.key) or (one.prepared and one.created + ABANDONED < now):
+                if not self._over(one.key) and one.prepared and one.created + ABANDONED < now:
+                    self._abort(one.key, now)  # should its commit come after all, it must not find nothing
+                if self._over(one.key):
                     unwanted.add(one.part.id)
             return sorted(unwanted)
 
-    def wanted(self, node: str) -> dict[str, bool]:
-        """The parts of a node that some version has, and whether one of them is all of its version, the latest."""
+    def wanted(self, node: str, parts: Iterable[str]) -> dict[str, bool]:
+        """Those of these parts that some version has, and whether one of them is all of its version, the latest.
+
+        Also those of the `node` that are not all of it any more, unless it has said that it knows.
+        """
         with self._transaction():
-            rows = self._all(
-                "SELECT part, (SELECT count(DISTINCT number) FROM version_parts WHERE version = latest) = 1 AS whole"
-                " FROM (SELECT part, max(version) AS latest FROM version_parts JOIN parts ON parts.id = part"
-                " WHERE node = ? GROUP BY part)",
-                node,
-            )
-            return {row["part"]: bool(row["whole"]) for row in rows}
+            unsettled = self._all("SELECT id FROM unsettled CROSS JOIN parts ON id = part WHERE node = ?", node)
+            found = {}
+            for part in {*parts, *(row["id"] for row in unsettled)}:
+                (row,) = self._all("SELECT max(version) AS latest FROM version_parts WHERE part = ?", part)
+                if row["latest"] is not None:
+                    found[part] = self._is_one(row["latest"])
+            return found
+
+    def _is_one(self, version: int) -> bool:
+        """Whether all parts of a version are copies of one."""
+        first, last = (
+            f"(SELECT number FROM version_parts WHERE version = :v ORDER BY number {order} LIMIT 1)"
+            for order in ("ASC", "DESC")
+        )
+        return bool(self._connection.execute(f"SELECT {first} = {last}", {"v": version}).fetchone()[0])
+
+    def settled(self, parts: Iterable[str]) -> None:
+        """The node of these parts knows what `wanted` said of them."""
+        with self._transaction():
+            self._connection.executemany("DELETE FROM unsettled WHERE part = ?", [(part,) for part in parts])
 
     def released(self, parts: Sequence[str]) -> None:
         """These parts are gone from their node."""
@@ -434,6 +487,8 @@ class Database:
             )
             (row,) = self._all("SELECT max(number) AS last FROM version_parts WHERE version = ?", version)
             first = row["last"] + 1
+            if first == 1:  # so they were all of it
+                run("INSERT OR IGNORE INTO unsettled SELECT part FROM version_parts WHERE version = ?", (before["id"],))
         for part in parts:
             try:
                 run(
@@ -465,7 +520,10 @@ class Database:
         """There shall be no commit with this key, unless there was one."""
         with self._transaction() as now:
             if not self._over(key):
-                self._connection.execute("INSERT INTO aborts VALUES (?, ?)", (key, now))
+                self._abort(key, now)
+
+    def _abort(self, key: str, now: float) -> None:
+        self._connection.execute("INSERT INTO aborts VALUES (?, ?)", (key, now))
 
     def over(self, keys: Sequence[str]) -> list[str]:
         """Those of `keys` that were committed or aborted."""

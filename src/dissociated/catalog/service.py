@@ -43,7 +43,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -142,8 +142,10 @@ class CatalogService:
         self._publishing = threading.Lock()
         self._stopped = threading.Event()
         self._beating: threading.Thread | None = None
+        self._telling = threading.Lock()  # the outer catalog, in the order in which it happened
         self._digest = ""
-        self._told = -1  # how much had changed in the store when the outer catalog was told of it
+        self._told: int | None = None  # how much had changed in the store when the outer catalog was told of it
+        self._life = secrets.token_hex(8)  # of this process: how much has changed counts from its start
         with ExitStack() as undo:
             if stock is not None:
                 undo.callback(stock.close)
@@ -176,7 +178,7 @@ class CatalogService:
                 self._serve_store(stock)
             if self._outer is not None:
                 try:
-                    self._register()
+                    self._heartbeat()
                 except (CatalogError, DeadlineExceeded) as error:
                     _log.warning("%s: %s; it will be told later", self.uri, error)
             undo.pop_all()
@@ -290,23 +292,24 @@ class CatalogService:
                 self._server.let_go(one)
 
     def _release(self, unwanted: Sequence[str] | None = None) -> None:
-        """Remove what no version has any more."""
+        """Remove what no version has any more; with an outer catalog, only what that names."""
         if self._stock is None:
             return
         if unwanted is None:
-            unwanted = self._database.unwanted(self.node.id, self._announced(prepared=True)[1])
+            if self._outer is not None:
+                return
+            unwanted = self._database.unwanted(self.node.id, self._announced(self._unconfirmed()))
         if unwanted:
             self._forget(unwanted)
             self._stock.remove(unwanted)
             self._database.released(unwanted)
 
-    def _announced(self, prepared: bool = False) -> tuple[int, list[Announced]]:
-        """What is in the store, or only what was `prepared` there, and a serial that all of it was made before."""
+    def _announced(self, versions: Iterable[Version]) -> list[Announced]:
+        """What is told of versions in the store."""
         if not isinstance(self._stock, StoreStock):
-            return 0, []
-        serial = self._stock.serial()
+            return []
         found = []
-        for version in self._stock.unconfirmed() if prepared else self._stock.versions():
+        for version in versions:
             try:
                 schema = _encoded(self._stock.of(version).dataset.schema)
             except DissociatedError as error:
@@ -326,7 +329,7 @@ class CatalogService:
                     version.before,
                 )
             )
-        return serial, found
+        return found
 
     # Time
 
@@ -355,41 +358,64 @@ class CatalogService:
         self._clear()
 
     def _heartbeat(self) -> None:
-        assert self._outer is not None
-        if self._told == self._changes() and not self._unconfirmed():
-            body = {"node": self.node.id, "digest": self._digest, "lives": 3 * self._beat}
-            heard = self._outer.act("heartbeat", body)
-            if heard["known"]:
-                self._release(heard["unwanted"])
-                return
-        self._register()
+        """Tell the outer catalog what has changed; or everything, where it knows this node otherwise or not at all."""
+        with self._telling:
+            changes = self._changes()  # before it is looked at: what comes meanwhile is told once more
+            news = self._news()
+            if news is None or not self._tell("heartbeat", changes, **news):
+                self._register(changes)
 
-    def _register(self) -> None:
+    def _register(self, changes: int) -> None:
         """Tell the outer catalog everything."""
+        serial, versions = 0, []
+        if isinstance(self._stock, StoreStock):
+            serial, versions = self._stock.serial(), self._stock.versions()  # in this order: all were made before
+        self._tell(
+            "register",
+            changes,
+            node=plain_node(self.node),
+            parts=self._plain(versions),
+            serial=serial,
+            guarded=self.security.authorize is not None,
+            signs=self._tickets.mark(),
+        )
+
+    def _tell(self, action: str, changes: int, **body: Any) -> bool:
+        """Returns whether the outer catalog then knows what this node has. It says what has become of that, too."""
         assert self._outer is not None
-        changes = self._changes()  # before it is looked at: what comes meanwhile is told once more
-        serial, announced = self._announced()
-        digest = _digest(announced)
-        body = {
-            "node": plain_node(self.node),
-            "parts": [plain_announced(one) for one in announced],
-            "serial": serial,
-            "digest": digest,
-            "lives": 3 * self._beat,
-            "guarded": self.security.authorize is not None,
-            "signs": self._tickets.mark(),
-        }
-        told = self._outer.act("register", body)
+        digest = f"{self._life}:{changes}"
+        told = self._outer.act(action, {**body, "digest": digest, "lives": 3 * self._beat})
+        if not told.get("known", True):
+            return False
         self._digest, self._told = digest, changes
         if self._stock is not None:
-            self._stock.confirm(told["wanted"])
+            self._stock.confirm(told.get("wanted", {}))
         self._release(told["unwanted"])
+        return True
+
+    def _news(self) -> dict[str, Any] | None:
+        """What a heartbeat tells; None where everything must be told."""
+        if self._told is None:
+            return None
+        body = {"node": self.node.id, "since": self._digest}
+        if not isinstance(self._stock, StoreStock):
+            return body
+        changed = self._stock.changed(self._told)
+        if changed is None:
+            return None
+        some = {id: self._stock.version(id) for id in changed}
+        some |= {version.id: version for version in self._unconfirmed()}  # again, until it is known what became of them
+        there = [version for version in some.values() if version is not None]
+        return {**body, "parts": self._plain(there), "gone": [id for id, version in some.items() if version is None]}
+
+    def _plain(self, versions: Iterable[Version]) -> list[dict[str, Any]]:
+        return [plain_announced(one) for one in self._announced(versions)]
 
     def _changes(self) -> int:
         return self._stock.changes if isinstance(self._stock, StoreStock) else 0
 
-    def _unconfirmed(self) -> bool:
-        return isinstance(self._stock, StoreStock) and bool(self._stock.unconfirmed())
+    def _unconfirmed(self) -> list[Version]:
+        return self._stock.unconfirmed() if isinstance(self._stock, StoreStock) else []
 
     # What clients ask; names
 
@@ -641,7 +667,9 @@ class CatalogService:
             wanted.name, wanted.key, schemas.pop(), parts, append=wanted.append, tags=wanted.tags, ttl=wanted.ttl
         )
         if self._stock is not None:
-            self._stock.confirm(self._database.wanted(self.node.id))
+            published = self._database.wanted(self.node.id, [part.id for part in parts if part.node == self.node.id])
+            self._stock.confirm(published)
+            self._database.settled(published)
 
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make segments on this node ready to be published by a catalog."""
@@ -799,13 +827,28 @@ class CatalogService:
         announced = [parse_announced(one) for one in body["parts"]]
         until = time.time() + float(body["lives"])
         self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]))
-        return {"wanted": self._database.wanted(node.id), "unwanted": self._database.unwanted(node.id, announced)}
+        return self._said(node.id, announced)
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A node lives."""
-        node = str(body["node"])
-        known = self._database.heard(node, str(body["digest"]), time.time() + float(body["lives"]))
-        return {"known": known, "unwanted": self._database.unwanted(node) if known else []}
+        """A node lives, and tells what has changed since the last time."""
+        node, digest = str(body["node"]), str(body["digest"])
+        announced = [parse_announced(one) for one in body.get("parts", ())]
+        known = self._database.heard(
+            node,
+            digest,
+            time.time() + float(body["lives"]),
+            since=str(body.get("since", digest)),
+            announced=announced,
+            gone=[str(one) for one in body.get("gone", ())],
+        )
+        return {"known": known, **(self._said(node, announced) if known else {})}
+
+    def _said(self, node: str, announced: Sequence[Announced]) -> dict[str, Any]:
+        """What a node should know of what it has told: which of that is published, and what of all it may forget."""
+        return {
+            "wanted": self._database.wanted(node, [one.part.id for one in announced]),
+            "unwanted": self._database.unwanted(node, announced),
+        }
 
     def leave(self, node: str) -> None:
         """A node ends."""
@@ -898,11 +941,6 @@ def _key(name: str, segments: Sequence[tuple[str, str]]) -> str:
     if not segments:
         return secrets.token_hex(16)
     return hashlib.sha256(json.dumps([name, segments]).encode()).hexdigest()
-
-
-def _digest(announced: Sequence[Announced]) -> str:
-    told = sorted((one.part.id, one.prepared, one.whole) for one in announced)
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _check_free(uri: str) -> None:

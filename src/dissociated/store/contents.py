@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from dissociated.store.shelf import Version
 
 P = TypeVar("P")
+
+_REMEMBERED = 10_000  # versions that have changed: whoever asks seldom is told of all there are
 
 
 class Contents(Generic[P]):
@@ -22,6 +25,8 @@ class Contents(Generic[P]):
         self._several: dict[str, None] = {}  # names of more than one version
         self.last = 0  # the highest number that there was
         self.changes = 0  # how often anything has come, gone or changed
+        self._changed: OrderedDict[str, int] = OrderedDict()  # ids, by the number of the last change
+        self._forgotten = 0  # the number of the last change that is not known any more
 
     def __iter__(self) -> Iterator[Version]:
         return (version for version, _ in self._versions.values())
@@ -35,7 +40,7 @@ class Contents(Generic[P]):
 
     def put(self, version: Version, place: P) -> None:
         """Add a version, the latest, or change what is known of one."""
-        self.changes += 1
+        self._note(version.id)
         self._versions[version.id] = version, place
         self._keys.setdefault(version.key, version.id)
         named = self._names.setdefault(version.name, {})
@@ -52,7 +57,7 @@ class Contents(Generic[P]):
         """Forget a version."""
         found = self._versions.pop(id, None)
         if found is not None:
-            self.changes += 1
+            self._note(id)
             version, _ = found
             if self._keys.get(version.key) == id:
                 del self._keys[version.key]
@@ -64,6 +69,19 @@ class Contents(Generic[P]):
                 self._several.pop(version.name, None)
             self._prepared.pop(id, None)
         return found
+
+    def _note(self, id: str) -> None:
+        self.changes += 1
+        self._changed[id] = self.changes
+        self._changed.move_to_end(id)
+        if len(self._changed) > _REMEMBERED:
+            _, self._forgotten = self._changed.popitem(last=False)
+
+    def changed(self, since: int) -> list[str] | None:
+        """The ids of what has come, gone or changed after so many `changes`; None where nobody knows any more."""
+        if since < self._forgotten:
+            return None
+        return [id for id, _ in takewhile(lambda item: item[1] > since, reversed(self._changed.items()))]
 
     def by_key(self, key: str) -> Version | None:
         """What was committed with this key."""

@@ -271,6 +271,14 @@ class StoreStock(Stock):
         """See Store.changes."""
         return self._store.changes
 
+    def changed(self, since: int) -> list[str] | None:
+        """See Store.changed."""
+        return self._store.changed(since)
+
+    def version(self, id: str) -> Version | None:
+        """See Store.version."""
+        return self._store.version(id)
+
     def serial(self) -> int:
         """See Store.serial."""
         return self._store.serial()

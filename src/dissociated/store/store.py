@@ -196,6 +196,11 @@ class Store:
         with self._lock:
             return self._contents.changes
 
+    def changed(self, since: int) -> list[str] | None:
+        """The ids of what has become another after so many `changes`; None where they were too many to know."""
+        with self._lock:
+            return self._contents.changed(since)
+
     def segments(self, version: Version) -> Opened:
         """The segments of a version, opened now or lately. Who has them reads on, whatever becomes of the version.
 
