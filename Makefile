@@ -12,6 +12,8 @@ demo: .venv/demo.stamp
 flights: .venv/demo.stamp
 	$(BIN)/python -m examples.flights.demo $(ARGS)
 
+# Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.stamp lint
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 

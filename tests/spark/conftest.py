@@ -19,23 +19,34 @@ if TYPE_CHECKING:
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _java_for_minutes() -> Iterator[None]:
+    """No Java of these tests lives long enough to gain from its best compiler, or from a collector with threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        yield
+
+
 @pytest.fixture(scope="package")
-def spark() -> Iterator[SparkSession]:
-    """Two cores; a task that fails gets a second attempt."""
+def spark(_java_for_minutes: None) -> Iterator[SparkSession]:
+    """Two cores; a task that fails gets a second attempt; workers begin as forks of warm.py."""
     try:
         java_home()
     except JavaNotFound as error:
         pytest.skip(str(error))
-    running = session(
-        "tests",
-        "local[2,2]",
-        **{
-            "spark.log.level": "OFF",
-            "spark.sql.session.timeZone": "America/New_York",
-            "spark.sql.shuffle.partitions": 2,
-            "spark.sql.timeType.enabled": True,
-        },
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        running = session(
+            "tests",
+            "local[2,2]",
+            **{
+                "spark.log.level": "OFF",
+                "spark.python.daemon.module": "warm",
+                "spark.sql.session.timeZone": "America/New_York",
+                "spark.sql.shuffle.partitions": 2,
+                "spark.sql.timeType.enabled": True,
+            },
+        )
     yield running
     running.stop()
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dissociated.cli import catalog, drop, get, inspect, ls, node, put, serve, status
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line, whole."""
+def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line, with the options of those commands alone that `arguments` name: theirs load what they need."""
     from dissociated import __version__
 
     top = argparse.ArgumentParser(
@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
             description=command.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_arguments(sub)
+        if name in arguments:
+            command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     return top
 
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from dissociated.errors import DissociatedError
 
-    parsed = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = parser(given).parse_args(given)
     try:
         parsed.run(parsed)
     except BrokenPipeError:
