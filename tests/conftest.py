@@ -37,7 +37,21 @@ def pytest_sessionfinish() -> None:
 
 
 #: What takes longest begins first, so that no worker is left alone with it; the rest follows in its order.
-LONGEST = ("spark/test_cluster", "spark", "test_examples", "faults/test_floods", "golden/test_damaged", "contract")
+LONGEST = (
+    "spark/test_cluster",
+    "spark",
+    "store/test_node.py",
+    "faults/test_ucx",
+    "test_examples",
+    "golden/test_damaged",
+    "contract",
+    "store/test_store",
+    "fabric",
+    "faults",
+    "ipc/test_tensor",
+    "test_once",
+    "test_fork",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
