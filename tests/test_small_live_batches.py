@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -87,34 +89,87 @@ def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
         texts = ["x" * (number % 50 // 49)] * size
         sent.append(pa.record_batch([np.full(size, number), pa.array(texts, pa.string()), words], schema=SCHEMA))
     server = serve(*MEDIA)
-    for names in (["n", "s", "d"], ["n", "s"], ["n"]):
+    for options, names in product(({"live": dis.Live(consumers=4)}, {}), (["n", "s", "d"], ["n", "s"], ["n"])):
         some = [one.select(names) for one in sent]
-        reader = pa.RecordBatchReader.from_batches(some[0].schema, iter(some))
-        server.publish("live", reader, live=dis.Live(consumers=4))
+        server.publish("live", partial(pa.RecordBatchReader.from_batches, some[0].schema, some), **options)
         readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
         readers.append(open_at(server, "tcp", columns=["n"]))
         with ThreadPoolExecutor(4) as pool:
             *whole, narrow = pool.map(list, readers)
-        assert whole == [some] * 3, names
-        assert narrow == [one.select(["n"]) for one in sent], names
+        assert whole == [some] * 3, (options, names)
+        assert narrow == [one.select(["n"]) for one in sent], (options, names)
 
 
-def test_a_batch_that_is_alone_is_sent_at_once(serve: Serve) -> None:
-    """Each is made when the one before has arrived: nothing else would ever let it go."""
+def test_what_a_source_gave_before_it_failed_arrives(serve: Serve) -> None:
     batch = pa.record_batch({"n": [1]})
-    arrived = threading.Semaphore()
+    server = serve(*MEDIA)
+    for options, length, scheme in product(({"live": dis.Live()}, {}), (1, 2, 100), ("shm", "tcp", "inproc")):
+
+        def source(length: int = length) -> Iterator[pa.RecordBatch]:
+            for _ in range(length):
+                yield batch
+            raise ValueError("no more")
+
+        server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()), **options)
+        reader = open_at(server, scheme)
+        assert [reader.read_next_batch() for _ in range(length)] == [batch] * length
+        with pytest.raises(dis.errors.RemoteError, match="failed"):
+            reader.read_next_batch()
+
+
+def test_readers_that_go_leave_no_thread_behind(serve: Serve) -> None:
+    """The source of its own that each reads ends with it, whether it is busy, or goes on after a pause."""
+    batch = pa.record_batch({"n": [1]})
+    ended, goes_on = threading.Semaphore(0), threading.Event()
 
     def source() -> Iterator[pa.RecordBatch]:
-        for _ in range(200):
-            assert arrived.acquire(timeout=PATIENCE), "a batch is kept back"
-            yield batch
+        try:
+            for number in count():
+                if number == 10:
+                    goes_on.wait(PATIENCE)
+                yield batch
+        finally:
+            ended.release()
 
     server = serve(*MEDIA)
-    for scheme in ("shm", "tcp", "inproc"):
-        server.publish("live", pa.RecordBatchReader.from_batches(batch.schema, source()), live=dis.Live())
-        for one in open_at(server, scheme):
-            assert one == batch
-            arrived.release()
+    server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()))
+    for pauses, scheme in product((True, False), ("shm", "tcp")):
+        goes_on.clear()
+        reader = open_at(server, scheme)
+        if not pauses:
+            goes_on.set()
+        for _ in range(10 if pauses else 1000):
+            assert reader.read_next_batch() == batch
+        del reader
+        goes_on.set()
+        assert ended.acquire(timeout=PATIENCE), (pauses, scheme)
+        assert connections_left(server) == 0
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "gathering"], "its thread ends")
+
+
+def test_no_batch_waits_for_others(serve: Serve) -> None:
+    """The source pauses after one batch, or some, until all that it gave have arrived: nothing else lets them go."""
+    batch = pa.record_batch({"n": [1]})
+    bursts = [*[1] * 30, 2, 7, 8, 9, 1, 300, 1, 1, 40, 2, 2, 2, 2000, 1]
+    arrived = threading.Semaphore(0)
+
+    def source() -> Iterator[pa.RecordBatch]:
+        for burst in bursts:
+            for _ in range(burst):
+                yield batch
+            for _ in range(burst):
+                assert arrived.acquire(timeout=PATIENCE), "a batch is kept back"
+
+    server = serve(*MEDIA)
+    for options in ({"live": dis.Live()}, {}):
+        for scheme in ("shm", "tcp", "inproc"):
+            server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()), **options)
+            count = 0
+            for one in open_at(server, scheme):
+                assert one == batch
+                count += 1
+                arrived.release()
+            assert count == sum(bursts)
 
 
 def test_a_source_may_use_its_memory_again(serve: Serve) -> None:

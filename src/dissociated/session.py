@@ -21,6 +21,7 @@ from dissociated.errors import (
     SourceError,
     told,
 )
+from dissociated.gathering import PACE, Gathering
 from dissociated.ipc.split import SplitMessage, Splitter
 from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveMemory, LiveRegion
@@ -50,7 +51,6 @@ FREE_DATA = _WANT | 0x100
 _MAX_REQUEST = MAX_IDENTIFIER  # bytes of a message from a client
 _LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
 _FOREVER = 1e6  # seconds
-_PACE = 0.001  # seconds that small messages which follow others at once wait for more; one that is alone does not
 _PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
 
 
@@ -215,21 +215,32 @@ class Session:
             self._server.admit_live(wanted.name)
         self._memory = LiveMemory(wanted.name, self._server.live_limit)
         inline_limit = SMALL if self._server.inline_limit is None else self._server.inline_limit
-        for message in _blamed(wanted):
-            body = None
-            if message.body is not None and streams & Streams.BODIES:
+        gathers = streams is Streams.BOTH and self._connection.takes_runs
+        with Gathering(lambda parts: self._send_gathered(wanted, parts)) as gathering:
+            for message in _blamed(wanted):
                 length = message.parsed.body_length
                 by_address = mapped and not self._silent and length > inline_limit
-                region = self._room(length) if by_address else None
-                body = (
-                    Body(BodyKind.PACKED, message.body)
-                    if region is None
-                    else self._place(region, message, message.body)
-                )
-            with self._tally.sending(self._connection, 0 if body is None else message.parsed.body_length):
-                self._connection.send(self._numbered(wanted, message.header, body), self._server.stall_timeout)
-            self._tally.messages += 1
-            self._take_frees()
+                if gathers and message.body is not None and length <= SMALL and not by_address:
+                    gathering.add(message)
+                    continue
+                gathering.flush()
+                body = None
+                if message.body is not None and streams & Streams.BODIES:
+                    region = self._room(length) if by_address else None
+                    body = (
+                        Body(BodyKind.PACKED, message.body)
+                        if region is None
+                        else self._place(region, message, message.body)
+                    )
+                with self._tally.sending(self._connection, 0 if body is None else length):
+                    self._connection.send(self._numbered(wanted, message.header, body), self._server.stall_timeout)
+                self._tally.messages += 1
+                self._take_frees()
+
+    def _send_gathered(self, wanted: StreamedDataset, parts: Sequence[Part]) -> None:
+        self._send_together(wanted, parts, mapped=False, unsent=set())
+        self._tally.messages += sum([part.messages for part in parts])
+        self._take_frees()
 
     def _send_broadcast(self, wanted: Broadcast | BroadcastColumns, streams: Streams, mapped: bool) -> None:
         if streams is not Streams.BOTH:
@@ -249,7 +260,7 @@ class Session:
             parts = consumer.take(AT_ONCE, BYTES_AT_ONCE)
             if parts:
                 count, nbytes = self._send_parts(consumer, wanted, parts, mapped and not self._silent)
-                paced = time.monotonic() + _PACE if count < AT_ONCE and nbytes <= SMALL else 0.0
+                paced = time.monotonic() + PACE if count < AT_ONCE and nbytes <= SMALL else 0.0
             else:
                 self._connection.wait(_LOOK_AGAIN)
 
@@ -257,27 +268,32 @@ class Session:
         self, consumer: Consumer, wanted: Broadcast | BroadcastColumns, parts: Sequence[Part], mapped: bool
     ) -> tuple[int, int]:
         """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
-        messages: list[Message | Run] = []
         unsent = {address for part in parts for address in part.addresses}
         try:
             count = sum([part.messages for part in parts])
             chosen = [part for part in map(wanted.choose, parts) if part is not None]
-            nbytes = sum([part.nbytes for part in chosen])
-            for header, group in groupby(chosen, _alike):
-                some = [*group]
-                bodies = [body for part in some for body in part.bodies] if header is not None else []
-                if header is not None and len(bodies) >= MIN_RUN and self._connection.takes_runs:
-                    self._check(wanted, header)
-                    messages.append(self._sender.send_alike(header, bodies))
-                    continue
-                for part in [one for several in some for one in several.each()]:
-                    messages += self._numbered(wanted, part.header, self._body(part, mapped, unsent))
-            with self._tally.sending(self._connection, nbytes):
-                self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
+            nbytes = self._send_together(wanted, chosen, mapped, unsent)
             self._tally.messages += count
             return count, nbytes
         finally:
             consumer.free(unsent)
+
+    def _send_together(self, wanted: Dataset, parts: Sequence[Part], mapped: bool, unsent: set[int]) -> int:
+        """Send these all at once, alike ones in runs; see `_body`. Returns how many bytes their bodies have."""
+        messages: list[Message | Run] = []
+        for header, group in groupby(parts, _alike):
+            some = [*group]
+            bodies = [body for part in some for body in part.bodies] if header is not None else []
+            if header is not None and len(bodies) >= MIN_RUN and self._connection.takes_runs:
+                self._check(wanted, header)
+                messages.append(self._sender.send_alike(header, bodies))
+                continue
+            for part in [one for several in some for one in several.each()]:
+                messages += self._numbered(wanted, part.header, self._body(part, mapped, unsent))
+        nbytes = sum([part.nbytes for part in parts])
+        with self._tally.sending(self._connection, nbytes):
+            self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
+        return nbytes
 
     def _numbered(self, wanted: Dataset, header: bytes, body: Body | None) -> list[Message]:
         """The next message of a stream whose metadata nobody could look at before."""
