@@ -1,9 +1,10 @@
 """Very many small datasets: what a commit costs, by how many there are already; and the calls that follow.
 
 A writer in this process commits one row under one new name after the other: to a node that keeps files, to one that
-keeps memfds, and to one that has a catalog above it. What is printed is processor time of the node (and of the catalog
-above it) and time that passed, for each commit of a block. Then all are listed, some are described, read and
-dropped, and the node is started again; one that has a catalog tells that everything.
+keeps memfds; and, on top of a store that has as many already, to one that has a catalog above it. What is printed is
+processor time of the node (and of that catalog) and time that passed, for each commit of a block. Then all are listed,
+some are described, read, replaced and dropped, and the node is started again; one that has a catalog tells that
+everything when it starts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import dissociated as dis
 from dissociated.catalog.client import Client
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.store.handover import hand_over
+from dissociated.store.store import Store
 
 KINDS = ("files", "memfds", "upstream")
 _BLOCKS = 20
 _TABLE = pa.table({"n": [1]})
 _BEAT = 1.0  # seconds
 _CALLS = 1000  # of each that is tried when all are there
+_MORE = 2000  # commits to a node that has many already
 _SPARE = 256  # descriptors of a node beside its memfds
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -78,9 +81,13 @@ def _measure(kind: str, datasets: int) -> None:
             command = ("catalog", "--db", f"{directory}/catalog.db", "--listen", "grpc://127.0.0.1:0")
             processes.append(running.enter_context(_Process(*command)))
             node += ["--catalog", processes[0].uri]
+            _fill(Path(f"{directory}/store"), datasets)
+        started = time.perf_counter()
         with _Process(*node) as served:
-            _commits(kind, [served, *processes], datasets)
-            _calls(kind, [served, *processes], datasets)
+            _print("start", time.perf_counter() - started, sum(process.cpu for process in (served, *processes)))
+            first = datasets if kind == "upstream" else 0
+            _commits(kind, [served, *processes], range(first, first + _MORE if first else datasets))
+            _calls([served, *processes], datasets)
         if kind != "memfds":
             started = time.perf_counter()
             with _Process(*node) as served:
@@ -88,17 +95,33 @@ def _measure(kind: str, datasets: int) -> None:
     print(flush=True)
 
 
-def _commits(kind: str, processes: Sequence[_Process], datasets: int) -> None:
+def _fill(directory: Path, datasets: int) -> None:
+    """Commit so many without a node."""
+    started = time.perf_counter()
+    with Store(directory) as store:
+        for number in range(datasets):
+            name = _name(number)
+            with store.writer(name, _TABLE.schema) as writer:
+                writer.write_batch(_TABLE.to_batches()[0])
+            store.commit(name, [name], key=name)
+    _print("commit in the store", (time.perf_counter() - started) / datasets, 0.0)
+
+
+def _name(number: int) -> str:
+    return f"d{number:08}"
+
+
+def _commits(kind: str, processes: Sequence[_Process], numbers: range) -> None:
     heads = ("DATASETS", "MS/COMMIT", "NODE CPU MS", *(["CATALOG CPU MS"] if len(processes) > 1 else []))
     print("  ".join(heads))
-    block = max(1, datasets // _BLOCKS)
+    block = max(1, len(numbers) // _BLOCKS)
     with dis.connect(processes[0].uri) as client:
         put = _handed_over(client) if kind == "memfds" else lambda name: client.put(name, _TABLE)
-        for first in range(0, datasets, block):
-            some = range(first, min(first + block, datasets))
+        for first in range(0, len(numbers), block):
+            some = numbers[first : first + block]
             before, started = [process.cpu for process in processes], time.perf_counter()
             for number in some:
-                put(f"d{number:08}")
+                put(_name(number))
             took = time.perf_counter() - started
             cpu = [process.cpu - was for process, was in zip(processes, before, strict=True)]
             row = (f"{some.stop:,}", *(f"{seconds / len(some) * 1e3:.2f}" for seconds in (took, *cpu)))
@@ -126,8 +149,8 @@ def _handed_over(client: Client) -> Callable[[str], object]:
     return put
 
 
-def _calls(kind: str, processes: Sequence[_Process], datasets: int) -> None:
-    names = [f"d{number:08}" for number in range(0, datasets, max(1, datasets // _CALLS))]
+def _calls(processes: Sequence[_Process], datasets: int) -> None:
+    names = [_name(number) for number in range(0, datasets, max(1, datasets // _CALLS))]
     with dis.connect(processes[0].uri) as client:
 
         def quiet() -> None:
@@ -153,4 +176,4 @@ def _calls(kind: str, processes: Sequence[_Process], datasets: int) -> None:
 
 
 def _print(what: str, seconds: float, cpu: float) -> None:
-    print(f"{what:18}{seconds * 1e3:>12,.2f} ms, processor {cpu * 1e3:,.2f} ms", flush=True)
+    print(f"{what:20}{seconds * 1e3:>12,.2f} ms, processor {cpu * 1e3:,.2f} ms", flush=True)
