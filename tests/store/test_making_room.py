@@ -16,8 +16,9 @@ from dissociated.store.node import Node
 from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
 from helpers import wait_until
+from processes import Start
 
-from .nodes import MIB
+from .nodes import MIB, small_file_system
 
 SCHEMA = pa.schema([("n", pa.int64())])
 LARGE = pa.table({"n": pa.array([7] * (5 * MIB // 8), pa.int64())})
@@ -81,6 +82,47 @@ def test_what_is_found_again_is_what_there_was(memory: Path) -> None:
             assert store.by_key(version.key) == store.version(version.id) == version
         store.remove(*store.versions())
         assert (store.versions(), store.usage().committed, store.current("a")) == ([], 0, None)
+
+
+def test_a_put_of_unknown_size_takes_no_more_than_it_has_come_to_need(memory: Path) -> None:
+    """First what is free, then as few of the oldest as make room for the next batch; none for one that never fits."""
+    rows = pa.record_batch({"n": pa.array(range(MIB // 8), pa.int64())})
+    twenty = pa.Table.from_batches([rows] * 20).combine_chunks().to_batches()[0]
+
+    def batches(count: int, last: pa.RecordBatch | None) -> Iterator[pa.RecordBatch]:
+        yield from [rows] * count
+        if last is None:
+            raise RuntimeError("no more comes")
+        yield last
+
+    def source(count: int, last: pa.RecordBatch | None) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(SCHEMA, batches(count, last))
+
+    with Node(Store(memory / "store", 15 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
+        for name in "abc":
+            client.put(name, pa.Table.from_batches([rows] * 4))
+        for count, last, left in ((2, None, "abc"), (2, twenty, "abc"), (4, None, "bc"), (6, twenty, "bc")):
+            with pytest.raises(DissociatedError, match="never fit" if last else "no more comes|broke off"):
+                client.put("d", source(count, last))
+            assert [info.name for info in client.list()] == [*left]
+            assert list(node.store.staging.iterdir()) == []
+
+
+def test_what_is_larger_than_its_file_system_removes_nothing(tmp_path: Path, start: Start) -> None:
+    """Without a limit the file system is one: here it has 8 MiB."""
+    root = tmp_path / "small"
+    root.mkdir()
+    node = start("node", "--store", root / "store", "--policy", "evict", prefix=small_file_system(root))
+    some = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(MIB // 8), pa.int64())})] * 16)
+    with dis.connect(node.uri) as client:
+        for name in "ab":
+            client.put(name, some.slice(0, 3 * MIB // 8))
+        with pytest.raises(DissociatedError, match=r"the file system of .* is full"):
+            client.put("c", some)
+        assert [info.name for info in client.list()] == ["a", "b"]
+        client.put("c", some.slice(0, 4 * MIB // 8))
+        assert [info.name for info in client.list()] == ["b", "c"]
+    assert node.terminate() == 0
 
 
 def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) -> None:

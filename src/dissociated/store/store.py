@@ -282,9 +282,12 @@ class Store:
         Whoever knows how much there will be asks this first: what goes for the beginning of something that does not
         fit is lost for nothing. Raises StoreFull where there is no room, and none can be made now.
         """
-        if self.limit is not None:
-            with self._lock:
-                self._admit(repr(name), size, size)
+        with self._lock, explained(f"making room in {self.directory}"):
+            self._admit(repr(name), size, size)
+            if size > self._free():
+                self._make_room(lambda: size - self._free())
+            if size > self._free():
+                raise self._no_space(repr(name), size)
 
     def hand_over(self, descriptor: int) -> str:
         """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
@@ -325,11 +328,14 @@ class Store:
         if not _allocate(descriptor, size):
             self._make_room(lambda: missing - self._free())
             if not _allocate(descriptor, size):
-                raise StoreFull(
-                    f"the file system of {self.directory} is full: {name} needs {missing:,} bytes more and "
-                    f"{self._free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
-                    "--shm-size), or choose another directory"
-                )
+                raise self._no_space(name, missing)
+
+    def _no_space(self, name: str, missing: int) -> StoreFull:
+        return StoreFull(
+            f"the file system of {self.directory} is full: {name} needs {missing:,} bytes more and "
+            f"{self._free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
+            "--shm-size), or choose another directory"
+        )
 
     def _free(self) -> int:
         status = os.statvfs(self.directory)
