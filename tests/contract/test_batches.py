@@ -24,7 +24,7 @@ RANGES = [(0, 1), (1, 3), (3, 4), (2, 9), (0, 0), (7, 9)]
 
 
 def identifier(ticket: bytes, asked: str) -> bytes:
-    """As docs/architecture.md has it."""
+    """As docs/protocol.md has it."""
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + asked.encode()
 
 

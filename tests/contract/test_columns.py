@@ -123,7 +123,7 @@ def moved(route: Route, identifier: bytes) -> Moved:
 
 
 def identifier(ticket: bytes, columns: list[str]) -> bytes:
-    """As docs/architecture.md has it."""
+    """As docs/protocol.md has it."""
     names = ", ".join(f'"{name}"' for name in columns)
     return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + f'{{"columns": [{names}]}}'.encode()
 
