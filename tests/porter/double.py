@@ -87,6 +87,11 @@ class Wire:
         assert frame.kind == TAGGED or not frame.tag
         return frame
 
+    def read_all(self) -> None:
+        """Every frame up to the end."""
+        while self.receive() is not None:
+            pass
+
     def _exactly(self, size: int, may_end: bool = False) -> bytes:
         data = bytearray()
         while len(data) < size:
@@ -218,11 +223,6 @@ class Client:
         self._count: int | None = None
         self.kinds: set[int] = set()  # of frames, and of bodies times 100
         self.wire.send(encode(TAGGED, ticket, int(parameters["want_data"])))
-
-    def read_all(self) -> None:
-        """Every frame up to the end."""
-        while self.wire.receive() is not None:
-            pass
 
     def messages(self, half_close: bool = False) -> list[Message]:
         if half_close:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -75,15 +76,13 @@ def test_their_client_reads_from_our_server(server: dis.Server, scheme: str, nam
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_our_server_says_why_it_refuses_them(server: dis.Server, scheme: str) -> None:
     (uri,) = (uri for uri in server.locations("numbers") if uri.startswith(scheme))
-    client = Client(uri, b"no such ticket")
-    with pytest.raises(Aborted, match="no dataset has this ticket"):
+    with closing(Client(uri, b"no such ticket")) as client, pytest.raises(Aborted, match="no dataset has this ticket"):
         client.messages()
-    client.close()
-    client = Client(uri, server.ticket("small"))
-    client.wire.send(encode(TAGGED, server.ticket("small"), int(double.address_of(uri)[2]["want_data"])))
-    with pytest.raises(Aborted, match="a second stream"):
-        client.read_all()
-    client.close()
+    request = encode(TAGGED, server.ticket("small"), int(double.address_of(uri)[2]["want_data"]))
+    with closing(double.dial(uri)) as wire:
+        wire.send(request, request)  # at once: after its stream a connection is closed
+        with pytest.raises(Aborted, match="a second stream"):
+            wire.read_all()
 
 
 def test_their_client_gives_up(server: dis.Server) -> None:
