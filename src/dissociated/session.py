@@ -268,13 +268,19 @@ class Session:
         self, consumer: Consumer, wanted: Broadcast | BroadcastColumns, parts: Sequence[Part], mapped: bool
     ) -> tuple[int, int]:
         """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
-        unsent = {address for part in parts for address in part.addresses}
+        given = {address for part in parts for address in part.addresses}
+        unsent, written = {*given}, self._connection.written
         try:
             count = sum([part.messages for part in parts])
             chosen = [part for part in map(wanted.choose, parts) if part is not None]
             nbytes = self._send_together(wanted, chosen, mapped, unsent)
             self._tally.messages += count
             return count, nbytes
+        except ConnectionClosed:
+            if self._connection.written == written:  # nothing of it has left: the client will never give it back
+                self._ledger.release([*given - unsent])
+                unsent = given
+            raise
         finally:
             consumer.free(unsent)
 
