@@ -13,6 +13,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
+from dissociated.errors import DatasetNotFound
 from dissociated.log import fields
 from dissociated.status import Changed
 from dissociated.store.node import Node
@@ -103,13 +104,21 @@ def test_what_expires_is_told_and_a_node_that_starts_again_finds_no_news(
 
 def test_a_replaced_version_whose_time_is_over_keeps_no_node_from_starting(tmp_path: Path) -> None:
     with Node(Store(tmp_path / "store"), ["shm:"], retain=300.0) as node:
-        put(node, "d", SMALL, ttl=0.5)
-        with dis.connect(node.uri) as client:
-            client.describe("d")  # which promises its tickets for a while
+        wait_until(lambda: _promised(node), "its tickets are promised before its time is over")
         put(node, "d", LARGE)
     wait_until(lambda: _older(tmp_path / "store", 0.5), "its time is over")
     with Node(Store(tmp_path / "store"), ["shm:"], retain=300.0) as node, dis.connect(node.uri) as client:
         assert client.read("d").read_all() == LARGE
+
+
+def _promised(node: Node) -> bool:
+    put(node, "d", SMALL, ttl=0.5)
+    with dis.connect(node.uri) as client:
+        try:
+            client.describe("d")  # which promises its tickets for a while
+        except DatasetNotFound:
+            return False
+    return True
 
 
 def _older(store: Path, seconds: float) -> bool:

@@ -278,7 +278,7 @@ def test_client_is_killed(serve: Serve, spawn: Spawn, scheme: str, stage: str) -
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_client_is_stopped(serve: Serve, spawn: Spawn, stage: str) -> None:
-    good = serve("tcp://127.0.0.1:0", handshake_timeout=0.5, stall_timeout=0.5)
+    good = serve("tcp://127.0.0.1:0", handshake_timeout=1.0, stall_timeout=1.0)
     good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
     (uri,) = good.server.locations("large")
     steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["sleep"]]

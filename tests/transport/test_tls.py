@@ -198,7 +198,7 @@ def test_a_server_that_hangs_up_instead_of_shaking_hands(silent: socket.socket) 
 def test_clients_that_do_not_shake_hands_are_sent_away_and_hold_up_nobody(
     serve: Serve, certified: Certificates, said: bytes
 ) -> None:
-    server = serve("tls:", handshake_timeout=0.3, **certified.options)
+    server = serve("tls:", handshake_timeout=1.0, **certified.options)  # in which a good client has to agree, too
     server.publish("data", TABLE)
     uri = Uri.parse(where(server))
     silent = [socket.create_connection((uri.host, uri.port), PATIENCE) for _ in range(20)]
