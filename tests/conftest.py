@@ -100,6 +100,14 @@ def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
     yield from _sockets()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _java_for_minutes() -> Iterator[None]:
+    """No Java of these tests lives long enough to gain from its best compiler, or from a collector with threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        yield
+
+
 @pytest.fixture(scope="session")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """A certificate for this host, made in this run."""

@@ -19,16 +19,8 @@ if TYPE_CHECKING:
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _java_for_minutes() -> Iterator[None]:
-    """No Java of these tests lives long enough to gain from its best compiler, or from a collector with threads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
-        yield
-
-
 @pytest.fixture(scope="package")
-def spark(_java_for_minutes: None) -> Iterator[SparkSession]:
+def spark() -> Iterator[SparkSession]:
     """Two cores; a task that fails gets a second attempt; workers begin as forks of warm.py."""
     try:
         java_home()
