@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -22,7 +23,7 @@ import pytest
 
 import dissociated
 import dissociated.spark
-from dissociated import ipc
+from dissociated import cli, ipc
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -192,3 +193,10 @@ def check(node: ast.AST) -> None:
             if package in PACKAGES and callable(called := getattr(PACKAGES[package], name, None)):
                 unknown = {keyword.arg for keyword in keywords} - set(inspect.signature(called).parameters)
                 assert not unknown, ast.unparse(node)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_on_a_page_are_taken(page: Path) -> None:
+    for line in re.findall(r"^ *(dissociated [a-z]+ .*)$", page.read_text().replace("\\\n", " "), re.MULTILINE):
+        arguments = shlex.split(line, comments=True)[1:]
+        cli.parser(arguments).parse_args(arguments)
