@@ -84,6 +84,30 @@ def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serv
     assert server.status().totals.bytes == now.totals.bytes + size
 
 
+#: Rows of a batch: UCX tells of messages that it has fetched alone, the two ends over libfabric of all.
+LAST = {"ucx": 1 << 17, "fabric": 10}
+
+
+@pytest.mark.parametrize("scheme", media(WHERE))
+def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, scheme: str) -> None:
+    server = serve(WHERE[scheme])
+    batch = pa.record_batch({"n": np.full(LAST[scheme], 7)})
+    server.publish("short", pa.Table.from_batches([batch] * 16))
+    (uri,) = server.locations("short", bodies="packed")
+    command = [sys.executable, "-c", ONE_BATCH, uri, server.ticket("short").hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "begun\n"
+        wait_until(lambda: [one.state for one in server.status().consumers] == ["holding"], "the medium has all of it")
+        reader.kill()
+    assert not connections_left(server)
+    totals = server.status().totals
+    assert (totals.gone, totals.failed, totals.done) == (1, 0, 0)
+    dis.open_stream(uri, server.ticket("short")).read_all()
+    assert not connections_left(server)
+    assert server.status().totals.done == 1
+
+
 def test_a_rate_is_that_of_late_however_often_somebody_looks() -> None:
     rate = Rate(100.0)
     assert rate.at(100.0, 0) == 0

@@ -99,7 +99,8 @@ class Session:
                 self._answer(self._wanted, streams, packed)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
-                self._connection.finish(self._server.stall_timeout)
+                if not self._connection.finish(self._server.stall_timeout):
+                    raise ConnectionClosed("the client went before it had everything")
         except ConnectionClosed:
             raise  # there is nobody to tell
         except DissociatedError as error:

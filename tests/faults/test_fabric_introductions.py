@@ -109,10 +109,31 @@ def test_a_server_that_lies_or_talks_without_end_holds_nobody() -> None:
 def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
     with (
         server([(CONTROL | Kind.WELCOME, lambda name: VERSION + name)], again=True) as uri,
-        transport("fabric").connect(uri, PATIENCE) as connection,
         pytest.raises(RemoteProtocolError, match="means nothing"),
+        transport("fabric").connect(uri, PATIENCE) as connection,
     ):
         connection.receive(TIMEOUT, lambda tag, length: bytearray(length))
+
+
+def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Callable[..., Good]) -> None:
+    """Each place costs 16 MB. 40 are asked for, and nobody ever joins."""
+    good = serve("fabric:", handshake_timeout=5.0)
+    uri = Uri.parse(good.server.locations("good")[0])
+    assert uri.host is not None
+    endpoint = Endpoint(PROVIDER, "127.0.0.1", None)
+    try:
+        listener, most = endpoint.insert(endpoint.find(uri.host, str(uri.port))), 0
+        for _ in range(40):
+            tell(endpoint, listener, CONTROL | Kind.HELLO, VERSION + endpoint.name, lambda: False)
+        client = threading.Thread(target=good.check)
+        client.start()
+        while client.is_alive():
+            endpoint.progress()
+            most = max(most, good.server.connections)
+            client.join(0.01)
+    finally:
+        endpoint.close()
+    assert 16 <= most <= 18
 
 
 def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Callable[..., Good]) -> None:

@@ -44,9 +44,9 @@ class Quiet(NativeConnection):
     def _start(self, message: Any) -> None:
         self._posted("request", message.size, message)
 
-    def _complete(self, request: Any) -> bool:
+    def _complete(self, request: Any) -> bool | None:
         self.looks += 1
-        return self.looks > 2
+        return self.looks > 2 or None
 
     def _waiting(self) -> bool:
         return False
@@ -73,8 +73,8 @@ class Endless(Quiet):
     def _progress(self) -> bool:
         return True
 
-    def _complete(self, request: Any) -> bool:
-        return False
+    def _complete(self, request: Any) -> bool | None:
+        return None
 
 
 def test_a_peer_that_sends_without_end_keeps_no_client_that_sends() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,11 +11,12 @@ from contextlib import closing, contextmanager
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import RemoteProtocolError, TransportError, UriError
+from dissociated.errors import DeadlineExceeded, RemoteProtocolError, TransportError, UriError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
+from dissociated.transport.ucx import _Worker
 from dissociated.uri import Uri
 from helpers import PATIENCE, complaint, leaving_nothing
 
@@ -75,6 +77,16 @@ def test_without_cffi_it_is_said_what_to_install() -> None:
 def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:
     with pytest.raises(TransportError, match=r"has UCX 1\.13\.1 and this process [0-9.]+, which do not work together"):
         UCX.connect(Uri.parse("ucx://127.0.0.1:1?ucx=1.13.1"), PATIENCE)
+
+
+def test_connecting_has_a_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something always happens, and nothing comes of it."""
+    progress = _Worker.progress
+    monkeypatch.setattr(_Worker, "progress", lambda worker: progress(worker) or True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = Uri("ucx", host="127.0.0.1", port=silent.getsockname()[1])
+        with pytest.raises(DeadlineExceeded, match=r"no answer for 0\.3 s"):
+            UCX.connect(uri, 0.3)
 
 
 def test_loading_ucx_leaves_signals_and_environment_alone() -> None:

@@ -175,12 +175,13 @@ class Connection(ABC):
         Where the medium can tell, the peer's sends fail with ConnectionClosed. Never raises.
         """
 
-    def finish(self, timeout: float) -> None:  # noqa: B027  # most media have nothing to wait for
+    def finish(self, timeout: float) -> bool:
         """Wait until the peer has taken what was sent, and closed the connection, where closing earlier loses some.
 
         After `timeout` seconds of silence it returns all the same. Media whose `close` lets everything arrive do
-        not wait. Never raises.
+        not wait. False where the medium knows of something that the peer has not taken. Never raises.
         """
+        return True
 
     @abstractmethod
     def close(self) -> None:

@@ -71,6 +71,9 @@ _HEARTBEAT = 2.0  # seconds
 _KNOWN = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
 _ANSWERING = 16  # that are answered at once: one that does not take its answer keeps no other waiting
+#: That have an endpoint and have not joined: each costs 16 MB and a dozen descriptors, and has proved nothing yet.
+_JOINING = 16
+_JOIN_TIME = 1.0  # seconds that each of these may take although others wait
 _STAGING = 4  # pieces of memory that are kept to join messages in
 _LOOKS = 256  # messages that are taken before somebody else's turn
 _BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
@@ -257,6 +260,11 @@ class FabricConnection(NativeConnection):
                 self._receive_untagged(self._ffi.new(f"char[{_MAX_PLAIN * (2 if self._accepted else 16)}]"))
         _pulse(os.getpid()).add(self)
 
+    @property
+    def joining(self) -> bool:
+        """Whether the client that this was made for is still to come."""
+        return self._client is not None and not self._closed
+
     def reach(self, spans: Sequence[Span]) -> None:
         """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
         if any(len(span.key) != _key.size for span in spans):
@@ -408,8 +416,11 @@ class FabricConnection(NativeConnection):
         few = self._in_flight < self._window // 2 or self._in_flight + size <= self._window
         return few and len(self._under_way) < _UNDER_WAY
 
-    def _complete(self, request: _Sending) -> bool:
-        return request.ended
+    def _complete(self, request: _Sending) -> bool | None:
+        return request.ended or None
+
+    def _taken_all(self) -> bool:
+        return self._peer_consumed == self._sent or len(self._farewell) == self._endpoint.lanes
 
     def _tell(self, reason: str) -> bool:
         self._say(Kind.ABORT, reason.encode(errors="backslashreplace"))
@@ -764,6 +775,7 @@ class _FabricListener(Listener):
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
         self._answers: list[_Answer] = []
+        self._joining: list[tuple[float, FabricConnection]] = []  # and since when, the oldest first
         self._closed = False
         self._waker = Waker()
         self._lock = threading.Condition(threading.Lock())  # held by whoever uses the endpoint
@@ -793,7 +805,7 @@ class _FabricListener(Listener):
                     self._endpoint.discard()
                 if self._closed:
                     return None
-                while self._hellos and len(self._answers) < _ANSWERING:
+                while self._hellos and len(self._answers) < _ANSWERING and self._has_place():
                     self._welcome(self._hellos[0])
                     self._hellos.popleft()
                 for answer in [one for one in self._answers if self._given(one)]:
@@ -802,10 +814,25 @@ class _FabricListener(Listener):
                         return answer.connection
                 self._asleep = self._endpoint.arm()
             if self._asleep:
-                self._endpoint.sleep(self._waker, _RETRY if self._answers else _LOOK_AGAIN)
+                self._endpoint.sleep(self._waker, _RETRY if self._answers or self._hellos else _LOOK_AGAIN)
             with self._lock:
                 self._asleep = False
                 self._lock.notify_all()
+
+    def _has_place(self) -> bool:
+        """Whether one more may have an endpoint. If not, the one that has had most time to join goes, once it had some.
+
+        Whoever has accepted it closes it.
+        """
+        self._joining = [(since, one) for since, one in self._joining if one.joining]
+        if len(self._joining) < _JOINING:
+            return True
+        since, slowest = self._joining[0]
+        if time.monotonic() >= since + _JOIN_TIME:
+            slowest.arrived()  # it may have come, and nobody has looked yet
+            if slowest.joining:
+                slowest.interrupt()
+        return False
 
     def _welcome(self, hello: bytes) -> None:
         """Begin to answer the client that says this: with a connection, unless there can be none."""
@@ -831,6 +858,7 @@ class _FabricListener(Listener):
             endpoint.close()
             raise
         connection.exposes_memory = self.exposes_memory
+        self._joining.append((time.monotonic(), connection))
         self._answer(client, Kind.WELCOME, bytes([_VERSION]) + endpoint.name, connection)
 
     def _answer(self, client: int, kind: Kind, payload: bytes, connection: Connection | None = None) -> None:

@@ -36,7 +36,8 @@ MAX_IN_FLIGHT = 1 << 26
 #: little to say, and of servers. UCX tells nobody that small messages have been taken: while a client fetches one body
 #: its server may send the addresses of all that follow.
 _MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
-_OVERHEAD = 256  # bytes that keeping a message takes beside its own
+#: Bytes that keeping a message takes beside its own.
+OVERHEAD = 256
 _LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
@@ -96,6 +97,7 @@ class NativeConnection(Connection):
         self._given = 0  # bytes, of all messages so far
         self._arrived: deque[Incoming] = deque()
         self._arrived_bytes = 0
+        self._put_off_bytes = 0  # of messages that are known, and that are not fetched yet
         self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
         self._reason: str | None = None  # that the peer gave for giving up
         self._most = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
@@ -131,8 +133,8 @@ class NativeConnection(Connection):
         """Begin to send a prepared message."""
 
     @abstractmethod
-    def _complete(self, request: Any) -> bool:
-        """Whether sending a message has ended, well or, where the peer is gone, not; then `request` is forgotten."""
+    def _complete(self, request: Any) -> bool | None:
+        """Whether sending a message has ended well, and `request` is forgotten; None while it has not ended."""
 
     @abstractmethod
     def _waiting(self) -> bool:
@@ -194,7 +196,7 @@ class NativeConnection(Connection):
                 raise ConnectionClosed("this side closed the connection")
             if self._arrived:
                 incoming = self._arrived.popleft()
-                self._arrived_bytes -= _OVERHEAD + len(incoming.data)
+                self._arrived_bytes -= OVERHEAD + len(incoming.data)
                 return incoming
             if self._broken is not None:
                 raise self._broken
@@ -212,10 +214,16 @@ class NativeConnection(Connection):
                 self._progress()
             return bool(self._arrived) or self._ended or self._over or self._stopped or self._waiting()
 
-    def finish(self, timeout: float) -> None:
+    def finish(self, timeout: float) -> bool:
         # Closing while the last messages are in the network, or in the peer's queue, would lose them.
         with self._lock, suppress(DissociatedError):
             self._drive(lambda: self._has(lambda: self._over), timeout)
+        with self._lock:
+            return self._taken_all()
+
+    def _taken_all(self) -> bool:
+        """Whether, as far as the medium tells, the peer has taken all that was sent."""
+        return not self.backlog
 
     def abort(self, reason: str) -> None:
         with self._lock:
@@ -296,7 +304,7 @@ class NativeConnection(Connection):
         if self._broken is not None:
             raise self._broken
         self._take(self._keep, self._most)
-        if self._arrived_bytes > self._most:
+        if self._arrived_bytes + self._put_off_bytes > self._most:
             raise RemoteProtocolError(
                 f"{self._peer} sends and does not receive"
                 if self._accepted
@@ -395,10 +403,10 @@ class NativeConnection(Connection):
         did nothing just now.
         """
         moved = self._progress()
-        while self._under_way and self._complete(self._under_way[0].request):
+        while self._under_way and (sent := self._complete(self._under_way[0].request)) is not None:
             size = self._under_way.popleft().size
             self._in_flight -= size
-            self.written += 0 if self._gone else size
+            self.written += size if sent else 0
             moved = True
         if moved and self._asleep:
             self._waker.set()
@@ -411,7 +419,7 @@ class NativeConnection(Connection):
 
     def _arrive(self, incoming: Incoming) -> None:
         self._arrived.append(incoming)
-        self._arrived_bytes += _OVERHEAD + len(incoming.data)
+        self._arrived_bytes += OVERHEAD + len(incoming.data)
         if self._asleep:
             self._waker.set()  # it may wait for this, which another thread has found
 

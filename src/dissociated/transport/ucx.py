@@ -41,7 +41,7 @@ from dissociated.once import once
 from dissociated.transport import _ucp as c
 from dissociated.transport._ucp import Ucp, ucp
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
-from dissociated.transport.native import NativeConnection, Waker
+from dissociated.transport.native import OVERHEAD, NativeConnection, Waker
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -76,6 +76,14 @@ class _Outgoing(NamedTuple):
 
 class Prepared(list[_Outgoing]):
     """Messages that are encoded already."""
+
+
+class _Found(NamedTuple):
+    """A message that UCX holds, and that is ours to receive. `tag` is None for metadata."""
+
+    handle: Any
+    tag: int | None
+    length: int
 
 
 class _Receiving(NamedTuple):
@@ -275,7 +283,7 @@ class UcxConnection(NativeConnection):
         self._plain, self._pieces, self._force, self._am, self._am_pieces = _params()
         self._receiving: deque[_Receiving] = deque()
         self._receiving_bytes = 0
-        self._announced: deque[tuple[Any, int]] = deque()  # metadata that waits to be fetched
+        self._put_off: deque[_Found] = deque()  # until they are fetched: they would hide those behind them
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
         self._remote: RemoteSpace | None = None
@@ -302,12 +310,14 @@ class UcxConnection(NativeConnection):
         self._endpoint = made[0]
 
     def wait_connected(self, timeout: float) -> None:
-        """Wait until the peer has accepted. Raises TransportError if it does not, DeadlineExceeded."""
+        """Wait until the peer accepts, `timeout` in all. Raises TransportError if it does not, DeadlineExceeded."""
         with self._lock:
             request = self._lib.ucp_ep_flush_nbx(self._endpoint, self._plain)
             if request and self._ucp.status(request) == c.INPROGRESS:
                 self._posted(request, 0, None)
-            if not self._drive(lambda: not self._under_way or self._gone, timeout):
+            end = time.monotonic() + timeout  # whatever happens meanwhile
+            self._drive(lambda: not self._under_way or self._gone or time.monotonic() >= end, timeout)
+            if self._under_way and not self._gone:
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
             if self._gone:
                 mode = "none" if self._lax else "peer"
@@ -369,14 +379,14 @@ class UcxConnection(NativeConnection):
         else:
             self.written += size
 
-    def _complete(self, request: Any) -> bool:
+    def _complete(self, request: Any) -> bool | None:
         status = self._lib.ucp_request_check_status(request)
         if status == c.INPROGRESS:
-            return False
+            return None
         self._lib.ucp_request_free(request)
         if status < 0:
             self._lose_by(status)
-        return True
+        return bool(status == c.OK)
 
     def _tell(self, reason: str) -> bool:
         if not self._ours:
@@ -403,43 +413,62 @@ class UcxConnection(NativeConnection):
             )
             return c.OK
         if attributes & c.AM_RECV_RNDV:
-            self._announced.append((data, length))
+            self._put(_Found(data, None, length))
             return c.INPROGRESS
         # It may be kept beyond this call, or not, depending on how it came: copying is the same for both.
         self._arrive(Incoming(None, bytes(self._ucp.ffi.buffer(data, length))))
         return c.OK
 
     def _waiting(self) -> bool:
-        return bool(self._announced or self._receiving) or bool(
+        return bool(self._put_off or self._receiving) or bool(
             self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 0, self._info)
         )
 
     def _take(self, allocate: Allocate, most: int) -> bool:
-        u, worker = self._ucp, self._worker.handle
         only_small = self._only_small(allocate)
-        while self._announced and not only_small:
-            data, length = self._announced.popleft()
-            memory = bytearray(length)
+        while self._arrived_bytes <= most:
+            found = self._find(not only_small and self._receiving_bytes + self._arrived_bytes <= most)
+            if found is None:
+                break
+            self._claim(found, allocate)
+        return self._taken()
+
+    def _find(self, fetching: bool) -> _Found | None:
+        """The next message that UCX holds. Those that have to be fetched are put off, unless `fetching`."""
+        if fetching and self._put_off:
+            found = self._put_off.popleft()
+            self._put_off_bytes -= OVERHEAD + found.length
+            return found
+        while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
+            found = _Found(handle, self._info.sender_tag, self._info.length)
+            if fetching or found.length <= _SMALL:
+                return found
+            self._put(found)
+        return None
+
+    def _put(self, found: _Found) -> None:
+        self._put_off.append(found)
+        self._put_off_bytes += OVERHEAD + found.length
+
+    def _claim(self, found: _Found, allocate: Allocate) -> None:
+        u, worker = self._ucp, self._worker.handle
+        handle, tag, length = found
+        if tag is None:
+            memory: Buffer = bytearray(length)
             view = u.ffi.from_buffer(memory)
-            self._receive_into(self._lib.ucp_am_recv_data_nbx(worker, data, view, length, self._plain), None, memory)
-        while self._receiving_bytes + self._arrived_bytes <= most:
-            if only_small and self._lib.ucp_tag_probe_nb(worker, 0, 0, 0, self._info) and self._info.length > _SMALL:
-                break
-            message = self._lib.ucp_tag_probe_nb(worker, 0, 0, 1, self._info)
-            if not message:
-                break
-            tag, length = self._info.sender_tag, self._info.length
+            request = self._lib.ucp_am_recv_data_nbx(worker, handle, view, length, self._plain)
+        else:
             try:
                 memory = allocate(tag, length)
             except BaseException:
                 # It is ours now and must be received, even if into nothing.
-                refused = self._lib.ucp_tag_msg_recv_nbx(worker, u.ffi.NULL, 0, message, self._plain)
+                refused = self._lib.ucp_tag_msg_recv_nbx(worker, u.ffi.NULL, 0, handle, self._plain)
                 if u.status(refused) == c.INPROGRESS:
                     self._posted(refused, 0, None)
                 raise
             view = u.ffi.from_buffer(memory, require_writable=True) if length else u.ffi.NULL
-            self._receive_into(self._lib.ucp_tag_msg_recv_nbx(worker, view, length, message, self._plain), tag, memory)
-        return self._taken()
+            request = self._lib.ucp_tag_msg_recv_nbx(worker, view, length, handle, self._plain)
+        self._receive_into(request, tag, memory)
 
     def _taken(self) -> bool:
         """Hand over what has been received. Whether some is still on its way."""
