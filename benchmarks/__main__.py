@@ -32,12 +32,13 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.1, help="spark: of TPC-H (default: %(default)s)")
     parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
+    parser.add_argument("--filled", action="store_true", help="many: on top of a store that has as many already")
     arguments = parser.parse_args()
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
         live.run_rows(arguments.rounds)
     elif arguments.part == "many":
-        many.run(arguments.datasets, arguments.kind or many.KINDS)
+        many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
     elif arguments.part == "spark":
         spark.run(arguments.scale, arguments.rounds)
     else:

@@ -1,14 +1,17 @@
 """Very many small datasets: what a commit costs, by how many there are already; and the calls that follow.
 
 A writer in this process commits one row under one new name after the other: to a node that keeps files, to one that
-keeps memfds; and, on top of a store that has as many already, to one that has a catalog above it. What is printed is
-processor time of the node (and of that catalog) and time that passed, for each commit of a block. Then all are listed,
-some are described, read, replaced and dropped, and the node is started again; one that has a catalog tells that
-everything when it starts.
+keeps memfds, and to one that has a catalog above it. What is printed is processor time of the node, and of that
+catalog, and time that passed, for each commit of a block. Then all are listed, some are described, read, replaced and
+dropped, and the node is started again; one that has a catalog tells that everything when it starts.
+
+To have many soon, the store can be filled before: then only what comes on top of that is committed.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import resource
 import subprocess
@@ -25,6 +28,7 @@ import dissociated as dis
 from dissociated.catalog.client import Client
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.store.handover import hand_over
+from dissociated.store.shelf import MANIFEST
 from dissociated.store.store import Store
 
 KINDS = ("files", "memfds", "upstream")
@@ -33,6 +37,7 @@ _TABLE = pa.table({"n": [1]})
 _BEAT = 1.0  # seconds
 _CALLS = 1000  # of each that is tried when all are there
 _MORE = 2000  # commits to a node that has many already
+_PATIENCE = 600.0  # seconds, for the slowest call
 _SPARE = 256  # descriptors of a node beside its memfds
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -60,19 +65,19 @@ class _Process:
         self._process.wait()
 
 
-def run(datasets: int, kinds: Sequence[str]) -> None:
+def run(datasets: int, kinds: Sequence[str], filled: bool) -> None:
     """Measure and print."""
     for kind in kinds:
         if kind == "memfds":
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             if datasets > most - _SPARE:
                 print(f"a process may have {most:,} descriptors here, and each memfd is one: so many memfds\n")
-            _measure(kind, min(datasets, most - _SPARE))
+            _measure(kind, min(datasets, most - _SPARE), False)
         else:
-            _measure(kind, datasets)
+            _measure(kind, datasets, filled)
 
 
-def _measure(kind: str, datasets: int) -> None:
+def _measure(kind: str, datasets: int, filled: bool) -> None:
     print(f"{kind}: {datasets:,} datasets of one row\n", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, ExitStack() as running:
         node = ["node", "--store", f"{directory}/store", "--listen", "shm:", "--beat", str(_BEAT)]
@@ -81,12 +86,13 @@ def _measure(kind: str, datasets: int) -> None:
             command = ("catalog", "--db", f"{directory}/catalog.db", "--listen", "grpc://127.0.0.1:0")
             processes.append(running.enter_context(_Process(*command)))
             node += ["--catalog", processes[0].uri]
+        if filled:
             _fill(Path(f"{directory}/store"), datasets)
         started = time.perf_counter()
         with _Process(*node) as served:
             _print("start", time.perf_counter() - started, sum(process.cpu for process in (served, *processes)))
-            first = datasets if kind == "upstream" else 0
-            _commits(kind, [served, *processes], range(first, first + _MORE if first else datasets))
+            numbers = range(datasets, datasets + _MORE) if filled else range(datasets)
+            _commits(kind, [served, *processes], numbers)
             _calls([served, *processes], datasets)
         if kind != "memfds":
             started = time.perf_counter()
@@ -96,15 +102,21 @@ def _measure(kind: str, datasets: int) -> None:
 
 
 def _fill(directory: Path, datasets: int) -> None:
-    """Commit so many without a node."""
-    started = time.perf_counter()
+    """Put so many where a store has them, without committing them: all have one file, under names of their own."""
     with Store(directory) as store:
+        with store.writer("one", _TABLE.schema) as writer:
+            writer.write_batch(_TABLE.to_batches()[0])
+        first = store.commit("one", ["one"], key="one")
+        (segment,) = store.directory.glob("segments/*/*.arrows")
+        plain = json.loads((segment.parent / MANIFEST).read_text())
         for number in range(datasets):
-            name = _name(number)
-            with store.writer(name, _TABLE.schema) as writer:
-                writer.write_batch(_TABLE.to_batches()[0])
-            store.commit(name, [name], key=name)
-    _print("commit in the store", (time.perf_counter() - started) / datasets, 0.0)
+            id = f"{first.number - datasets + number:014}-{number:012x}"
+            ticket = base64.b64encode(f"{number:016}".encode()).decode()
+            about = {"id": id, "number": first.number - datasets + number, "name": _name(number), "key": id}
+            version = segment.parent.parent / id
+            version.mkdir()
+            (version / segment.name).hardlink_to(segment)
+            (version / MANIFEST).write_text(json.dumps({**plain, **about, "ticket": ticket}))
 
 
 def _name(number: int) -> str:
@@ -151,7 +163,7 @@ def _handed_over(client: Client) -> Callable[[str], object]:
 
 def _calls(processes: Sequence[_Process], datasets: int) -> None:
     names = [_name(number) for number in range(0, datasets, max(1, datasets // _CALLS))]
-    with dis.connect(processes[0].uri) as client:
+    with dis.connect(processes[0].uri, timeout=_PATIENCE) as client:
 
         def quiet() -> None:
             time.sleep(10 * _BEAT)
