@@ -100,6 +100,7 @@ _log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = 5.0  # seconds
 _NODE_TIMEOUT = 60.0  # seconds, for another node to answer
+_VERSION_TIMEOUT = 0.01  # seconds more, for each version that it is told of at once
 _TICK = 1.0  # seconds between looks at what is over
 _TIDY = 10  # ticks between looks at what writers left behind
 _SAME_HOST = ("shm", "inproc")
@@ -360,10 +361,11 @@ class CatalogService:
 
     def _heartbeat(self) -> None:
         """Tell the outer catalog what has changed; or everything, where it knows this node otherwise or not at all."""
+        assert self._outer is not None
         with self._telling:
             changes = self._changes()  # before it is looked at: what comes meanwhile is told once more
             news = self._news()
-            if news is None or not self._tell("heartbeat", changes, **news):
+            if news is None or not self._tell(self._outer, "heartbeat", changes, **news):
                 self._register(changes)
 
     def _register(self, changes: int) -> None:
@@ -371,21 +373,23 @@ class CatalogService:
         serial, versions = 0, []
         if isinstance(self._stock, StoreStock):
             serial, versions = self._stock.serial(), self._stock.versions()  # in this order: all were made before
-        self._tell(
-            "register",
-            changes,
-            node=plain_node(self.node),
-            parts=self._plain(versions),
-            serial=serial,
-            guarded=self.security.authorize is not None,
-            signs=self._tickets.mark(),
-        )
-
-    def _tell(self, action: str, changes: int, **body: Any) -> bool:
-        """Returns whether the outer catalog then knows what this node has. It says what has become of that, too."""
         assert self._outer is not None
+        with _Outer(self._outer.uri, self.security, _NODE_TIMEOUT + len(versions) * _VERSION_TIMEOUT) as patient:
+            self._tell(
+                patient,
+                "register",
+                changes,
+                node=plain_node(self.node),
+                parts=self._plain(versions),
+                serial=serial,
+                guarded=self.security.authorize is not None,
+                signs=self._tickets.mark(),
+            )
+
+    def _tell(self, outer: _Outer, action: str, changes: int, **body: Any) -> bool:
+        """Returns whether the outer catalog then knows what this node has. It says what has become of that, too."""
         digest = f"{self._life}:{changes}"
-        told = self._outer.act(action, {**body, "digest": digest, "lives": 3 * self._beat})
+        told = outer.act(action, {**body, "digest": digest, "lives": 3 * self._beat})
         if not told.get("known", True):
             return False
         self._digest, self._told = digest, changes
@@ -900,8 +904,8 @@ class CatalogService:
 class _Outer(CatalogClient):
     """Another catalog, or a node of this one."""
 
-    def __init__(self, uri: str, security: Security) -> None:
-        super().__init__(uri, _NODE_TIMEOUT, security.peer, security.roots)
+    def __init__(self, uri: str, security: Security, timeout: float = _NODE_TIMEOUT) -> None:
+        super().__init__(uri, timeout, security.peer, security.roots)
 
     def forwarded(self, call: Callable[[flight.FlightClient], T]) -> T:
         """What that one answers."""
