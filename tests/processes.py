@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,21 +19,21 @@ class Process:
     """A `dissociated` command that says where its catalog answers."""
 
     def __init__(self, *arguments: str | Path, prefix: Sequence[str] = ()) -> None:
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "dissociated", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        said = []
-        for line in self._process.stdout:
-            said.append(line)
-            if line.startswith("catalog"):
-                break
-        else:
-            raise AssertionError(f"it ended: {''.join(said)}")
-        self.uri = said[-1].split()[-1]
+        with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would be full, and it would wait
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "dissociated", *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                if line.startswith("catalog"):
+                    break
+            else:
+                log.seek(0)
+                raise AssertionError(f"it ended: {log.read()}")
+        self.uri = line.split()[-1]
         self.pid = self._process.pid
 
     def signal(self, number: int) -> None:
