@@ -327,6 +327,22 @@ def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
     return {"node": place.node, "segment": name}
 
 
+def read_at_last(uri: str, name: str) -> list[int]:
+    """What there is, as soon as the catalog takes its nodes for alive: busy ones may be late to say so."""
+    found: list[int] = []
+
+    def heard() -> bool:
+        try:
+            found.extend(read(uri, name))
+        except CatalogError as error:
+            assert "says nothing any more" in str(error)  # noqa: PT017
+            return False
+        return True
+
+    wait_until(heard, "its nodes are heard")
+    return found
+
+
 def kill_half_way(catalog: Process, other: Process, commit: Callable[[], None], prepared: Callable[[], bool]) -> None:
     """Kill a catalog when one node has prepared its part of a commit, and the other, which is stopped, has not."""
     other.signal(signal.SIGSTOP)
@@ -356,12 +372,10 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
 
     kill_half_way(catalog, b, commit, lambda: len(segments(memory / "a" / "segments")) == 2)
     start(*catalog_arguments)
-    with dis.connect(listen) as client:
-        wait_until(lambda: client.describe("d").endpoints[0].locations, "a was heard again")
-    assert read(listen, "d") == [0]
+    assert read_at_last(listen, "d") == [0]
     commit()
     commit()
-    assert read(listen, "d") == [1, 2]
+    assert read_at_last(listen, "d") == [1, 2]
     wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "a has released what was replaced")
     assert len(segments(memory / "b" / "segments")) == 1
     wait_until(lambda: staged(memory / "a") == staged(memory / "b") == [], "nothing half is left")
@@ -390,7 +404,7 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
     with dis.connect(listen) as client:
         wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 2, "both nodes were heard again")
     commit([write(a.uri, "3", 2), write(b.uri, "4", 1)])  # the same rows, that other tasks wrote elsewhere
-    assert read(listen, "d") == [2, 1]
+    assert read_at_last(listen, "d") == [2, 1]
     for name in "ab":
         wait_until(lambda n=name: len(segments(memory / n / "segments")) == 1, "nothing is left of the first attempt")
 
