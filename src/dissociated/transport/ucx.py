@@ -279,6 +279,7 @@ class UcxConnection(NativeConnection):
         self._lib = u.lib
         self._ours = ours
         self._lax = endpoint.err_mode == c.ERR_MODE_NONE
+        self._connected = accepted
         self._handle = u.ffi.new_handle(self)
         self._plain, self._pieces, self._force, self._am, self._am_pieces = _params()
         self._receiving: deque[_Receiving] = deque()
@@ -317,6 +318,7 @@ class UcxConnection(NativeConnection):
                 self._posted(request, 0, None)
             end = time.monotonic() + timeout  # whatever happens meanwhile
             self._drive(lambda: not self._under_way or self._gone or time.monotonic() >= end, timeout)
+            self._connected = not self._under_way
             if self._under_way and not self._gone:
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
             if self._gone:
@@ -545,7 +547,8 @@ class UcxConnection(NativeConnection):
     def _release(self) -> None:
         for key in self._keys.values():
             self._lib.ucp_rkey_destroy(key)
-        if self._endpoint is not None and not (self._gone and self._lax):
+        # One whose flush has not ended goes with the worker: once closed, UCX 1.22 would go on with that, and crash.
+        if self._endpoint is not None and self._connected and not (self._gone and self._lax):
             self._close_endpoint()
         self._worker.destroy()
         self._receiving.clear()
