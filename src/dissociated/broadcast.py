@@ -67,6 +67,8 @@ AT_ONCE = 1 << 13
 BYTES_AT_ONCE = 1 << 20
 #: Messages that are alike but for their bodies wait together if they have at most so many bytes.
 _MAX_ALIKE = 1 << 11
+#: For so many of them room is made at once.
+_ROOM = 16
 
 
 class Part(NamedTuple):
@@ -94,15 +96,13 @@ class Part(NamedTuple):
 
     def follow(self, message: SplitMessage) -> bool:
         """Take `message` for the next, if it is alike."""
-        if self.more is None or message.header != self.header or len(self.more) >= self._most:
+        more = self.more
+        if more is None or message.header != self.header:
             return False
-        self.more.append(b"".join(message.body or ()))
+        if len(more) >= AT_ONCE - 1 or (len(more) + 2) * self.queued > BYTES_AT_ONCE:
+            return False
+        more.append(b"".join(message.body or ()))
         return True
-
-    @property
-    def _most(self) -> int:
-        """How many may follow."""
-        return min(AT_ONCE, BYTES_AT_ONCE // self.queued) - 1
 
     @property
     def messages(self) -> int:
@@ -247,6 +247,8 @@ class Broadcast(Dataset):
         self._busy = False  # the pump is using the memory
         self._full = False  # the pump waits for room
         self._last: Part | None = None  # what consumers were given last, while all of them have still to take it
+        self._have_last: list[Consumer] = []
+        self._room_for = 0  # messages that may follow it before it is asked again whether there is room
         #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
         self.changed = threading.Condition()
 
@@ -295,6 +297,7 @@ class Broadcast(Dataset):
     def forget(self, consumer: Consumer) -> None:
         """`consumer` does not get what it has not taken yet. Call it with `changed` held."""
         unsent = {address for part in consumer.waiting for address in part.addresses}
+        self._last = None
         consumer.waiting.clear()
         consumer.queued = 0
         self.give_back(consumer, unsent)
@@ -355,13 +358,11 @@ class Broadcast(Dataset):
         length = message.parsed.body_length
         if length <= SMALL:
             with self.changed:
+                if self._follows(message):
+                    return True
                 if self._wait_for_consumers():
                     self._wait_for_room(len(message.header) + length + _OVERHEAD)
-                    if self._last is not None and self._last.follow(message):
-                        for consumer in self._taking:
-                            consumer.queued += self._last.queued
-                    else:
-                        self._hand_out(message, Part.inline(message))
+                    self._hand_out(message, Part.inline(message))
                 return not self._over
         with self.changed:
             if not self._wait_for_consumers():
@@ -384,6 +385,22 @@ class Broadcast(Dataset):
             self._hand_out(message, Part(message.header, message.parsed, (body,), queued, region, placed))
             return True
 
+    def _follows(self, message: SplitMessage) -> bool:
+        """Put it to what consumers were given last, if that is alike and they have it, and there is room for it."""
+        last = self._last
+        if last is None:
+            return False
+        if not self._room_for:
+            if not self._has_room(_ROOM * last.queued):
+                return False
+            self._room_for = _ROOM
+        if not last.follow(message):
+            return False
+        self._room_for -= 1
+        for consumer in self._have_last:
+            consumer.queued += last.queued
+        return True
+
     def _hand_out(self, message: SplitMessage, part: Part) -> None:
         if self._over:
             return
@@ -391,9 +408,9 @@ class Broadcast(Dataset):
             id_, is_delta = dictionary_of(message.header)
             before = self._dictionaries.get(id_, []) if is_delta else []
             self._dictionaries[id_] = [*before, Part.inline(message)]
-        self._last = part
+        self._last, self._have_last, self._room_for = part, self._taking, 0
         addresses = part.addresses
-        for consumer in self._taking:
+        for consumer in self._have_last:
             consumer.held |= addresses
             consumer.give(part)
 
@@ -447,6 +464,7 @@ class Broadcast(Dataset):
         if self._over:
             return
         self._over, self._reason = True, reason
+        self._last = None
         self._dictionaries.clear()
         for consumer in self._taking:
             consumer.ended, consumer.reason = reason is None, reason
