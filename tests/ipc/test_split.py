@@ -170,6 +170,15 @@ def test_small_batches_one_after_the_other_are_those_that_libarrow_writes() -> N
                 assert [*map(body, made)] == [*map(body, expected)]
 
 
+def test_small_batches_beside_a_large_one_of_as_many_rows() -> None:
+    """More than the memory that they are written to takes; and one row that does not fit there, several times."""
+    sizes = [*[1, 9] * 3000, 3 << 20, 5, 5, 1 << 17, *[30_000] * 100, 3, 2 << 20, 7]
+    some = [pa.record_batch({"s": ["x" * size], "n": [number]}) for number, size in enumerate(sizes)]
+    for one, expected in zip(split(reader(*some)), written(*some), strict=True):
+        assert padded(one.header) == expected.metadata.to_pybytes()
+        assert one.body is None or body(one) == expected.body.to_pybytes()
+
+
 def test_a_small_batch_of_another_schema_is_refused() -> None:
     one, other = pa.record_batch({"n": [1]}), pa.record_batch({"n": ["x"]})
     with pytest.raises(dis.errors.FormatError):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import pyarrow as pa
 
 from dissociated.errors import FormatError, SourceError
-from dissociated.ipc.encapsulated import CONTINUATION, encode_footer, encode_magic
+from dissociated.ipc.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.ipc.layouts import Layouts
 from dissociated.ipc.options import WriteOptions, given
 from dissociated.ipc.packing import Packing
@@ -27,6 +27,8 @@ Pair: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
 
 
 _SMALL = 1 << 14  # bytes of a body
+#: Small batches are written to memory of so many bytes, while so many of them are left.
+_BLOCK, _MARGIN = 1 << 20, 1 << 16
 
 
 class SplitMessage(NamedTuple):
@@ -170,40 +172,58 @@ class Splitter:
 class _StreamSplitter(Splitter):
     """The same, a batch that follows a small one being encoded in one piece: to copy it is less than to take it apart.
 
-    Such batches pass the writer by, which matters only to its statistics.
+    Such batches pass the writer by, which matters only to its statistics: one of their own writes them to memory that
+    is used again and again.
     """
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         super().__init__(schema, options)
-        self._plain = self.options == WriteOptions() and not any(map(_has_dictionary, schema.types))
+        self._begin = len(encapsulate(self._schema_message.header))  # of the first batch in that memory
+        plain = self.options == WriteOptions() and not any(map(_has_dictionary, schema.types))
+        self._plain = plain and self._begin <= _MARGIN
         self._small = -1  # rows of a batch that is taken for a small one
         self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # with what stands before it
+        self._memory: pa.Buffer | None = None
+        self._at = _BLOCK  # where the next batch goes
 
     def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
         if metadata is None and batch.num_rows <= self._small and batch.schema.equals(self.schema):
             self._validator.check(batch)
-            message = self._encoded(batch)
-            length = message.parsed.body_length
-            messages = [message]
+            messages = [self._encoded(batch)]
         else:
             messages = super().split(batch, metadata)
-            length = messages[-1].parsed.body_length
         if self._plain:
-            self._small = 2 * batch.num_rows if length <= _SMALL else -1
+            self._small = 2 * batch.num_rows if messages[-1].parsed.body_length <= _SMALL else -1
         return messages
 
     def _encoded(self, batch: pa.RecordBatch) -> SplitMessage:
+        if self._at > _BLOCK - _MARGIN:
+            self._restart()
         try:
-            whole = batch.serialize().to_pybytes()
-        except pa.ArrowException as error:
-            raise _unwritable(error) from None
+            self._block.write_batch(batch)
+        except (pa.ArrowException, OSError):  # libarrow's IOError arrives as an OSError
+            self._at = _BLOCK
+            return super().split(batch)[-1]  # it is no small one, or this says what is wrong with it
         head, header, parsed = self._last
+        end = self._at + len(head) + parsed.body_length
+        whole = bytes(self._view[self._at : end])
         if not head or not whole.startswith(head):  # most often they are the same
-            head = whole[: 8 + int.from_bytes(whole[4:8], "little")]
+            length = int.from_bytes(self._view[self._at + 4 : self._at + 8], "little")
+            head = bytes(self._view[self._at : self._at + 8 + length])
             header = head[8:]
             parsed = parse_header(header)
             self._last = head, header, parsed
+            end = self._at + len(head) + parsed.body_length
+            whole = bytes(self._view[self._at : end])
+        self._at = end
         return SplitMessage(header, parsed, [whole[len(head) :]])
+
+    def _restart(self) -> None:
+        if self._memory is None:
+            self._memory = pa.allocate_buffer(_BLOCK)
+            self._view = memoryview(self._memory).cast("B")
+        self._block = pa.ipc.new_stream(pa.FixedSizeBufferWriter(self._memory), self.schema)
+        self._at = self._begin
 
 
 def _has_dictionary(type_: pa.DataType) -> bool:
