@@ -232,6 +232,8 @@ def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database
     assert [one.name for one in database.datasets()] == ["e", "f"]
     assert not database.heard("a", "second", FOR_EVER, since="first", **told)  # type: ignore[arg-type]
     assert database.heard("a", "second", FOR_EVER)
+    assert database.heard("b", "mine", FOR_EVER, since="", gone=["2"])  # which is another's
+    assert [one.name for one in database.datasets()] == ["e", "f"]
 
 
 # The file

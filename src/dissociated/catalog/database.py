@@ -340,7 +340,8 @@ class Database:
                 "UPDATE nodes SET seen = ?, lives_until = ?, digest = ? WHERE id = ?", (now, lives_until, digest, node)
             )
             for part in gone:
-                self._miss(part, known[0]["host"])
+                if self._all("SELECT 1 FROM parts WHERE id = ? AND node = ?", part, node):
+                    self._miss(part, known[0]["host"])
             self._take(announced)
             self._expire(now)
             return True
