@@ -15,6 +15,7 @@ from dissociated.errors import CatalogError, OptionError, TransportError
 from dissociated.store.node import Node
 from dissociated.store.store import Store
 from dissociated.uri import Uri
+from helpers import PATIENCE
 
 TABLE = pa.table({"n": range(1000)})
 
@@ -35,19 +36,25 @@ def test_the_next_nearest_transport_is_tried() -> None:
 def test_a_dataset_that_is_replaced_all_the_time_can_be_read() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
-        stop = threading.Event()
+        wanted, done = threading.Semaphore(0), threading.Semaphore(0)
 
         def replace() -> None:
-            while not stop.wait(0.005):  # about as often as it can be looked up
+            while wanted.acquire() and not over:
                 server.publish("data", TABLE)
+                done.release()
 
+        over = False
         replacing = threading.Thread(target=replace)
         replacing.start()
         try:
             for _ in range(50):
+                wanted.release(5)  # while it is read, and less often than it is looked up again
                 assert client.read("data").read_all() == TABLE
+                for _ in range(5):
+                    assert done.acquire(timeout=PATIENCE)
         finally:
-            stop.set()
+            over = True
+            wanted.release()
             replacing.join()
 
 

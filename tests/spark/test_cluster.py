@@ -341,7 +341,7 @@ def test_a_driver_that_is_killed_leaves_nothing(java: str, home: Path, start: St
         wait_until(
             lambda: {name.partition("-")[2][:6] for name in os.listdir(place / "staging")} == {"000000", "000001"},
             "one segment is whole, the other is half",
-            60,
+            180,  # to which belongs that Spark starts
         )
     finally:
         driver.kill()
