@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,9 @@ TESTS = Path(__file__).parent
 # Two loaded cores stretch an example past any deadline; pytest-timeout catches what hangs.
 settings.register_profile("dissociated", deadline=None)
 settings.load_profile("dissociated")
+
+# A run that a script starts with `&` ignores Ctrl-C, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
