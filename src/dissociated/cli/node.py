@@ -17,6 +17,7 @@ from dissociated.cli.stop import Stop
 
 if TYPE_CHECKING:
     from dissociated.store.node import Node
+    from dissociated.store.shelf import Version
 
 SUMMARY = "serve a store of segments, one for each host"
 DESCRIPTION = """\
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
     listen, flight = access.places(arguments)
     options = access.serving(arguments, peers=True)
     store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
+    before = store.versions()  # when nobody knows of this node yet
     with Node(
         store,
         arguments.listen or listen,
@@ -125,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
                 os.write(arguments.ready_fd, f"{node.uri}\n".encode())
             os.close(arguments.ready_fd)
         if arguments.starter_fd is not None:
-            follow = threading.Thread(target=_follow, args=(arguments.starter_fd, node, stop), daemon=True)
+            follow = threading.Thread(target=_follow, args=(arguments.starter_fd, node, before, stop), daemon=True)
             follow.start()
         busy = time.monotonic()
         while not stop.wait(None if arguments.idle_exit is None else _TICK):
@@ -136,9 +138,8 @@ def run(arguments: argparse.Namespace) -> None:
         node.drain(arguments.drain)
 
 
-def _follow(starter: int, node: Node, stop: Stop) -> None:
+def _follow(starter: int, node: Node, before: list[Version], stop: Stop) -> None:
     """Stop when whoever has started this node is gone, nothing has been committed by then, and nobody else is there."""
-    before = node.store.versions()
     os.read(starter, 1)  # which ends when the other end is closed
     os.close(starter)
     idle = 0
