@@ -87,10 +87,15 @@ def _has_runs(type_: pa.DataType) -> bool:
 
 
 def _seen_as(array: pa.Array, type_: pa.DataType) -> pa.Array:
-    if not pa.types.is_run_end_encoded(type_):
-        return array.view(type_)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
+    if not pa.types.is_run_end_encoded(type_):
+        try:
+            return array.view(type_)
+        except (
+            pa.ArrowException
+        ):  # of an extension type over a dictionary within another: it is looked at by its values
+            return array
     # libarrow's view of runs forgets where a slice begins.
     values = array.values if array.values.type == type_.value_type else _seen_as(array.values, type_.value_type)
     return pa.RunEndEncodedArray.from_buffers(type_, len(array), [None], 0, array.offset, [array.run_ends, values])
