@@ -20,7 +20,7 @@ import dissociated as dis
 from benchmarks.rounds import medians
 from dissociated import ipc
 from dissociated.cli import text
-from dissociated.ipc.index import Index
+from dissociated.format.index import Index
 
 #: Which batches, what is measured, against what, at most so many times as long.
 GOALS = [

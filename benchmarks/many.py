@@ -25,10 +25,11 @@ from pathlib import Path
 import pyarrow as pa
 
 import dissociated as dis
-from dissociated.catalog.client import Client
+from dissociated.catalog.reader import Client
+from dissociated.client.open import TIMEOUT
 from dissociated.memory.shared import Backing, create_memfd, seal
+from dissociated.store.directory import MANIFEST
 from dissociated.store.handover import hand_over
-from dissociated.store.shelf import MANIFEST
 from dissociated.store.store import Store
 
 KINDS = ("files", "memfds", "upstream")
@@ -153,7 +154,7 @@ def _handed_over(client: Client) -> Callable[[str], object]:
         try:
             os.write(descriptor, content)
             seal(descriptor, Backing.SEALED)
-            segment = hand_over(place.handover, descriptor, dis.client.TIMEOUT)
+            segment = hand_over(place.handover, descriptor, TIMEOUT)
         finally:
             os.close(descriptor)
         client.commit(name, [{"node": place.node, "segment": segment}], "overwrite", _TABLE.schema)

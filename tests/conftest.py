@@ -157,3 +157,9 @@ def _extension_type() -> Iterator[None]:
     pa.register_extension_type(Celsius())
     yield
     pa.unregister_extension_type(Celsius().extension_name)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dissociated.errors import JavaNotFound, TransportError
-from dissociated.transport import ucx
-from dissociated.transport._ofi import ofi
-from dissociated.transport._ucp import ucp
+from dissociated.transport.native import ucx
+from dissociated.transport.native._ofi import ofi
+from dissociated.transport.native._ucp import ucp
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import CatalogError, RemoteError, RemoteProtocolError, SourceError, StoreError
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 LIMIT = 1 << 16

@@ -13,15 +13,15 @@ with dis.connect(uri) as client:
 from __future__ import annotations
 
 from dissociated import errors
-from dissociated.broadcast import Live
-from dissociated.catalog.client import Client, DatasetInfo, connect
-from dissociated.client import open_stream, open_stream_async
+from dissociated._version import __version__
+from dissociated.catalog.locations import DatasetInfo
+from dissociated.catalog.reader import Client, connect
+from dissociated.client.open import open_stream, open_stream_async
+from dissociated.client.tensors import open_tensors
+from dissociated.codec.options import ReadOptions, WriteOptions
+from dissociated.datasets.broadcast import Live
 from dissociated.errors import DissociatedError
-from dissociated.ipc.options import ReadOptions, WriteOptions
-from dissociated.server import Server
-from dissociated.tensor_client import open_tensors
-
-__version__ = "0.1.0"
+from dissociated.server.server import Server
 
 __all__ = [
     "Client",
@@ -31,6 +31,7 @@ __all__ = [
     "ReadOptions",
     "Server",
     "WriteOptions",
+    "__version__",
     "connect",
     "errors",
     "open_stream",

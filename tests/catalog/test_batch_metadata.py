@@ -15,8 +15,8 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
-from dissociated.ipc.batches import BatchReader
-from dissociated.store.node import Node
+from dissociated.codec.batches import BatchReader
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 Pairs: TypeAlias = list[tuple[pa.RecordBatch, pa.KeyValueMetadata | None]]

@@ -13,7 +13,7 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.client import Endpoint, locations
+from dissociated.catalog.locations import Endpoint, locations
 from dissociated.catalog.service import REUSE_CONNECTION
 from dissociated.store.segment import SegmentWriter
 from dissociated.uri import Uri

@@ -142,7 +142,7 @@ import io, os, random, sys
 from pathlib import Path
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 random.seed(int(sys.argv[2]))

@@ -17,8 +17,8 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import REUSE_CONNECTION, CatalogService
-from dissociated.store.node import Node
-from dissociated.store.stage import boot_id
+from dissociated.host import boot_id
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import clients_end, descriptors, wait_until
 

@@ -21,7 +21,7 @@ import dissociated as dis
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
 from dissociated.errors import OptionError, SourceError
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
 

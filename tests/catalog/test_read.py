@@ -12,7 +12,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError, TransportError
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 from dissociated.uri import Uri
 from helpers import PATIENCE

@@ -11,8 +11,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
+from dissociated.datasets.tensor_info import TensorInfo, TensorsInfo, tensors_of
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, WrongKind
-from dissociated.tensor_info import TensorInfo, TensorsInfo, tensors_of
 from tensor_cases import CUBE, MATRIX, assert_same, some
 
 CSR = pa.SparseCSRMatrix.from_dense_numpy(MATRIX.astype("f4"), ["row", "column"])

@@ -19,7 +19,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import text
-from dissociated.store.node import running
+from dissociated.node.launch import running
 
 PATIENCE = 30.0  # seconds; nothing waits this long but a test that fails
 TABLE = pa.table({"n": range(1000), "text": [f"value {n % 7}" if n % 5 else None for n in range(1000)]})

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.store.node import ensure, running
+from dissociated.node.launch import ensure, running
 from helpers import PATIENCE, wait_until
 
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.message import Message, Run
+from dissociated.protocol.message import Message, Run
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, case

@@ -19,7 +19,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
-from dissociated.transport.rdm import Domain
+from dissociated.transport.native.endpoint import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -50,7 +50,7 @@ sys.stdin.readline()
 #: A peer that comes as far as it is told, and goes on living: a server at a URI without a port, otherwise a client.
 PEER = """
 import json, sys
-from dissociated.message import Message
+from dissociated.protocol.message import Message
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -160,7 +160,7 @@ def test_a_client_that_ends_is_noticed(serve: Serve, spawn: Spawn, stage: str, b
 def test_a_server_that_ends_within_a_body_is_noticed(
     spawn: Spawn, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
 ) -> None:
-    from dissociated.stream import Stream
+    from dissociated.client.stream import Stream
 
     process = spawn("-c", SERVER, WHERE)
     ticket, uri = line(process).split()

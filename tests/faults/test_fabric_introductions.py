@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from dissociated.errors import DeadlineExceeded, DissociatedError, RemoteProtocolError, TransportError
-from dissociated.transport.fabric import PROVIDER, Kind
-from dissociated.transport.rdm import Completion, Endpoint, host_and_port
+from dissociated.transport.native.endpoint import Completion, Endpoint, host_and_port
+from dissociated.transport.native.fabric import PROVIDER, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

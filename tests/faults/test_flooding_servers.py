@@ -26,7 +26,7 @@ ENOUGH = 200
 SERVER = """
 import json, sys, time
 from dissociated.errors import DissociatedError
-from dissociated.message import Message
+from dissociated.protocol.message import Message
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -59,9 +59,9 @@ for line in sys.stdin:
 CLIENT = """
 import json, re, sys, time
 import dissociated as dis
-from dissociated.message import Message
+from dissociated.protocol.message import Message
 from dissociated.protocol import receiver
-from dissociated.transport import fabric, native
+from dissociated.transport.native import fabric, connection as native
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

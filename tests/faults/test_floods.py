@@ -54,7 +54,7 @@ server.close()
 FLOOD = """
 import json, sys, time
 from dissociated.errors import DissociatedError
-from dissociated.message import Message
+from dissociated.protocol.message import Message
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

@@ -14,7 +14,7 @@ import pytest
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import RemoteError
-from dissociated.transport.framing import PREAMBLE, FrameKind
+from dissociated.transport.framed.framing import PREAMBLE, FrameKind
 from dissociated.uri import Uri
 from helpers import PATIENCE, wait_until
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import ucx_peer
-from dissociated.transport import _ucp as c
-from dissociated.transport.fabric import FabricConnection, Kind
+from dissociated.transport.native import _ucp as c
+from dissociated.transport.native.fabric import FabricConnection, Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

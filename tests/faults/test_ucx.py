@@ -20,8 +20,8 @@ import pytest
 import dissociated as dis
 import ucx_peer
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
-from dissociated.transport._ucp import ucp
-from dissociated.transport.ucx import UcxConnection
+from dissociated.transport.native._ucp import ucp
+from dissociated.transport.native.ucx import UcxConnection
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
@@ -148,7 +148,7 @@ class Slow:
     """Supplies memory for a body, and has the server ended before any of it can arrive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-        from dissociated.stream import Stream
+        from dissociated.client.stream import Stream
 
         allocate = Stream._allocate
 

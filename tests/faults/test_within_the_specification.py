@@ -14,9 +14,9 @@ import pytest
 
 import arrow_cases
 import dissociated as dis
+from dissociated.format.message import buffer_extents, parse_header
 from dissociated.ipc import CollectListener, DissociatedDecoder
 from dissociated.memory.region import AddressSpace, Region
-from dissociated.protocol.header import buffer_extents, parse_header
 
 from .content import BODY, META, SCHEMA, TABLE
 from .peer import ADDRESSES, FREE, PREAMBLE, SEALED, RawConnection, RawServer, Script, addresses, body, end, metadata

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
 from dissociated.memory.region import Region
 from dissociated.memory.remote import with_spans
 from dissociated.memory.shared import Backing, create_memfd, seal
-from dissociated.message import Message
-from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
+from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri

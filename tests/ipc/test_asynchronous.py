@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.codec.options import ReadOptions
 from dissociated.errors import DatasetNotFound, FormatError, OptionError, RemoteError, SourceError, StoreError
 from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async
-from dissociated.ipc.options import ReadOptions
 from helpers import PATIENCE, Serve, leaving_nothing
 from ipc.test_files import (
     BATCHES,

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dissociated.codec.options import ReadOptions
 from dissociated.errors import FormatError, OptionError
 from dissociated.ipc import CollectListener, Listener, StreamDecoder
-from dissociated.ipc.options import ReadOptions
 from helpers import as_big_endian
 
 Events = list[tuple[Any, ...]]

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dissociated.codec.options import ReadOptions
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
+from dissociated.format.message import buffer_extents, parse_header
 from dissociated.ipc import CollectListener, DissociatedDecoder
-from dissociated.ipc.options import ReadOptions
 from dissociated.memory.region import AddressSpace, Region
-from dissociated.protocol.header import buffer_extents, parse_header
 from protocol.wire import Encoded, address_list, encode, end_of_stream, metadata, tag
 
 BASE = 1 << 20

@@ -17,10 +17,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import arrow_cases
+from dissociated.codec.options import ReadOptions
 from dissociated.errors import FormatError, OptionError, StoreError
 from dissociated.ipc import FileReader, StreamReader, open_file, open_stream
 from dissociated.ipc.files import open_either
-from dissociated.ipc.options import ReadOptions
 from helpers import as_big_endian, case, leaving_nothing
 from memory.maps import buffers, mappings, origins
 

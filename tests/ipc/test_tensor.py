@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.tensor import split_tensor
 from dissociated.errors import FormatError, OptionError, StoreError
-from dissociated.ipc.options import WriteOptions
-from dissociated.ipc.tensor import read_tensor, split_tensor, write_tensor
+from dissociated.ipc.tensors import read_tensor, write_tensor
 from helpers import case
 from tensor_cases import CUBE, FOLDER, GOLDEN, KINDS, MATRIX, TYPES, arrays, assert_same, dense, expected, some
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.ipc.encapsulated import Encapsulated, encapsulate, walk
-from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header, row_count
+from dissociated.format.encapsulated import Encapsulated, encapsulate, walk
+from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header, row_count
 from helpers import Serve
 
 from .vectors import (

@@ -7,15 +7,8 @@ from pathlib import Path
 import pytest
 
 from dissociated.errors import StoreError
-from dissociated.memory.shared import (
-    Backing,
-    create_memfd,
-    explained,
-    map_read_only,
-    reopen_read_only,
-    seal,
-    write_parts,
-)
+from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
+from dissociated.oserrors import explained
 
 
 def test_a_sealed_memfd_never_changes() -> None:

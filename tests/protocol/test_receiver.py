@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
+from dissociated.format.message import HeaderType
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery, StreamRequested, Streams
-from dissociated.protocol.header import HeaderType
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State

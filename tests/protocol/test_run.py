@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.message import Run
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
+from dissociated.protocol.message import Run
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.run import PackedBatches, SharedBatches, recognise
 

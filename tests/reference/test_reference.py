@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.message import Message
-from dissociated.transport.ucx import UcxConnection
+from dissociated.protocol.message import Message
+from dissociated.transport.native.ucx import UcxConnection
 from helpers import PATIENCE, connections_left, leaving_nothing
 
 from .double import COMMAND, WANT_DATA, WANT_METADATA, ReferenceClient, ReferenceFlight, ReferenceServer

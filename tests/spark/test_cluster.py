@@ -20,8 +20,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import JavaNotFound
+from dissociated.node.launch import running
 from dissociated.spark import java_home
-from dissociated.store.node import running
 from helpers import PATIENCE, wait_until
 from processes import Process, Start, free_port
 

@@ -12,9 +12,9 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import DatasetNotFound, DissociatedError, OptionError
+from dissociated.node.node import Node
 from dissociated.spark import publish
 from dissociated.spark.types import arrow_schema
-from dissociated.store.node import Node
 from dissociated.store.store import Store
 from helpers import wait_until
 

@@ -19,10 +19,10 @@ from certificates import Certificates
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import OptionError
+from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request, slices
-from dissociated.store.node import Node
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
 

@@ -20,10 +20,10 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
+from dissociated.node.node import Node
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request
 from dissociated.spark.streaming import Rows, StreamOptions, StreamReader
-from dissociated.store.node import Node
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, connections_left, wait_until
 from processes import Process, Start, free_port

@@ -20,9 +20,10 @@ from pyspark import TaskContext
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
+from dissociated.node.launch import running
+from dissociated.node.node import Node
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.writer import DatasetWriter, Written
-from dissociated.store.node import Node, running
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
 from processes import Start, free_port

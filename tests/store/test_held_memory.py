@@ -15,11 +15,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Policy, Store
 from helpers import case, clients_end, connections_left, wait_until
-
-from .nodes import MIB, put
+from nodes import MIB, put
 
 ROUNDS = 3
 

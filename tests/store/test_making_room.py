@@ -12,13 +12,12 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import CatalogError, DissociatedError, StoreError
-from dissociated.store.node import Node
-from dissociated.store.shelf import Version
+from dissociated.node.node import Node
+from dissociated.store.directory import Version
 from dissociated.store.store import Policy, Store
 from helpers import wait_until
+from nodes import MIB, small_file_system
 from processes import Start
-
-from .nodes import MIB, small_file_system
 
 SCHEMA = pa.schema([("n", pa.int64())])
 LARGE = pa.table({"n": pa.array([7] * (5 * MIB // 8), pa.int64())})

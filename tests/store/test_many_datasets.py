@@ -15,16 +15,15 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.catalog.backend import StoreStock, Wanted
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import DatasetNotFound, DissociatedError
-from dissociated.store.node import Node
+from dissociated.node.node import Node
+from dissociated.store.directory import Version
 from dissociated.store.recent import Opened, Recent
-from dissociated.store.shelf import Version
-from dissociated.store.stock import StoreStock, Wanted
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE
-
-from .nodes import MIB, SCHEMA, put, read, table
+from nodes import MIB, SCHEMA, put, read, table
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ CHILD = """
 import resource, sys
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -174,7 +173,7 @@ def test_what_an_older_library_committed_is_served(memory: Path) -> None:
 
 
 def test_a_commit_that_nobody_could_read_leaves_nothing(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.dataset.MAX_REGIONS", 1)
+    monkeypatch.setattr("dissociated.datasets.static.MAX_REGIONS", 1)
     with Store(memory) as store:
         stock = StoreStock(store)
         for name in ("a", "b"):

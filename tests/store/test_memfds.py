@@ -19,14 +19,13 @@ import pytest
 import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, TransportError
 from dissociated.memory.shared import Backing
+from dissociated.node.node import Node
 from dissociated.store.handover import hand_over
-from dissociated.store.node import Node
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
+from nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 from processes import Process, Start
-
-from .nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

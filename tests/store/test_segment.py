@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dissociated as dis
-from dissociated.dataset import SegmentsDataset
+from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import FormatError, SourceError, StoreError
 from dissociated.memory.shared import Backing
 from dissociated.store.segment import Segment, SegmentWriter

@@ -12,12 +12,11 @@ import pytest
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import DissociatedError
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import case, connections_left, wait_until
 from machine import media
-
-from .nodes import put
+from nodes import put
 
 ROWS = 100_000  # 800 kB in each batch, which a TCP socket holds two of
 FEW_ROWS = 18_000  # 144 kB, which a Unix socket holds one of

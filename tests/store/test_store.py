@@ -16,13 +16,12 @@ import pyarrow as pa
 import pytest
 
 from dissociated.errors import StoreError
+from dissociated.store.directory import Version
 from dissociated.store.files import claimed
 from dissociated.store.segment import SegmentWriter
-from dissociated.store.shelf import Version
 from dissociated.store.store import Policy, Store
 from helpers import PATIENCE, leaving_nothing
-
-from .nodes import kill, small_file_system, spawn
+from nodes import kill, small_file_system, spawn
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20

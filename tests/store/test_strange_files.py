@@ -15,12 +15,11 @@ import pytest
 import dissociated as dis
 from dissociated.errors import DissociatedError, StoreError
 from dissociated.memory.shared import Backing, seal
-from dissociated.store.node import Node
+from dissociated.node.node import Node
 from dissociated.store.stage import Stage
 from dissociated.store.store import Store
 from helpers import PATIENCE, case
-
-from .nodes import SCHEMA, put, read, table
+from nodes import SCHEMA, put, read, table
 
 
 def strange(directory: Path, outside: Path) -> dict[str, str]:

@@ -16,10 +16,10 @@ import pytest
 from certificates import Certificates
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError, SourceError
 from dissociated.memory.shared import map_read_only
-from dissociated.message import Incoming, Message, Run
+from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.inproc import InprocConnection
-from dissociated.transport.native import NativeConnection
+from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, leaving_nothing

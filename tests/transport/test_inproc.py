@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from dissociated.errors import TransportError, UriError
-from dissociated.message import Message
+from dissociated.protocol.message import Message
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE

@@ -6,7 +6,7 @@ import pytest
 
 from dissociated.errors import UriError
 from dissociated.transport import registry
-from dissociated.transport.tcp import TcpTransport
+from dissociated.transport.framed.tcp import TcpTransport
 
 
 def test_ours() -> None:
@@ -21,7 +21,7 @@ def test_an_unknown_scheme_is_answered_with_those_there_are() -> None:
 
 
 def test_third_parties_add_theirs_as_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "carrier.py").write_text("from dissociated.transport.tcp import TcpTransport as Pigeon\n")
+    (tmp_path / "carrier.py").write_text("from dissociated.transport.framed.tcp import TcpTransport as Pigeon\n")
     info = tmp_path / "carrier-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carrier\nVersion: 1.0\n")

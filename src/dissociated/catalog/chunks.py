@@ -20,8 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.codec.split import Pair, Validator
 from dissociated.errors import CatalogError, DissociatedError
-from dissociated.ipc.split import Pair, Validator
 
 _METADATA = "dissociated.metadata"
 _FIRST = "dissociated.first"

@@ -6,21 +6,26 @@ import base64
 import json
 import os
 import secrets
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import accumulate, chain
-from types import TracebackType
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.access import check_token
+from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.chunks import taken, upload
+from dissociated.catalog.locations import DatasetInfo, Endpoint
 from dissociated.catalog.publication import Publication
-from dissociated.client import TIMEOUT, open_stream, selection_of, takes_selections
-from dissociated.dataset import Source, StaticDataset, dataset, source_blamed
+from dissociated.client.open import TIMEOUT
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.reader import named
+from dissociated.codec.split import Pair, batches
+from dissociated.datasets.base import Source
+from dissociated.datasets.blame import source_blamed
+from dissociated.datasets.sources import dataset
+from dissociated.datasets.static import StaticDataset
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -29,78 +34,21 @@ from dissociated.errors import (
     DeadlineExceeded,
     DissociatedError,
     FormatError,
-    OptionError,
-    RemoteError,
-    TransportError,
     UriError,
-    WrongKind,
 )
 from dissociated.fork import belongs, disown, keep, use_grpc
-from dissociated.ipc.batches import BatchReader
-from dissociated.ipc.columns import between, selected, sliced
-from dissociated.ipc.options import ReadOptions, given
-from dissociated.ipc.reader import named
-from dissociated.ipc.split import Pair, batches
-from dissociated.ipc.tensor import Tensor
-from dissociated.message import MAX_BODY, MAX_METADATA
-from dissociated.protocol.selection import Selection
-from dissociated.status import ServerStatus
+from dissociated.host import boot_id, directory_id, host_name
+from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
-from dissociated.store.stage import boot_id, directory_id, host_name
-from dissociated.tensor_client import open_tensors
-from dissociated.tensor_info import TensorsInfo, tensors_of
-from dissociated.transport import registry
 from dissociated.transport.base import seconds
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
-    from dissociated.ipc.asynchronous import AsyncStreamReader
+    pass
 
 T = TypeVar("T")
 
 _UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
-_OWN = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
-
-_MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A part of a dataset: the identifier to ask with, and the locations that can be asked, the nearest first.
-
-    There are none where its node, which is on `hosts`, says nothing any more. `rows` is None where the catalog does
-    not know how many it has.
-    """
-
-    ticket: bytes = field(repr=False)  # whoever has it can read
-    locations: tuple[str, ...]
-    hosts: tuple[str, ...] = ()
-    rows: int | None = None
-
-
-@dataclass(frozen=True)
-class DatasetInfo:
-    """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know.
-
-    `created` and `expires` are seconds since the epoch; one without a time to live never expires. What is appended
-    changes the version, and neither `began` nor the rows before; a dataset that is replaced has another one.
-    """
-
-    name: str
-    schema: pa.Schema
-    rows: int | None
-    nbytes: int | None
-    endpoints: tuple[Endpoint, ...]
-    version: int = 0
-    created: float = 0.0
-    expires: float | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    began: str = ""
-
-    @property
-    def tensors(self) -> TensorsInfo | None:
-        """What tensors it has; None for a dataset of record batches."""
-        return tensors_of(self.schema)
 
 
 @dataclass(frozen=True)
@@ -426,304 +374,6 @@ class _Received:
     def forked(self) -> None:
         keep(self._reader)
         disown(self)
-
-
-class Client(CatalogClient):
-    """Reads datasets by name. Use it as a context manager, or `close` it."""
-
-    def read(
-        self,
-        name: str,
-        transport: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        version: int | None = None,
-        rows: range | None = None,
-        options: ReadOptions | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-    ) -> pa.RecordBatchReader:
-        """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
-
-        `version` is one that was replaced and is still there; `rows` are those that are wanted, as in `range(10, 20)`:
-        parts of the dataset that have none of them are not opened. `transport` is a scheme: "shm", "tcp", or "grpc" for
-        Flight's own DoGet. `columns` keeps only these top-level columns, in the order of the schema; `options` say
-        how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
-        `open_stream` raises.
-        """
-
-        def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
-            wanted = partial(
-                self.read_endpoint,
-                info,
-                transport=transport,
-                columns=columns,
-                options=options,
-                max_body=max_body,
-                allow_rma=allow_rma,
-            )
-            if rows is None:
-                return [wanted(endpoint) for endpoint in info.endpoints]
-            return [self._rows(wanted, endpoint, some, transport) for endpoint, some in _having(info, rows)]
-
-        return _chained(*self._endpoints(name, version, opened))
-
-    def _rows(
-        self,
-        read: Callable[..., pa.RecordBatchReader],
-        endpoint: Endpoint,
-        rows: range,
-        transport: str | None,
-    ) -> pa.RecordBatchReader:
-        """These rows of an endpoint. Where bodies travel, those of the batches before do not."""
-        ways = locations(endpoint)
-        mapped = transport in (None, "shm") and any(
-            uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uris in ways for uri in uris
-        )
-        if not rows.start or mapped or not all(takes_selections(uri) for uris in ways for uri in uris):
-            return between(read(endpoint), rows)
-        ends = [*accumulate(batch.num_rows for batch in read(endpoint, columns=[]))]
-        first, stop = bisect_right(ends, rows.start), bisect_right(ends, rows.stop - 1) + 1
-        before = ends[first - 1] if first else 0
-        return between(read(endpoint, batches=(first, stop)), range(rows.start - before, rows.stop - before))
-
-    def read_endpoint(
-        self,
-        info: DatasetInfo,
-        endpoint: Endpoint,
-        transport: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        batches: tuple[int, int] | None = None,
-        options: ReadOptions | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-    ) -> pa.RecordBatchReader:
-        """A reader over one endpoint of what `describe` gave, or over its `batches`, as `open_stream` takes them.
-
-        It takes and raises what `read` does; and RemoteError where the endpoint's ticket is good no more.
-        """
-        if transport == "grpc":
-            selection = selection_of(columns, given(options, ReadOptions), batches)
-            return self._do_get(info, endpoint, selection, options)
-        opened = partial(
-            open_stream,
-            columns=columns,
-            batches=batches,
-            options=options,
-            timeout=self._timeout,
-            max_body=max_body,
-            max_metadata=self._max_metadata,
-            allow_rma=allow_rma,
-        )
-        return self._nearest(info.name, transport, endpoint, opened, allow_rma)
-
-    def read_tensors(
-        self,
-        name: str,
-        transport: str | None = None,
-        *,
-        version: int | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-    ) -> Iterator[Tensor]:
-        """The tensors of the dataset `name`, through `transport`, or the nearest one that reaches it.
-
-        `transport` is a scheme: "shm" or "tcp"; Flight has no messages for tensors. `allow_rma` as for `open_stream`.
-        Raises DatasetNotFound, WrongKind where the dataset holds record batches, and what `open_tensors` raises.
-        """
-        if transport == "grpc":
-            raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
-        opened = partial(
-            open_tensors,
-            timeout=self._timeout,
-            max_body=max_body,
-            max_metadata=self._max_metadata,
-            allow_rma=allow_rma,
-        )
-        _, readers = self._endpoints(
-            name,
-            version,
-            lambda info: [self._nearest(name, transport, part, opened, allow_rma) for part in info.endpoints],
-        )
-        return chain.from_iterable(readers)
-
-    def _endpoints(
-        self, name: str, version: int | None, opened: Callable[[DatasetInfo], list[T]]
-    ) -> tuple[DatasetInfo, list[T]]:
-        """The dataset `name`, and its endpoints, opened."""
-        info = self.describe(name, version)
-        for _ in range(_MAX_REPLACED):
-            try:
-                return info, opened(info)
-            except RemoteError:
-                found = self.describe(name, version)
-                if found.endpoints == info.endpoints:
-                    raise
-                info = found  # it was replaced after we had looked it up
-        return info, opened(info)
-
-    async def read_async(
-        self,
-        name: str,
-        transport: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        version: int | None = None,
-        rows: range | None = None,
-        options: ReadOptions | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-    ) -> AsyncStreamReader:
-        """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
-        from dissociated.ipc.asynchronous import open_reader_async
-
-        return await open_reader_async(
-            self.read,
-            name,
-            transport,
-            columns,
-            version=version,
-            rows=rows,
-            options=options,
-            max_body=max_body,
-            allow_rma=allow_rma,
-        )
-
-    def _nearest(
-        self,
-        name: str,
-        scheme: str | None,
-        endpoint: Endpoint,
-        opened: Callable[[Sequence[str], bytes], T],
-        allow_rma: bool = False,
-    ) -> T:
-        """The endpoint, opened where it is nearest."""
-        if not endpoint.locations:
-            raise CatalogError(
-                f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: "
-                "is it running?"
-            )
-        usable = [
-            uris
-            for uris in locations(endpoint)
-            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
-        ]
-        reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
-        if not reachable:
-            offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
-            raise CatalogError(
-                f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
-            )
-        reachable.sort(
-            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
-        )
-        while True:
-            nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
-            try:
-                return opened(nearest, endpoint.ticket)
-            except TransportError:
-                if not reachable:
-                    raise
-
-    def _trusting(self, uri: Uri) -> Uri:
-        """The location, with what this client trusts, and not what the catalog may say about that."""
-        told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
-        return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
-
-    def _do_get(
-        self, info: DatasetInfo, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
-    ) -> pa.RecordBatchReader:
-        """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
-        if selection is None:
-            return self.do_get(endpoint.ticket, options)
-        indices = selection.indices(info.schema.names)
-        options = replace(given(options, ReadOptions), included_fields=())
-        if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
-            identifier = selection.identifier(endpoint.ticket)
-            if identifier != endpoint.ticket:
-                return self.do_get(identifier, options)
-        reader = selected(self.do_get(endpoint.ticket, options), indices)
-        return reader if selection.batches is None else sliced(reader, *selection.batches)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.RecordBatchReader:
-    if len(readers) == 1:
-        return readers[0]
-    schema = readers[0].schema if readers else info.schema
-    return BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
-
-
-def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
-    """The endpoints that have some of these rows, and which of their own these are."""
-    if rows.step != 1 or rows.start < 0:
-        raise OptionError(f"rows is a range of positions that follow each other, not {rows}")
-    at = 0
-    for endpoint in info.endpoints:
-        if endpoint.rows is None:
-            raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
-        first, end = max(0, rows.start - at), min(rows.stop - at, endpoint.rows)
-        if first < end:
-            yield endpoint, range(first, end)
-        at += endpoint.rows
-
-
-def connect(
-    catalog_uri: str,
-    *,
-    timeout: float = TIMEOUT,
-    token: str | None = None,
-    tls_roots: str | os.PathLike[str] | None = None,
-    trusted_users: Sequence[str | int] = (),
-    max_metadata: int = MAX_METADATA,
-    trusted_files: bool = False,
-) -> Client:
-    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
-
-    `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
-    certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
-    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm. With `trusted_files`
-    their files are, too, which they could cut short under this process; without it these come another way.
-    `max_metadata` is as for `open_stream`.
-
-    Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
-    """
-    return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files)
-
-
-def locations(endpoint: Endpoint) -> list[list[Uri]]:
-    """The ways to reach an endpoint that this library knows: each one URI, or one for metadata and one for bodies.
-
-    Locations are alternatives, but for a pair: marked by a `stream` parameter or, as the C++ reference does it,
-    exactly two of one scheme that differ in want_data.
-    """
-    known = registry.schemes()
-    uris = []
-    for text in endpoint.locations:
-        try:
-            uri = Uri.parse(text)
-        except UriError:
-            continue
-        if uri.scheme in known and uri.want_data is not None:
-            uris.append(uri)
-    if len(uris) == 2 == len(endpoint.locations) and uris[0].scheme == uris[1].scheme:
-        marked = {uri.parameters.get("stream"): uri for uri in uris}
-        if marked.keys() == {"metadata", "bodies"}:
-            return [[marked["metadata"], marked["bodies"]]]
-        if uris[0].want_data != uris[1].want_data:
-            return [uris]
-    whole = [[uri] for uri in uris if "stream" not in uri.parameters]
-    metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
-    bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
-    return whole + [[one, other] for one in metadata for other in bodies]
 
 
 def _asking() -> dict[str, str]:

@@ -26,9 +26,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from dissociated.changes import Change
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.fork import belongs, disown, keep
+from dissociated.monitoring.changes import Change
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (

@@ -14,8 +14,8 @@ import pyarrow.flight as flight
 
 from dissociated.catalog.chunks import sent
 from dissociated.catalog.guard import require_peer
+from dissociated.codec.split import batches
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, told
-from dissociated.ipc.split import batches
 
 if TYPE_CHECKING:
     from dissociated.catalog.service import CatalogService

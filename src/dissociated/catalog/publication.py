@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dissociated.dataset import check_name
+from dissociated.datasets.base import check_name
 from dissociated.errors import OptionError
 
 _MODES = ("overwrite", "append")

@@ -53,6 +53,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.access import Granted, Security
+from dissociated.catalog.backend import Prepared, Stock, StoreStock, Wanted, appendable
 from dissociated.catalog.chunks import received, upload
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.database import FOR_EVER, Announced, Database, Held, Node, Part, Record
@@ -67,8 +68,10 @@ from dissociated.catalog.messages import (
     plain_part,
 )
 from dissociated.catalog.publication import Publication
-from dissociated.changes import Change
-from dissociated.dataset import Dataset, LiveDataset
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.split import Pair, Validator, batches
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import (
     AccessDenied,
     CatalogError,
@@ -79,17 +82,15 @@ from dissociated.errors import (
     UriError,
 )
 from dissociated.fork import belongs, disown, keep, use_grpc
-from dissociated.ipc.batches import BatchReader
-from dissociated.ipc.split import Pair, Validator, batches
-from dissociated.protocol.selection import parse_identifier
-from dissociated.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
-from dissociated.store.shelf import Version
-from dissociated.store.stage import boot_id, directory_id, host_name
-from dissociated.store.stock import Prepared, Stock, StoreStock, Wanted, appendable
+from dissociated.host import boot_id, directory_id, host_name
+from dissociated.monitoring.changes import Change
+from dissociated.monitoring.status import Activity, DatasetStatus, NodeStatus, ServerStatus, StoreStatus
+from dissociated.protocol.request import parse_identifier
+from dissociated.store.directory import Version
 from dissociated.uri import ANY_INTERFACE, Uri
 
 if TYPE_CHECKING:
-    from dissociated.server import Server
+    from dissociated.server.server import Server
 
 #: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
 REUSE_CONNECTION = "arrow-flight-reuse-connection://?"

@@ -12,7 +12,7 @@ from dissociated.cli import catalog, drop, get, inspect, ls, node, put, serve, s
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line, with the options of those commands alone that `arguments` name: theirs load what they need."""
-    from dissociated import __version__
+    from dissociated._version import __version__
 
     top = argparse.ArgumentParser(
         prog="dissociated",

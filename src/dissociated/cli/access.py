@@ -6,9 +6,9 @@ import argparse
 import os
 from typing import Any
 
-from dissociated import log
 from dissociated.access import Tokens, read_secret, read_token
-from dissociated.catalog.client import Client, connect
+from dissociated.catalog.reader import Client, connect
+from dissociated.monitoring import log
 
 _TOKEN = "DISSOCIATED_TOKEN"
 _ROOTS = "DISSOCIATED_TLS_ROOTS"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack, closing
 
-from dissociated import log
 from dissociated.cli import access
 from dissociated.cli.stop import Stop
+from dissociated.monitoring import log
 
 SUMMARY = "run a catalog for the nodes of many hosts"
 DESCRIPTION = """\
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     with ExitStack() as owned:
         owned.enter_context(closing(service))
         if arguments.metrics is not None:
-            from dissociated.metrics import MetricsService
+            from dissociated.monitoring.metrics import MetricsService
 
             metrics = owned.enter_context(closing(MetricsService(arguments.metrics, service.status)))
             print(f"metrics  {metrics.uri}")

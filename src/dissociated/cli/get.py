@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from dissociated.cli import access, text
+from dissociated.codec.split import Validator, batches
 from dissociated.errors import DissociatedError, UriError
-from dissociated.ipc.split import Validator, batches
 from dissociated.store.files import NewFile
 
 SUMMARY = "copy a dataset into a file"

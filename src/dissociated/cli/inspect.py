@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from dissociated.cli import text
 from dissociated.errors import FormatError
-from dissociated.ipc.details import Details, details
-from dissociated.ipc.index import Entry, Index
-from dissociated.memory.shared import explained, map_read_only
-from dissociated.protocol.header import HeaderType, buffer_extents
+from dissociated.format.details import Details, details
+from dissociated.format.index import Entry, Index
+from dissociated.format.message import HeaderType, buffer_extents
+from dissociated.memory.shared import map_read_only
+from dissociated.oserrors import explained
 
 SUMMARY = "show what lies where in an Arrow IPC file"
 DESCRIPTION = """\
@@ -138,7 +139,7 @@ def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
     """The schema, if there is one, and the custom metadata of a file, by libarrow."""
     import pyarrow as pa
 
-    from dissociated.ipc.reader import blamed, read_schema
+    from dissociated.codec.reader import blamed, read_schema
 
     if not index or index[0].type is not HeaderType.SCHEMA:
         return None, None

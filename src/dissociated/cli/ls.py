@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from dissociated.catalog.client import DatasetInfo
+from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, text
 from dissociated.uri import Uri
 

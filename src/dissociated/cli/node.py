@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dissociated import log
 from dissociated.cli import access, text
 from dissociated.cli.stop import Stop
+from dissociated.monitoring import log
 
 if TYPE_CHECKING:
-    from dissociated.store.node import Node
-    from dissociated.store.shelf import Version
+    from dissociated.node.node import Node
+    from dissociated.store.directory import Version
 
 SUMMARY = "serve a store of segments, one for each host"
 DESCRIPTION = """\
@@ -33,7 +33,8 @@ _SURE = 3  # looks after which a node that was started for nothing ends
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `node`."""
-    from dissociated.store.node import RETAIN, default_store
+    from dissociated.node.launch import default_store
+    from dissociated.node.node import RETAIN
     from dissociated.store.store import FORGOTTEN, Policy
 
     parser.add_argument(
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
-    from dissociated.store.node import Node
+    from dissociated.node.node import Node
     from dissociated.store.store import Policy, Store
 
     log.configure(arguments.log_format, arguments.log_level)

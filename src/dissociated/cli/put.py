@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Publish, and say on stderr what was."""
     from dissociated.catalog.publication import Publication
-    from dissociated.dataset import dataset
-    from dissociated.ipc.batches import BatchReader
-    from dissociated.ipc.split import batches
+    from dissociated.codec.batches import BatchReader
+    from dissociated.codec.split import batches
+    from dissociated.datasets.sources import dataset
 
     name = _name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
@@ -75,7 +75,7 @@ def _catalog(uri: str, store: Path | None) -> Iterator[str]:
     if "://" in uri:
         yield text.split_name(uri)[0]
         return
-    from dissociated.store.node import ensure
+    from dissociated.node.launch import ensure
 
     read, write = os.pipe()
     try:

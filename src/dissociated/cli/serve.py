@@ -6,10 +6,10 @@ import argparse
 import resource
 from pathlib import Path
 
-from dissociated import log
 from dissociated.cli import access, text
 from dissociated.cli.stop import Stop
 from dissociated.errors import SourceError
+from dissociated.monitoring import log
 
 SUMMARY = "publish Arrow IPC and Parquet files"
 DESCRIPTION = """\
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
-    from dissociated.server import Server
+    from dissociated.server.server import Server
 
     log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

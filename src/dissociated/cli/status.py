@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dissociated.cli import access, text
 from dissociated.errors import DissociatedError
-from dissociated.status import Consumer, DatasetStatus, ServerStatus
+from dissociated.monitoring.status import Consumer, DatasetStatus, ServerStatus
 
 SUMMARY = "show what a server is doing"
 DESCRIPTION = """\

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dissociated.codec.options import ReadOptions, WriteOptions
+from dissociated.codec.reader import StreamReader
+from dissociated.codec.stats import ReadStats, WriteStats
+from dissociated.codec.writer import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter
 from dissociated.ipc.decoder import CollectListener, DissociatedDecoder, Listener, StreamDecoder
 from dissociated.ipc.files import FileReader, open_file, open_stream
-from dissociated.ipc.options import ReadOptions, WriteOptions
-from dissociated.ipc.reader import StreamReader
-from dissociated.ipc.stats import ReadStats, WriteStats
-from dissociated.ipc.tensor import read_tensor, write_tensor
-from dissociated.ipc.writer import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter
+from dissociated.ipc.tensors import read_tensor, write_tensor
 
 if TYPE_CHECKING:
     from dissociated.ipc.asynchronous import (

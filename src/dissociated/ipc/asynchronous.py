@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from dissociated.codec.options import ReadOptions
+from dissociated.codec.stats import ReadStats
 from dissociated.errors import OptionError, StoreError
 from dissociated.ipc.files import FileReader, open_either
-from dissociated.ipc.options import ReadOptions
 from dissociated.ipc.source import Span, joins
-from dissociated.ipc.stats import ReadStats
 
 #: How many batches, and bytes of them, are read before they are asked for.
 READAHEAD = 8

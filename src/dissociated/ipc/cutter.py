@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 
+from dissociated.buffers import Buffer
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.ipc.encapsulated import CONTINUATION, MAGIC, encode_magic
-from dissociated.message import Buffer
-from dissociated.protocol.header import HeaderType, parse_envelope
+from dissociated.format.encapsulated import CONTINUATION, MAGIC, encode_magic
+from dissociated.format.message import HeaderType, parse_envelope
 
 _length = struct.Struct("<i")
 _marker_and_length = struct.Struct("<ii")

@@ -15,18 +15,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.buffers import MAX_BODY, MAX_METADATA, Buffer
+from dissociated.codec.attach import attach
+from dissociated.codec.join import Messages, join
+from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.reader import PeerReader, StreamReader
+from dissociated.codec.stats import ReadStats
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError
-from dissociated.ipc.attach import attach
+from dissociated.format.encapsulated import encapsulate
+from dissociated.format.message import HeaderType
 from dissociated.ipc.cutter import END, Cutter, Piece, octets
-from dissociated.ipc.encapsulated import encapsulate
-from dissociated.ipc.join import Messages, join
-from dissociated.ipc.options import ReadOptions, given
-from dissociated.ipc.reader import PeerReader, StreamReader
-from dissociated.ipc.stats import ReadStats
 from dissociated.memory.leases import Put, leased_buffer
 from dissociated.memory.region import AddressSpace
-from dissociated.message import MAX_BODY, MAX_METADATA, Buffer
-from dissociated.protocol.header import HeaderType
 from dissociated.protocol.receiver import Receiver
 
 _NOTHING_READ = ReadStats(0, 0, 0, 0, 0)

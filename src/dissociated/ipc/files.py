@@ -15,14 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.reader import StreamReader, blamed
+from dissociated.codec.stats import ReadStats
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
-from dissociated.ipc.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
-from dissociated.ipc.footer import Footer, parse_footer
-from dissociated.ipc.options import ReadOptions, given
-from dissociated.ipc.reader import StreamReader, blamed
+from dissociated.format.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
+from dissociated.format.footer import Footer, parse_footer
+from dissociated.format.message import HeaderType, parse_header, row_count
 from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, readable, sequential
-from dissociated.ipc.stats import ReadStats
-from dissociated.protocol.header import HeaderType, parse_header, row_count
 
 
 class FileReader:

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
+from dissociated.buffers import Buffer
+from dissociated.codec.pyfile import Readable
 from dissociated.errors import FormatError, OptionError, StoreError
-from dissociated.memory.shared import explained
-from dissociated.message import Buffer
+from dissociated.oserrors import explained
 
 #: From this byte up to, not including, that one.
 Span: TypeAlias = tuple[int, int]
@@ -237,24 +238,6 @@ class _FileObject:
             raise FormatError(f"{self._file!r} was cut off at byte {offset + count} while it was read")
 
     def close(self) -> None: ...
-
-
-class Readable:
-    """A file to be read, as pyarrow's PythonFile expects it."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
-
-    def seekable(self) -> bool:
-        return False
 
 
 class _Cursor(Readable):

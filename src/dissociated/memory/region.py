@@ -7,7 +7,6 @@ A server gives each region a base, so that one connection can speak of several: 
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -26,11 +25,6 @@ _lock = threading.Lock()
 def pages(size: int) -> int:
     """The bytes of the whole pages that so many bytes take."""
     return -(-size // _PAGE) * _PAGE
-
-
-def machine_memory() -> int:
-    """The bytes of memory that this machine has."""
-    return _PAGE * os.sysconf("SC_PHYS_PAGES")
 
 
 def reserve_base(size: int) -> int:

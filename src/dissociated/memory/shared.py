@@ -7,19 +7,18 @@ would crash a reader. Files cannot be sealed. Peers get read-only descriptors in
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import pyarrow as pa
 
-from dissociated.errors import DissociatedError, RemoteProtocolError, StoreError
-from dissociated.message import Buffer
+from dissociated.buffers import Buffer
+from dissociated.errors import RemoteProtocolError
+from dissociated.oserrors import explained
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -128,21 +127,3 @@ def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int | None = N
             if count:
                 some[0] = some[0][count:]
     return written
-
-
-@contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn what a file raises into a StoreError that says what to do: the system's refusals, or that it is closed."""
-    try:
-        yield
-    except DissociatedError:  # some are such, too
-        raise
-    except ValueError as error:
-        raise StoreError(f"{what}: {error}") from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreError(
-                f"there is no space left for {what} ({error.strerror}): free some, enlarge the file system, "
-                "or choose another directory"
-            ) from error
-        raise StoreError(f"{what}: {error.strerror or error}") from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Flag
 from typing import NamedTuple
 
-from dissociated.message import Buffer
+from dissociated.buffers import Buffer
+from dissociated.format.message import Header
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.header import Header
 
 
 class Streams(Flag):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Container
 
+from dissociated.buffers import MAX_METADATA, Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.message import MAX_METADATA, Buffer, Run
+from dissociated.format.layout import SchemaLayout, layout_of
+from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.bodies import AddressList, parse_addresses
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import Header, HeaderType, buffer_extents, parse_header
-from dissociated.protocol.layout import SchemaLayout, layout_of
+from dissociated.protocol.message import Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import Batches, recognise
 from dissociated.protocol.sequence import unwrap

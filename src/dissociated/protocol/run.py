@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dissociated.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
-from dissociated.message import Buffer, Run
+from dissociated.format.message import Header, buffer_extents, parse_header, varying
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
-from dissociated.protocol.header import Header, buffer_extents, parse_header, varying
+from dissociated.protocol.message import Run
 from dissociated.protocol.metadata import PREFIX_SIZE, MetadataKind
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dissociated.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
-from dissociated.message import Buffer, Message, Run
 from dissociated.protocol.bodies import parse_free
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
+from dissociated.protocol.message import Message, Run
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
 from dissociated.protocol.run import encode
 from dissociated.protocol.states import Machine, Role, State, Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dissociated.access import read_token
-from dissociated.catalog.client import Client, connect
+from dissociated.catalog.reader import Client, connect
 
 
 @dataclass(frozen=True)

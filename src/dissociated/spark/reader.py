@@ -22,10 +22,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from dissociated.catalog.client import Client, DatasetInfo, Endpoint, locations
-from dissociated.client import takes_selections
+from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
+from dissociated.catalog.reader import Client
+from dissociated.client.open import takes_selections
+from dissociated.codec.columns import between
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
-from dissociated.ipc.columns import between
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import Filters

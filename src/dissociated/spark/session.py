@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dissociated.errors import OptionError
-from dissociated.memory.region import machine_memory
+from dissociated.host import machine_memory
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.java import java_home
 

@@ -32,7 +32,8 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from dissociated.catalog.client import Client, DatasetInfo
+from dissociated.catalog.locations import DatasetInfo
+from dissociated.catalog.reader import Client
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns

@@ -27,9 +27,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
+from dissociated.node.local import stage_here
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.types import arrow_schema, conform
-from dissociated.store.here import stage_here
 from dissociated.store.segment import SegmentWriter
 
 if TYPE_CHECKING:

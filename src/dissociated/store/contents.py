@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Generic, TypeVar
 
-from dissociated.store.shelf import Version
+from dissociated.store.directory import Version
 
 P = TypeVar("P")
 

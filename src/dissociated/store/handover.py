@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
 from dissociated.fork import belongs, disown
-from dissociated.transport.shm import peer_of
+from dissociated.transport.framed.shm import peer_of
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dissociated.memory.region import pages
 from dissociated.memory.shared import create_memfd, is_sealed, reopen_read_only
-from dissociated.store.shelf import Version
+from dissociated.store.directory import Version
 
 #: Where the kernel shows what a process has open.
 FD = Path("/proc/self/fd")

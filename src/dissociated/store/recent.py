@@ -6,15 +6,21 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar, cast
 
 from dissociated.store.segment import Segment
 
-if TYPE_CHECKING:
-    from dissociated.dataset import SegmentsDataset
-
 _MOST = 1 << 12  # segments, each of which has a mapping, of which a process may have 65,530
 _PART = 8  # of the descriptors that a process may have: a segment takes two
+
+
+class Droppable(Protocol):
+    """What is made of open segments, to be served."""
+
+    def drop(self) -> None: ...
+
+
+D = TypeVar("D", bound=Droppable)
 
 
 class Opened(list[Segment]):
@@ -23,17 +29,17 @@ class Opened(list[Segment]):
     def __init__(self, segments: Iterable[Segment]) -> None:
         super().__init__(segments)
         self._lock = threading.Lock()
-        self._served: SegmentsDataset | None = None
+        self._served: Droppable | None = None
         self._gone = False
 
-    def served(self, make: Callable[[], SegmentsDataset]) -> SegmentsDataset:
+    def served(self, make: Callable[[], D]) -> D:
         """What is made of them, once, to be served; it goes with them."""
         with self._lock:
             if self._served is None:
                 self._served = make()
                 if self._gone:
                     self._served.drop()
-            return self._served
+            return cast(D, self._served)  # everybody makes the same of them
 
     def let_go(self) -> None:
         """Nobody finds this any more. What is served of it then refers to nothing that would keep it open."""

@@ -15,29 +15,28 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from dissociated.buffers import Buffer, too_long
+from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.reader import StreamReader, blamed, read_schema
+from dissociated.codec.sink import DescriptorSink, Sink
+from dissociated.codec.split import Metadata, Pair, Splitter, Validated, batches
+from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
 from dissociated.fork import belongs, disown
-from dissociated.ipc.encapsulated import Encapsulated
-from dissociated.ipc.files import FileReader, open_either
-from dissociated.ipc.index import Index
-from dissociated.ipc.options import WriteOptions, given
-from dissociated.ipc.reader import read_schema
-from dissociated.ipc.sink import DescriptorSink, Sink
-from dissociated.ipc.split import Metadata, Pair, Splitter, Validated, batches
-from dissociated.ipc.writer import EncapsulatedWriter
+from dissociated.format.encapsulated import MAGIC, Encapsulated
+from dissociated.format.index import Index
+from dissociated.format.message import HeaderType, buffer_extents, row_count
 from dissociated.memory.region import Region
 from dissociated.memory.shared import (
     Backing,
     create_memfd,
-    explained,
     is_sealed,
     map_read_only,
     reopen_read_only,
     seal,
     write_parts,
 )
-from dissociated.message import Buffer, too_long
-from dissociated.protocol.header import HeaderType, buffer_extents, row_count
+from dissociated.oserrors import explained
 from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
 
 _PREFIX = 8  # bytes before the flatbuffer
@@ -117,13 +116,18 @@ class Segment:
 
         Raises SourceError and FormatError where one is damaged.
         """
-        reader = open_either(self.region.memory)
-        pairs = (
-            map(reader.get_batch_with_custom_metadata, range(reader.num_record_batches))
-            if isinstance(reader, FileReader)
-            else batches(reader)
-        )
-        return self._validated.check(self.schema, pairs)
+        return self._validated.check(self.schema, self._decoded())
+
+    def _decoded(self) -> Iterator[Pair]:
+        if self._memory[: len(MAGIC)] != MAGIC:
+            yield from batches(StreamReader(self.region.memory))
+            return
+        with blamed(FormatError):
+            reader = pa.ipc.open_file(self.region.memory)
+        for number in range(reader.num_record_batches):
+            with blamed(FormatError):
+                both: Pair = reader.get_batch_with_custom_metadata(number)
+            yield both
 
     def check_metadata(self, limit: int) -> None:
         """Raise StoreError where the metadata of one of its messages has more than `limit` bytes."""

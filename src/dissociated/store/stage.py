@@ -6,45 +6,17 @@ import fcntl
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
 from pathlib import Path
 
+from dissociated.buffers import MAX_METADATA
 from dissociated.errors import StoreError
 from dissociated.fork import belongs, disown
-from dissociated.memory.shared import explained
-from dissociated.message import MAX_METADATA
-from dissociated.once import once
+from dissociated.oserrors import explained
 from dissociated.store.segment import Segment
 
-_HOST = "DISSOCIATED_HOST"
 _MEMORY = Path("/dev/shm")
-
-
-def boot_id() -> str:
-    """Tells this boot of this host from every other: two processes with the same one can share memory.
-
-    Where DISSOCIATED_HOST names the host, its name is part of that: so one machine can be several hosts.
-    """
-    named = os.environ.get(_HOST)
-    return f"{_booted()}/{named}" if named else _booted()
-
-
-@once
-def _booted() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def host_name() -> str:
-    """The name of this host, for people and for other hosts: DISSOCIATED_HOST, or what the machine calls itself."""
-    return os.environ.get(_HOST) or socket.gethostname()
-
-
-def directory_id(path: str | os.PathLike[str]) -> str:
-    """Tells a directory from every other of this boot, since in another container its path may be another's."""
-    status = os.stat(path)
-    return f"{status.st_dev}:{status.st_ino}"
 
 
 class Stage:

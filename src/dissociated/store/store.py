@@ -37,18 +37,19 @@ from types import TracebackType
 
 import pyarrow as pa
 
+from dissociated.buffers import MAX_METADATA
+from dissociated.codec.options import WriteOptions
 from dissociated.errors import StoreError, StoreFull
 from dissociated.fork import belongs, disown
-from dissociated.ipc.options import WriteOptions
-from dissociated.memory.region import machine_memory, pages
-from dissociated.memory.shared import explained
-from dissociated.message import MAX_METADATA
+from dissociated.host import machine_memory
+from dissociated.memory.region import pages
+from dissociated.oserrors import explained
 from dissociated.store.contents import Blocks, Contents
+from dissociated.store.directory import Shelf, Version, file_name, sizes
 from dissociated.store.files import PART, Reserve, claimed, open_regular
 from dissociated.store.memfds import FD, Memfds
 from dissociated.store.recent import Opened, Recent
 from dissociated.store.segment import Segment, SegmentWriter
-from dissociated.store.shelf import Shelf, Version, file_name, sizes
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
 FORGOTTEN = 86_400.0

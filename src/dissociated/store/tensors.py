@@ -6,12 +6,12 @@ import os
 import weakref
 from collections.abc import Sequence
 
-from dissociated.ipc.encapsulated import encapsulate
-from dissociated.ipc.split import SplitMessage
+from dissociated.codec.split import SplitMessage
+from dissociated.format.encapsulated import encapsulate
+from dissociated.format.message import buffer_extents
+from dissociated.format.tensor import ALIGNMENT
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, map_read_only, sealed_memfd, write_parts
-from dissociated.protocol.header import buffer_extents
-from dissociated.protocol.tensor import ALIGNMENT
 
 
 class TensorSegment:

@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from dissociated.buffers import Buffer
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
 from dissociated.fork import belongs, disown
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
-from dissociated.message import Buffer, Incoming, Message, Run
+from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.uri import Uri
 
 #: Supplies the memory for a tagged message, given its tag and length in bytes, or for a run of messages, which has

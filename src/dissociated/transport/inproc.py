@@ -10,8 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated.buffers import Buffer
 from dissociated.errors import ConnectionClosed, RemoteError, TransportError, UriError
-from dissociated.message import Buffer, Incoming, Message
+from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.mailbox import Mailbox
 from dissociated.uri import Uri

@@ -1,0 +1,344 @@
+"""What a server can publish that writers on its host have prepared, and where they put it.
+
+There are two: a stage, whose segments live as long as the server, and a store, whose versions outlive it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from dissociated.buffers import MAX_METADATA
+from dissociated.codec.options import WriteOptions
+from dissociated.datasets.static import SegmentsDataset, StoredDataset
+from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
+from dissociated.store.directory import Version
+from dissociated.store.segment import Segment, SegmentWriter
+from dissociated.store.stage import Stage
+from dissociated.store.store import Store, Usage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Segments that are ready to be published, as one dataset or as a part of one."""
+
+    id: str
+    dataset: SegmentsDataset | StoredDataset
+    serial: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a writer asks for. `key` tells this commit from every other; `ttl` is in seconds.
+
+    With `append` the segments follow those of `before`, what the dataset is now. One that is not `whole` is
+    published, or not, by a catalog elsewhere.
+    """
+
+    name: str
+    key: str
+    staged: Sequence[str]
+    schema: pa.Schema
+    append: bool = False
+    whole: bool = True
+    before: SegmentsDataset | StoredDataset | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    ttl: float | None = None
+
+
+class Stock(ABC):
+    """See the module. Safe to use from many threads."""
+
+    #: Tells the node that holds it from every other.
+    id: str
+    #: Whether writers must `reserve` before they write.
+    limited = False
+    #: How many bytes of metadata one message may have.
+    max_metadata = MAX_METADATA
+    #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
+    handover = ""
+
+    @property
+    @abstractmethod
+    def directory(self) -> Path:
+        """Where writers put segments. Raises StoreError where there can be no such directory."""
+
+    @abstractmethod
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        """A writer of a segment there."""
+
+    def reserve(self, name: str, size: int, wish: int) -> int:
+        """See Store.reserve."""
+        return wish
+
+    def expect(self, name: str, size: int) -> None:  # noqa: B027  # where there is no limit there is room
+        """See Store.expect."""
+
+    @abstractmethod
+    def prepare(self, wanted: Wanted) -> Prepared:
+        """Take these segments, whole and at once. A repeated call, by its key, gives what the first one gave.
+
+        Raises StoreError, and SourceError where their schemas differ.
+        """
+
+    @abstractmethod
+    def staged(self) -> list[str]:
+        """The segments in the directory, those too that are still written."""
+
+    @abstractmethod
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove these segments, as far as they exist. Who still writes one is told by an error, or finds it gone."""
+
+    @abstractmethod
+    def remove(self, ids: Iterable[str]) -> None:
+        """What was prepared under these is not wanted any more. Whoever reads it is undisturbed."""
+
+    @abstractmethod
+    def confirm(self, published: Mapping[str, bool]) -> None:
+        """What was prepared under these has been published, as a whole dataset or as a part of one."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Remove what was left behind by writers that were killed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the directory."""
+
+
+class StageStock(Stock):
+    """Segments in memory alone: gone with the server, however it ends."""
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+        self._stage = Stage()
+
+    @property
+    def directory(self) -> Path:
+        return self._stage.directory
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        return SegmentWriter(self._stage.path(name), schema, options)
+
+    def prepare(self, wanted: Wanted) -> Prepared:
+        before = wanted.before if wanted.append else None
+        segments = self._stage.take([*wanted.staged], self.max_metadata)
+        if before is not None:
+            segments = [*before.opened().segments, *segments]
+        if not segments:
+            segments = [Segment.in_memory(wanted.name, wanted.schema.empty_table().to_reader())]
+        return Prepared(secrets.token_hex(8), SegmentsDataset(wanted.name, segments))
+
+    def staged(self) -> list[str]:
+        return self._stage.names()
+
+    def discard(self, names: Iterable[str]) -> None:
+        self._stage.discard([*names])
+
+    def remove(self, ids: Iterable[str]) -> None:
+        pass  # nothing has a name here: it goes with its dataset
+
+    def confirm(self, published: Mapping[str, bool]) -> None:
+        pass  # nothing here outlives the catalog's knowledge of it
+
+    def tidy(self) -> None:
+        pass  # what is written here has no name before it is whole
+
+    def close(self) -> None:
+        self._stage.close()
+
+
+class StoreStock(Stock):
+    """Versions in a store, opened when they are read.
+
+    `lost` is called with one that was evicted, `moved` with one that was spilled. `catch_up` is called where there is
+    no room: it confirms what has been published since, and removes what is over, so that there may be.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.id = store.id
+        self.limited = True
+        self.lost: Callable[[Version], None] = lambda version: None
+        self.moved: Callable[[Prepared], None] = lambda prepared: None
+        self.catch_up: Callable[[], None] = lambda: None
+        self._store = store
+        self._lock = threading.Lock()
+        self._datasets: dict[str, StoredDataset] = {}
+        store.in_use = self._in_use
+        store.removed = self._removed
+        store.moved = self._moved
+
+    @property
+    def directory(self) -> Path:
+        return self._store.staging
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        return self._store.writer(name, schema, options, self.reserve)
+
+    def reserve(self, name: str, size: int, wish: int) -> int:
+        return self._room(lambda: self._store.reserve(name, size, wish))
+
+    def expect(self, name: str, size: int) -> None:
+        self._room(lambda: self._store.expect(name, size))
+
+    def _room(self, take: Callable[[], T]) -> T:
+        """What needs room, and once more where there was none: what may go is known as of the last look only."""
+        try:
+            return take()
+        except StoreFull:
+            with suppress(DissociatedError):  # a catalog that does not answer has nothing new
+                self.catch_up()  # not within the store, which others use meanwhile
+            return take()
+
+    def prepare(self, wanted: Wanted) -> Prepared:
+        append = wanted.append and wanted.before is not None
+        if append and self._store.by_key(wanted.key) is None:
+            current = self._store.current(wanted.name)
+            if current is None or self.of(current).dataset is not wanted.before:
+                raise StoreError(f"{wanted.name!r} does not lie in this store, so nothing can be appended to it")
+        known = self._store.by_key(wanted.key)
+        version = self._store.commit(
+            wanted.name,
+            wanted.staged,
+            key=wanted.key,
+            schema=wanted.schema,
+            append=append,
+            prepared=not wanted.whole,
+            tags=wanted.tags,
+            ttl=wanted.ttl,
+            max_metadata=self.max_metadata,
+        )
+        try:
+            self._opened(version)  # nothing is published that nobody could read
+        except DissociatedError:
+            if version != known:
+                self._store.remove(version)
+            raise
+        return self.of(version)
+
+    def of(self, version: Version) -> Prepared:
+        """A version, to be served; it is opened when it is read.
+
+        Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
+        """
+        with self._lock:
+            known = self._datasets.get(version.id)
+        if known is None:
+            known = StoredDataset(
+                version.name, self._schema(version), version.rows, version.nbytes, partial(self._opened, version)
+            )
+            known.ticket = version.ticket
+            with self._lock:
+                known = self._datasets.setdefault(version.id, known)
+        return Prepared(version.id, known, version.number)
+
+    def _schema(self, version: Version) -> pa.Schema:
+        if not version.schema:
+            return self._opened(version).schema
+        return pa.ipc.read_schema(pa.py_buffer(version.schema))
+
+    def _opened(self, version: Version) -> SegmentsDataset:
+        """What is read of a version. Raises SourceError where it cannot be, DatasetNotFound where it is gone."""
+        try:
+            opened = self._store.segments(version)
+            return opened.served(lambda: SegmentsDataset(version.name, [*opened]))
+        except StoreError as error:
+            if self._store.version(version.id) is None:
+                raise DatasetNotFound(f"{version.name!r} was dropped or replaced just now: look it up again") from None
+            raise SourceError(f"{version.name!r} cannot be read: {error}") from error
+
+    def versions(self) -> list[Version]:
+        """Everything that is in the store, in the order in which it was committed."""
+        return self._store.versions()
+
+    def unconfirmed(self) -> list[Version]:
+        """See Store.prepared."""
+        return self._store.prepared()
+
+    @property
+    def changes(self) -> int:
+        """See Store.changes."""
+        return self._store.changes
+
+    def changed(self, since: int) -> list[str] | None:
+        """See Store.changed."""
+        return self._store.changed(since)
+
+    def version(self, id: str) -> Version | None:
+        """See Store.version."""
+        return self._store.version(id)
+
+    def serial(self) -> int:
+        """See Store.serial."""
+        return self._store.serial()
+
+    def usage(self) -> Usage:
+        """See Store.usage."""
+        return self._store.usage()
+
+    def hand_over(self, descriptor: int) -> str:
+        """See Store.hand_over."""
+        return self._room(lambda: self._store.hand_over(descriptor))
+
+    def staged(self) -> list[str]:
+        return self._store.staged()
+
+    def discard(self, names: Iterable[str]) -> None:
+        self._store.discard(names)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        gone = {*ids}
+        with self._lock:
+            for id in gone:
+                self._datasets.pop(id, None)
+        known = (self._store.version(id) for id in gone)
+        self._store.remove(*sorted((one for one in known if one is not None), key=lambda one: one.number))
+
+    def confirm(self, published: Mapping[str, bool]) -> None:
+        for id, whole in published.items():
+            version = self._store.version(id)
+            if version is not None:
+                self._store.confirm(version, whole)
+
+    def tidy(self) -> None:
+        self._store.sweep()
+
+    def _in_use(self, version: Version) -> bool:
+        with self._lock:
+            dataset = self._datasets.get(version.id)
+        return dataset is not None and dataset.readers > 0
+
+    def _removed(self, version: Version) -> None:
+        with self._lock:
+            self._datasets.pop(version.id, None)
+        self.lost(version)
+
+    def _moved(self, version: Version) -> None:
+        with self._lock:
+            dataset = self._datasets.get(version.id)
+        if dataset is not None:
+            dataset.moved()
+        self.moved(self.of(version))
+
+    def close(self) -> None:
+        with self._lock:
+            self._datasets.clear()
+        self._store.close()
+
+
+def appendable(name: str, before: object) -> SegmentsDataset | StoredDataset | None:
+    """What is to be appended to, or None where there is nothing. Raises SourceError where that was not written so."""
+    if before is not None and not isinstance(before, SegmentsDataset | StoredDataset):
+        raise SourceError(f"{name!r} was not written in segments, so nothing can be appended to it")
+    return before

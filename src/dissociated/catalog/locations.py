@@ -1,0 +1,85 @@
+"""Where a dataset can be read: endpoints, and what is told of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from dissociated.datasets.tensor_info import TensorsInfo, tensors_of
+from dissociated.errors import (
+    UriError,
+)
+from dissociated.transport import registry
+from dissociated.uri import Uri
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A part of a dataset: the identifier to ask with, and the locations that can be asked, the nearest first.
+
+    There are none where its node, which is on `hosts`, says nothing any more. `rows` is None where the catalog does
+    not know how many it has.
+    """
+
+    ticket: bytes = field(repr=False)  # whoever has it can read
+    locations: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know.
+
+    `created` and `expires` are seconds since the epoch; one without a time to live never expires. What is appended
+    changes the version, and neither `began` nor the rows before; a dataset that is replaced has another one.
+    """
+
+    name: str
+    schema: pa.Schema
+    rows: int | None
+    nbytes: int | None
+    endpoints: tuple[Endpoint, ...]
+    version: int = 0
+    created: float = 0.0
+    expires: float | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    began: str = ""
+
+    @property
+    def tensors(self) -> TensorsInfo | None:
+        """What tensors it has; None for a dataset of record batches."""
+        return tensors_of(self.schema)
+
+
+def locations(endpoint: Endpoint) -> list[list[Uri]]:
+    """The ways to reach an endpoint that this library knows: each one URI, or one for metadata and one for bodies.
+
+    Locations are alternatives, but for a pair: marked by a `stream` parameter or, as the C++ reference does it,
+    exactly two of one scheme that differ in want_data.
+    """
+    known = registry.schemes()
+    uris = []
+    for text in endpoint.locations:
+        try:
+            uri = Uri.parse(text)
+        except UriError:
+            continue
+        if uri.scheme in known and uri.want_data is not None:
+            uris.append(uri)
+    if len(uris) == 2 == len(endpoint.locations) and uris[0].scheme == uris[1].scheme:
+        marked = {uri.parameters.get("stream"): uri for uri in uris}
+        if marked.keys() == {"metadata", "bodies"}:
+            return [[marked["metadata"], marked["bodies"]]]
+        if uris[0].want_data != uris[1].want_data:
+            return [uris]
+    whole = [[uri] for uri in uris if "stream" not in uri.parameters]
+    metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
+    bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
+    return whole + [[one, other] for one in metadata for other in bodies]

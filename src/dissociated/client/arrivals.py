@@ -1,0 +1,100 @@
+"""Messages as they arrive over one connection or two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from dissociated.client.threads import Helper
+from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
+from dissociated.fork import belongs, disown
+from dissociated.protocol.message import Incoming, Run
+from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.mailbox import Mailbox
+
+_MAX_AHEAD = 1 << 26  # bytes that one of two connections may be ahead of the other
+#: Receives from the stream of bodies, or of metadata; None at the end of its connection.
+_ReceiveFrom: TypeAlias = Callable[[bool], Incoming | Run | None]
+
+
+@contextmanager
+def arrivals(connections: Sequence[Connection], allocate: Allocate, timeout: float) -> Iterator[_ReceiveFrom]:
+    """A function that receives from one connection, or from two, each of which then has a thread of its own."""
+    if len(connections) == 1:
+        (connection,) = connections
+        yield lambda bodies: connection.receive(timeout, allocate)
+        return
+    pumps: list[Pump] = []
+
+    def astray(error: DissociatedError) -> None:
+        for pump in pumps:  # whichever of them is waited for
+            pump.arrived.close(error)
+
+    for bodies, connection in enumerate(connections):
+        pumps.append(Pump(connection, bool(bodies), allocate, timeout, astray))
+    try:
+        yield lambda bodies: pumps[bodies].arrived.get(timeout)
+    finally:
+        for pump in pumps:
+            pump.stop()
+        for pump in pumps:
+            pump.join()
+
+
+class Pump:
+    """A thread that receives from one of two connections, so that neither can hold up the other."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        bodies: bool,
+        allocate: Allocate,
+        timeout: float,
+        astray: Callable[[DissociatedError], None],
+    ) -> None:
+        """`astray` is told where what arrives belongs to the other connection."""
+        self.arrived: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
+        self._connection = connection
+        self._bodies = bodies
+        self._astray = astray
+        self._thread = Helper(self, self._run, (allocate, timeout), "receive")
+        self._thread.start()
+        belongs(self)
+
+    def _run(self, allocate: Allocate, timeout: float) -> None:
+        try:
+            while (incoming := self._connection.receive(timeout, allocate)) is not None:
+                for one in incoming.expand() if isinstance(incoming, Run) else (incoming,):
+                    self._check(one)
+                    self.arrived.put(one, len(one.data), None)
+            self.arrived.close()
+        except DissociatedError as error:
+            self.arrived.close(error)
+        except BaseException as error:
+            self.arrived.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _check(self, one: Incoming) -> None:
+        if self._bodies is (one.tag is not None):
+            return
+        sent, asked = ("metadata", "bodies") if self._bodies else ("a body", "metadata")
+        error = RemoteProtocolError(
+            f"the server sent {sent} over the connection for {asked}: of two URIs the first is that of the metadata, "
+            "and the second that of the bodies"
+        )
+        self._astray(error)
+        raise error
+
+    def forked(self) -> None:
+        disown(self)
+
+    def stop(self) -> None:
+        """Make the thread end."""
+        self.arrived.close()
+        self._connection.stop_receiving()
+
+    def join(self) -> None:
+        if self._thread is not threading.current_thread():  # as where the reader is collected in that thread
+            self._thread.join()

@@ -1,0 +1,111 @@
+"""What a client has of the server's memory, and its giving back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from dissociated.client.threads import Helper
+from dissociated.errors import DissociatedError
+from dissociated.fork import belongs, disown
+from dissociated.memory.leases import KEPT, Returns, leased_buffer
+from dissociated.protocol.bodies import encode_free
+from dissociated.protocol.message import Message
+from dissociated.transport.base import Connection
+
+_log = logging.getLogger(__name__)
+
+_FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
+
+
+class Leases:
+    """What this client holds of one server, and the thread that gives it back. Closes the connection at the end.
+
+    Not before: to disconnect is to give everything back, and what is mapped may change then.
+    """
+
+    def __init__(self, connection: Connection, free_data: int | None, timeout: float) -> None:
+        self._connection = connection
+        self._free_data = free_data
+        self._timeout = timeout
+        self._returns = Returns(connection)
+        self._leased = 0  # addresses that will come through `lease` or `give_back`
+        self._attached = 0  # those that have come
+        self._finished = False
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        belongs(self)
+
+    def forked(self) -> None:
+        disown(self)
+
+    def expect(self, count: int) -> None:
+        """So many addresses have been delivered. Each will come through `lease` or `give_back`, once."""
+        self._leased += count
+        if count and self._thread is None:
+            self._thread = Helper(self, self._run, (), "give back")
+            self._thread.start()
+
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """The memory as a buffer that gives `addresses` back when it is no longer used."""
+        self._attached += len(addresses)
+        self._returns = self._returns.current()
+        return leased_buffer(memory, addresses, self._returns)
+
+    def give_back(self, addresses: Sequence[int]) -> None:
+        """These addresses are not needed."""
+        self._attached += len(addresses)
+        self._returns.put(addresses)
+
+    def settle(self) -> None:
+        """No more addresses will come through `lease` or `give_back`, although some were expected."""
+        if self._leased != self._attached:
+            self._leased = self._attached
+            self._returns.wake()
+
+    def finish(self, stopped: bool) -> None:
+        """No more addresses will come; `stopped` if the server does not know that yet."""
+        if stopped:
+            self._connection.stop_receiving()
+        self._finished = True
+        if self._thread is None:
+            self._connection.close()
+        else:
+            self._returns.wake()
+
+    def stop(self) -> None:
+        """Make the thread end, whatever is still held: the process ends, and with it the connection."""
+        self._stopped = True
+        if not self._connection.shares_memory:
+            self._connection.interrupt()
+        self._returns.wake()
+
+    def _run(self) -> None:
+        returned = 0
+        forked = False
+        listening = self._free_data is not None
+        while not (self._stopped or (self._finished and returned == self._leased)):
+            addresses = self._returns.take(_FREE_AT_ONCE)
+            returned += len(addresses)
+            if KEPT in addresses:
+                forked, addresses = True, [address for address in addresses if address != KEPT]
+            try:
+                for first in range(0, len(addresses) if listening else 0, _FREE_AT_ONCE):
+                    body = encode_free(addresses[first : first + _FREE_AT_ONCE])
+                    self._connection.send([Message(self._free_data, (body,))], self._timeout)
+            except DissociatedError as error:
+                # A server that is gone has nothing to take back; what is mapped stays readable without it.
+                _log.debug("%r: %s", self._connection, error)
+                listening = False
+        if self._stopped and self._connection.shares_memory:
+            _left_open.append(self._connection)  # what is held until the very end stays as it is until then
+        elif forked:
+            self._connection.leave()
+        else:
+            self._connection.close()
+
+
+_left_open: list[Connection] = []

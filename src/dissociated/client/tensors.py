@@ -1,0 +1,65 @@
+"""Reads datasets of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+
+from dissociated.buffers import MAX_BODY, MAX_METADATA
+from dissociated.client.open import TIMEOUT, again, begun, located
+from dissociated.client.stream import Stream
+from dissociated.codec.tensor import Tensor, cut, join_tensor
+from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+
+
+class TensorReader(Iterator[Tensor]):
+    """The tensors of a stream, one after the other. `close` ends the stream, and so does dropping the reader."""
+
+    def __init__(self, tensors: Generator[Tensor, None, None]) -> None:
+        self._next = [next(tensors)]  # from now on the stream is ended with its generator
+        self._rest = tensors
+
+    def __next__(self) -> Tensor:
+        return self._next.pop() if self._next else next(self._rest)
+
+    def close(self) -> None:
+        """Read no more. The tensors that were read stay."""
+        self._next.clear()
+        self._rest.close()
+
+
+def open_tensors(
+    uri: str | Sequence[str],
+    ticket: bytes,
+    *,
+    timeout: float = TIMEOUT,
+    max_body: int = MAX_BODY,
+    max_metadata: int = MAX_METADATA,
+    allow_rma: bool = False,
+) -> TensorReader:
+    """Request the tensors `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
+
+    Each is a pyarrow.Tensor, SparseCOOTensor, SparseCSRMatrix, SparseCSCMatrix or SparseCSFTensor, and is read as it
+    is asked for. Where bodies come by address, its arrays lie in the server's memory, which is given back when the
+    last of them is collected; the connection stays open until then. Dropping the reader ends the stream.
+
+    `timeout` is how many seconds the server may be silent, `max_body` the largest body that is taken, in bytes.
+    `max_metadata` and `allow_rma` as for `open_stream`. Raises what that raises, and WrongKind where the stream holds
+    record batches.
+    """
+    stream, first, rest = begun(located(uri), ticket, timeout, max_body, max_metadata, allow_rma=allow_rma)
+    return TensorReader(stream.each(again([first], rest), partial(_tensor, stream)))
+
+
+def _tensor(stream: Stream, delivery: Delivery) -> Tensor:
+    _, header, parsed, body = delivery
+    if not parsed.is_tensor:
+        raise WrongKind("this stream holds record batches: read it with open_stream, or by name with read")
+    try:
+        by_address = isinstance(body, AddressList)
+        return join_tensor(header, stream.buffers(delivery) if by_address else cut(header, parsed, body))
+    except FormatError as error:
+        why = str(error)  # and not the error: its frames hold what the peer leased to us
+    raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")

@@ -1,0 +1,52 @@
+"""Threads that a stream needs beside its reader's own, and their end."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dissociated.once import once
+
+_ENDING = 5.0  # seconds that threads may take to end with the interpreter
+
+
+class Stops(Protocol):
+    """Who has a thread, and can make it return."""
+
+    def stop(self) -> None: ...
+
+
+class Helper(threading.Thread):
+    """A thread of a stream. It is stopped, and waited for, before the interpreter goes.
+
+    A daemon thread that comes back from the system then is ended wherever it is. Within libarrow, where the last
+    reference to a region unmaps it, that would bring down the process.
+    """
+
+    def __init__(self, owner: Stops, run: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
+        super().__init__(target=run, args=arguments, name=name, daemon=True)
+        self._owner = weakref.ref(owner)
+        end_at_exit()
+
+    def stop(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.stop()
+
+
+@once
+def end_at_exit() -> None:
+    atexit.register(_end_helpers)
+
+
+def _end_helpers() -> None:
+    helpers = [thread for thread in threading.enumerate() if isinstance(thread, Helper)]
+    for helper in helpers:
+        helper.stop()
+    end = time.monotonic() + _ENDING
+    for helper in helpers:
+        helper.join(max(0.0, end - time.monotonic()))

@@ -1,0 +1,48 @@
+"""Messages whose bodies came by reference, with those bodies where libarrow shall find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.format.message import buffer_extents, relocate
+from dissociated.memory.region import AddressSpace
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+
+
+class Leases(Protocol):
+    """What becomes of the addresses that were delivered. Each comes through one of these, once."""
+
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """The same memory as a buffer, at whose end `addresses` go back."""
+
+    def give_back(self, addresses: Sequence[int]) -> None:
+        """These addresses are not needed."""
+
+
+def attach(
+    delivery: Delivery, space: AddressSpace, leases: Leases, allocate: Callable[[int], pa.Buffer]
+) -> tuple[bytes, Buffer | None]:
+    """Flatbuffer and body of a message. A body by address is its region, or what reaches over all that it lies in, and
+    the flatbuffer says where in it.
+
+    `allocate` gives memory for a body whose buffers lie where libarrow cannot read them: they are copied.
+    Raises RemoteProtocolError where an address leaves the regions of `space`.
+    """
+    _, header, parsed, body = delivery
+    if not isinstance(body, AddressList):
+        return header, body
+    leased = body.leased
+    if not leased:
+        return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
+    located = space.locate(body.addresses, body.lengths)
+    if any(offset % 8 for offset in located.offsets):  # which libarrow refuses: gather them where they should be
+        wanted, _ = buffer_extents(header, parsed)
+        packed = located.gather(body.lengths, wanted, allocate(parsed.body_length))
+        leases.give_back(leased)
+        return header, packed
+    return relocate(header, parsed, located.offsets, located.memory.size), leases.lease(located.memory, leased)

@@ -1,0 +1,77 @@
+"""A reader over record batches and their metadata, as they come from somewhere else.
+
+What `pyarrow.RecordBatchReader.from_batches` makes knows of no metadata, and cannot even be asked. This one is a reader
+of an IPC stream: Python is given the very batches, and whatever reads through C++ a stream that is written around them,
+batch by batch, from where their buffers lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.codec.join import Messages, source
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.split import Pair, SplitMessage, Splitter
+from dissociated.format.message import buffer_extents, relocate
+
+_ALIGNMENT = 8  # which libarrow asks of buffers in a body
+
+
+class BatchReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
+    """Reads what `pairs` give, all of this `schema`. What they raise comes out of it."""
+
+    def __init__(self, schema: pa.Schema, pairs: Iterator[Pair]) -> None:
+        self._schema = schema
+        self._pairs = pairs
+        super().__init__(source(_messages(schema, pairs)))
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    def read_next_batch(self) -> pa.RecordBatch:
+        return next(self._pairs)[0]
+
+    def read_next_batch_with_custom_metadata(self) -> pa.lib.RecordBatchWithMetadata:
+        return pa.lib.RecordBatchWithMetadata(*next(self._pairs))
+
+    def read_all(self) -> pa.Table:
+        return pa.Table.from_batches((batch for batch, _ in self._pairs), self._schema)
+
+    def close(self) -> None:
+        super().close()
+        if isinstance(self._pairs, Generator):
+            self._pairs.close()
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        batches = (batch for batch, _ in self._pairs)
+        return pa.RecordBatchReader.from_batches(self._schema, batches).__arrow_c_stream__(requested_schema)
+
+
+def _messages(schema: pa.Schema, pairs: Iterator[Pair]) -> Messages:
+    splitter = Splitter(schema, WriteOptions(allow_64bit=True))
+    yield splitter.schema_message.header, None
+    for batch, metadata in pairs:
+        yield from map(_in_one_piece, splitter.split(batch, metadata))
+
+
+def _in_one_piece(message: SplitMessage) -> tuple[bytes, Buffer | None]:
+    """Flatbuffer and body, which is all memory from the first of its buffers to the last, wherever they lie."""
+    header, parsed, body = message
+    starts: dict[int, pa.Buffer] = {}
+    at = 0
+    for part in body or ():
+        starts[at] = part if isinstance(part, pa.Buffer) else pa.py_buffer(part)
+        at += len(part)
+    extents = [(starts.get(offset), length) for offset, length in zip(*buffer_extents(header, parsed), strict=True)]
+    used = [(part.address, length) for part, length in extents if length and part is not None]
+    first = min((address for address, _ in used), default=0)
+    if len(used) < sum(bool(length) for _, length in extents) or any((at - first) % _ALIGNMENT for at, _ in used):
+        return header, b"".join(map(memoryview, body or ()))  # a copy, of what libarrow cannot read where it is
+    size = max((address + length for address, length in used), default=0) - first
+    offsets = [part.address - first if length and part is not None else 0 for part, length in extents]
+    return relocate(header, parsed, offsets, size), pa.foreign_buffer(first, size, list(starts.values()))

@@ -1,0 +1,146 @@
+"""Streams whose messages lie in shared memory just as an IPC stream has them: read there by libarrow itself.
+
+A segment is an IPC stream. Where every message that arrived agrees with what the segment holds at the place that
+its addresses name, one after the other, there is nothing left to pair or to patch: libarrow can read the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from dissociated.codec.options import ReadOptions
+from dissociated.codec.pyfile import Readable
+from dissociated.codec.reader import PeerReader
+from dissociated.format.encapsulated import encapsulate, first_message_at
+from dissociated.format.message import buffer_extents, is_compressed
+from dissociated.memory.region import AddressSpace, Region
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
+
+#: Gives the same memory as a buffer, at whose end these addresses go back.
+Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
+
+
+class _Part:
+    """What has been found in place in one region: an IPC stream from `start` to `end`, its messages so far."""
+
+    def __init__(self, region: Region, start: int, end: int) -> None:
+        self.region = region
+        self.memory = np.frombuffer(region.memory, np.uint8)
+        self.start = start
+        self.end = end
+        self.leased: list[np.ndarray] = []
+
+    def holds(self, at: int, content: bytes) -> bool:
+        return self.memory[at : at + len(content)].tobytes() == content
+
+
+class _Chain(Readable):
+    """Pieces of a stream, each of whole messages, as the file that libarrow reads from."""
+
+    def __init__(self, pieces: Sequence[pa.Buffer]) -> None:
+        self._pieces = [*reversed(pieces)]
+        self._at = 0  # in the last of them
+
+    def read(self, size: int = -1) -> pa.Buffer | bytes:
+        while self._pieces and self._at == self._pieces[-1].size:
+            self._pieces.pop()
+            self._at = 0
+        if not self._pieces:
+            return b""
+        piece = self._pieces[-1].slice(self._at, size)
+        self._at += piece.size
+        return piece
+
+    def close(self) -> None:
+        super().close()
+        self._pieces = []
+
+
+class InPlace:
+    """Follows a stream from its schema on, for as long as all of it lies in place."""
+
+    def __init__(self, schema: Delivery, space: AddressSpace) -> None:
+        self._schema = encapsulate(schema.header)
+        self._space = space
+        self._parts: list[_Part] = []
+
+    def add(self, item: Delivery | Batches) -> bool:
+        """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
+        if isinstance(item, SharedBatches):
+            return self._add_batches(item)
+        return not isinstance(item, PackedBatches) and self._add_message(item)
+
+    def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
+        """A reader over all of it, by libarrow; None where it cannot be read so."""
+        if not self._parts:
+            return None
+        pieces: list[pa.Buffer] = []
+        for part in self._parts:
+            whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
+            start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
+            pieces.append(whole.slice(start, part.end - start))
+        return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_Chain(pieces), mode="r"), options)
+
+    def _add_message(self, item: Delivery) -> bool:
+        if not isinstance(item.body, AddressList):
+            if item.body is None or len(item.body):
+                return False
+            part = self._parts[-1] if self._parts else None  # an empty body has no address: it must lie here
+        else:
+            leased = item.body.leased
+            part = self._part(leased[0]) if leased else None
+        if part is None:
+            return False
+        if is_compressed(item.header):
+            return False  # what comes out of it is bounded where messages are joined
+        head = encapsulate(item.header)
+        body_at = part.end + len(head)
+        if not part.holds(part.end, head):
+            return False
+        if isinstance(item.body, AddressList):
+            start = part.region.base + body_at
+            offsets, _ = buffer_extents(item.header, item.parsed)
+            for offset, address, length in zip(offsets, item.body.addresses, item.body.lengths, strict=True):
+                if length and address != start + offset:
+                    return False
+            part.leased.append(np.array(item.body.leased, np.uint64))
+        part.end = body_at + item.parsed.body_length
+        return part.end <= part.region.size
+
+    def _add_batches(self, batches: SharedBatches) -> bool:
+        part = self._part(int(batches.leased[0]))
+        if part is None:
+            return False
+        width = batches.headers.shape[1]
+        head = encapsulate(bytes(width))[:-width]
+        if width % 8 or is_compressed(bytes(batches.headers[0])):
+            return False
+        body_at = batches.body_at.astype(np.int64) - part.region.base
+        ends = body_at + batches.body_length.astype(np.int64)
+        starts = body_at - (len(head) + width)
+        if starts[0] != part.end or (starts[1:] != ends[:-1]).any() or ends[-1] > part.region.size:
+            return False
+        found = part.memory[starts[:, None] + np.arange(len(head) + width)]
+        prefixes, headers = found[:, : len(head)], found[:, len(head) :]
+        if (prefixes != np.frombuffer(head, np.uint8)).any() or (headers != batches.headers).any():
+            return False
+        part.leased.append(batches.leased)
+        part.end = int(ends[-1])
+        return True
+
+    def _part(self, address: int) -> _Part | None:
+        """The part that `address` belongs to: the last one, or a new one in another region, just after its schema."""
+        region = self._space.find(address)
+        if self._parts and self._parts[-1].region is region:
+            return self._parts[-1]
+        start = first_message_at(memoryview(region.memory))
+        part = _Part(region, start, start + len(self._schema))
+        if any(other.region is region for other in self._parts) or not part.holds(start, self._schema):
+            return None
+        self._parts.append(part)
+        return part

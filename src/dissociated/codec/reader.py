@@ -1,0 +1,96 @@
+"""libarrow's reader of IPC streams, whose complaints about content come out as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pyarrow as pa
+
+from dissociated.codec.options import ReadOptions, given
+from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
+from dissociated.format.encapsulated import MAGIC, encapsulate
+
+#: libarrow takes the magic of a file for the length of the first message.
+_BEGINS_A_FILE = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
+_COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
+
+
+@contextmanager
+def blamed(blame: type[DissociatedError]) -> Iterator[None]:
+    """Turn what libarrow raises about content into `blame`, what memory does not suffice for included."""
+    try:
+        yield
+    except _COMPLAINTS as error:
+        raise _ours(error, blame) from None
+
+
+def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
+    if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
+        return error
+    if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
+        return OptionError(f"included_fields has a field that the schema has not: {error}")
+    if _BEGINS_A_FILE in str(error):
+        return blame("this begins like an Arrow IPC file, which is no stream: read it as a file")
+    peer = blame is RemoteProtocolError
+    if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
+        return (TransportError if peer else blame)(
+            f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
+        )
+    return blame(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
+
+
+def read_schema(header: bytes, blame: type[DissociatedError]) -> pa.Schema:
+    """The schema of this flatbuffer."""
+    with blamed(blame):
+        return named(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
+
+
+def named(schema: pa.Schema) -> pa.Schema:
+    """The same. Raises UnicodeDecodeError now where a column has a name that pyarrow cannot tell later."""
+    assert schema.names is not None
+    return schema
+
+
+class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
+    """Reads an IPC stream from whatever pyarrow reads from. `stats` says how much so far.
+
+    Raises FormatError where the content is invalid, or nests deeper than `options` allow.
+    """
+
+    blame: ClassVar[type[DissociatedError]] = FormatError
+
+    def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
+        options = given(options, ReadOptions)
+        with blamed(self.blame):
+            super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
+        options.check_depth(self.schema)
+
+    def read_next_batch(self) -> pa.RecordBatch:
+        try:
+            return super().read_next_batch()
+        except _COMPLAINTS as error:
+            raise _ours(error, self.blame) from None
+
+    def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
+        try:
+            both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
+            return both
+        except _COMPLAINTS as error:
+            raise _ours(error, self.blame) from None
+
+    def read_all(self) -> pa.Table:
+        try:
+            return super().read_all()
+        except _COMPLAINTS as error:
+            raise _ours(error, self.blame) from None
+
+
+class PeerReader(StreamReader):
+    """The same over what a peer sent.
+
+    Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
+    """
+
+    blame = RemoteProtocolError

@@ -1,0 +1,102 @@
+"""Where the bytes of a stream or file go."""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from dissociated.buffers import Buffer
+from dissociated.errors import StoreError
+from dissociated.memory.shared import write_parts
+from dissociated.oserrors import explained
+
+
+class Sink(ABC):
+    """Takes bytes until it is closed or aborted. Every method raises StoreError where the medium fails."""
+
+    #: where the first byte will lie
+    position = 0
+
+    @abstractmethod
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Write all of `parts`, one after the other."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Everything was written."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """No more will be written, although something is missing."""
+
+
+class DescriptorSink(Sink):
+    """A descriptor, which it owns and closes. `what` tells an error what was being written."""
+
+    def __init__(self, descriptor: int, what: str) -> None:
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
+        self.what = what
+
+    @property
+    def descriptor(self) -> int:
+        """What it writes to, still its own."""
+        return self._file.fileno()
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        with explained(self.what):
+            write_parts(self.descriptor, parts)
+
+    def close(self) -> None:
+        with explained(self.what):
+            self._file.close()
+
+    def abort(self) -> None:
+        """Keeps what was written. Does nothing after `close`."""
+        with suppress(OSError):
+            self._file.close()
+
+
+class FileSink(Sink):
+    """A binary file object or a pyarrow.NativeFile, which stays open: whoever opened it closes it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        with suppress(AttributeError, OSError, ValueError):  # a pipe or a socket stands nowhere
+            self.position = file.tell()
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        with explained("writing to a file object"):
+            for part in parts:
+                left = memoryview(part).cast("B")
+                while len(left):
+                    count = self._file.write(left)
+                    if count is None and not isinstance(self._file, io.RawIOBase):
+                        break  # some write everything and say nothing
+                    if not count:
+                        raise StoreError("a file object that does not block takes no more: give one that waits")
+                    left = left[count:]
+
+    def close(self) -> None:
+        with explained("writing to a file object"), suppress(AttributeError):
+            self._file.flush()
+
+    def abort(self) -> None: ...
+
+
+def open_sink(where: Any) -> Sink:
+    """The sink for a path, whose file is made or overwritten, or for a file object.
+
+    Raises StoreError for anything else, and where there can be no such file.
+    """
+    if isinstance(where, (str, os.PathLike)):
+        name = os.fspath(where)
+        with explained(f"creating {name}"):
+            descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        return DescriptorSink(descriptor, f"writing {name}")
+    if hasattr(where, "write"):
+        return FileSink(where)
+    raise StoreError(f"cannot write to a {type(where).__name__}: give a path or a binary file object")

@@ -1,0 +1,237 @@
+"""Tensors, dense and sparse, from and to Arrow IPC messages ("Tensor Message Format", "SparseTensor Message Format").
+
+A standalone message begins at a multiple of 64 bytes, and so do its body and each buffer in it:
+
+    zeros up to a multiple of 64, marker, length of the metadata, flatbuffer, zeros up to a multiple of 64, body
+
+libarrow offers Python no way to the messages of sparse tensors, copies dense ones on their way to a sink, and reads
+them from the start of their body whatever their offset. So flatbuffers are read and written here, and pyarrow's
+tensors are made around the bytes where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, permutations
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.split import SplitMessage
+from dissociated.errors import FormatError, OptionError, RemoteProtocolError
+from dissociated.format.message import Header, buffer_extents, parse_header
+from dissociated.format.tensor import ALIGNMENT, Format, TensorHeader, encode_tensor, parse_tensor, row_major, width
+
+#: pa.Tensor, or one of pyarrow's four sparse ones. pyarrow has no type hints.
+Tensor: TypeAlias = Any
+Array: TypeAlias = Any
+
+FORMATS = {
+    pa.Tensor: Format.DENSE,
+    pa.SparseCOOTensor: Format.COO,
+    pa.SparseCSRMatrix: Format.CSR,
+    pa.SparseCSCMatrix: Format.CSC,
+    pa.SparseCSFTensor: Format.CSF,
+}
+
+_PIECE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
+_PREFIX = 8  # bytes before the flatbuffer
+_METADATA_VERSION = {pa.ipc.MetadataVersion.V4: 3, pa.ipc.MetadataVersion.V5: 4}  # MetadataVersion of Schema.fbs
+_MAX_EXPANDED = 1 << 28  # bytes
+_MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
+
+
+# Standalone messages
+
+
+@contextmanager
+def _damaged() -> Iterator[None]:
+    try:
+        yield
+    except RemoteProtocolError:  # whose words are about a peer
+        raise FormatError("no Arrow IPC message, or a damaged one") from None
+    except pa.ArrowException as error:
+        raise FormatError(f"libarrow does not take this tensor: {error}") from None
+
+
+# Messages and tensors
+
+
+def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMessage:
+    """The message of `tensor`, its body borrowed from it. Within a body that is aligned to 64, so is each buffer.
+
+    The header is padded so that the body is aligned, if the encapsulated message is. Raises OptionError for a codec,
+    and FormatError where the tensor is such that it could not be read: libarrow makes and takes some whose index
+    leaves them.
+    """
+    options = given(options, WriteOptions)
+    if options.codec is not None:
+        raise OptionError("Arrow IPC has no compressed tensors: leave the codec out")
+    header, arrays = _taken_apart(tensor)
+    parts: list[Buffer] = []
+    offsets, end = [], 0
+    for array in arrays:
+        padding = -end % ALIGNMENT
+        offsets.append(end + padding)
+        parts += [bytes(padding), pa.py_buffer(array.reshape(-1).view(np.uint8))]
+        end = offsets[-1] + array.nbytes
+    if header.format is not Format.DENSE:
+        parts.append(bytes(-end % 8))
+        end += -end % 8
+    header = header._replace(offsets=(*offsets,), lengths=tuple(array.nbytes for array in arrays))
+    encoded = encode_tensor(header, end, _METADATA_VERSION[options.metadata_version])
+    encoded += bytes(-(len(encoded) + _PREFIX) % ALIGNMENT)
+    try:
+        join_tensor(encoded, arrays)
+    except FormatError as error:
+        raise FormatError(f"this tensor cannot be written: nobody could read {error}") from None
+    return SplitMessage(encoded, parse_header(encoded), [part for part in parts if len(part)])
+
+
+def cut(header: bytes, parsed: Header, body: Buffer) -> list[pa.Buffer]:
+    """The buffers of a message, cut out of its packed body. Raises FormatError for one that leaves it."""
+    whole = body if isinstance(body, pa.Buffer) else pa.py_buffer(body)
+    buffers = []
+    for offset, length in zip(*buffer_extents(header, parsed), strict=True):
+        if offset < 0 or length < 0 or offset + length > whole.size:
+            raise FormatError(f"a buffer at {offset} of {length} bytes leaves its body of {whole.size} bytes")
+        buffers.append(whole.slice(offset, length))
+    return buffers
+
+
+def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
+    """The tensor of this flatbuffer, its arrays in these buffers, one for each `Buffer` of the message.
+
+    The index of a sparse tensor is read once, to check it: libarrow writes wherever it says. Raises FormatError.
+    """
+    found = parse_tensor(header)
+    names = found.names if any(found.names) else None
+    with _damaged():
+        if found.format is Format.DENSE:
+            return pa.Tensor.from_numpy(_array(buffers[0], found.type, found.shape, found.strides), names)
+        *index, data = buffers
+        values = _array(data, found.type, (found.non_zero,))
+        if found.format is Format.COO:
+            return pa.SparseCOOTensor.from_numpy(values, _coordinates(found, index[0]), found.shape, names)
+        indptr, indices = _levels(found, index)
+        if found.format is Format.CSF:
+            return pa.SparseCSFTensor.from_numpy(values, indptr, indices, found.shape, found.axis_order, names)
+        matrix = pa.SparseCSRMatrix if found.format is Format.CSR else pa.SparseCSCMatrix
+        return matrix.from_numpy(values, indptr[0], indices[0], found.shape, names)
+
+
+def _coordinates(found: TensorHeader, buffer: Buffer) -> Array:
+    shape = (found.non_zero, len(found.shape))
+    coordinates = _array(buffer, found.indices_type, shape, found.strides)
+    for axis, size in enumerate(found.shape):
+        _check_indices(coordinates[:, axis], size)
+    wanted = row_major(shape, "<i8")
+    if coordinates.dtype == np.int64 and coordinates.strides == wanted:
+        return coordinates
+    # NumPy's own strides of what is empty, or has one row, are not always what libarrow calls contiguous.
+    return np.ndarray(shape, "<i8", np.array(coordinates, "<i8", order="C"), 0, wanted)
+
+
+def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
+    """The indptr and the indices of CSR, CSC and CSF."""
+    shape, types = found.shape, (found.indptr_type, found.indices_type)
+    if found.format is Format.CSF:
+        axes = found.axis_order
+        counts = [length // width(types[1]) for length in found.lengths[len(axes) - 1 : -1]]
+        indices = [_array(buffers[len(axes) - 1 + level], types[1], (count,)) for level, count in enumerate(counts)]
+        _check_indices(indices[0], shape[axes[0]])
+        above, below = counts[:-1], indices[1:]
+    else:
+        axes = (0, 1) if found.format is Format.CSR else (1, 0)
+        indices = below = [_array(buffers[1], types[1], (found.non_zero,))]
+        above = [shape[axes[0]]]
+    indptr = [_array(buffers[level], types[0], (count + 1,)) for level, count in enumerate(above)]
+    for begins, some, axis in zip(indptr, below, axes[1:], strict=True):
+        _check_begins(begins, len(some))
+        _check_indices(some, shape[axis])
+    return indptr, indices
+
+
+def _array(buffer: Buffer, type_: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Array:
+    """The array in this buffer, which is long enough; a copy only where its address is not one for its type."""
+    if 0 in shape:
+        strides = row_major(shape, type_)
+    return np.require(np.ndarray(shape, type_, buffer, 0, strides), requirements="A")
+
+
+def _check_indices(indices: Array, size: int) -> None:
+    if len(indices) and (indices.min() < 0 or indices.max() >= size):
+        raise FormatError(f"a sparse tensor with an index outside a dimension of {size}")
+
+
+def _check_begins(begins: Array, end: int) -> None:
+    if begins[0] != 0 or begins[-1] != end or (begins[1:] < begins[:-1]).any():
+        raise FormatError("a sparse tensor whose rows or fibers do not follow each other")
+
+
+def _taken_apart(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
+    """All that a message says of `tensor` but for its buffers, and the arrays that these hold."""
+    format_ = FORMATS.get(type(tensor))
+    if format_ is None:
+        raise FormatError(
+            f"a {type(tensor).__name__} is no tensor: give a pyarrow.Tensor or one of pyarrow's sparse ones"
+        )
+    shape = tensor.shape
+    names = (*tensor.dim_names, *[""] * len(shape))[: len(shape)]
+    if format_ is Format.DENSE:
+        array = tensor.to_numpy()
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            array = np.ascontiguousarray(array)
+        strides = array.strides if array.size else row_major(shape, _type(array))
+        header = TensorHeader(format_, _type(array), shape, names, (), (), strides)
+        return header, [array if array.flags.c_contiguous else array.T]
+    values, *index = tensor.to_numpy()
+    header = TensorHeader(format_, _type(values), shape, names, (), (), (), len(values))
+    if format_ is Format.COO:
+        (coordinates,) = index
+        coordinates = np.ascontiguousarray(coordinates)
+        strides = row_major(coordinates.shape, "<i8")
+        return header._replace(strides=strides, canonical=tensor.has_canonical_format), [coordinates, values]
+    if format_ is Format.CSF:
+        indptr, indices = index
+        order = _axis_order(tensor, values, indptr, indices)
+        return header._replace(axis_order=order), [*map(np.ascontiguousarray, chain(indptr, indices)), values]
+    return header, [*map(np.ascontiguousarray, index), values]
+
+
+def _type(array: Array) -> str:
+    return array.dtype.str.replace("|", "<")  # type: ignore[no-any-return]  # NumPy's arrays are Any here
+
+
+def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: list[Array]) -> tuple[int, ...]:
+    """Which dimension each level of a CSF tensor is. pyarrow does not tell: it is found by comparing."""
+    shape = tensor.shape
+    if len(shape) > _MAX_ORDERED:
+        raise FormatError(
+            f"a CSF tensor of {len(shape)} dimensions cannot be written, at most one of {_MAX_ORDERED}: make it COO"
+        )
+
+    def same(order: tuple[int, ...]) -> bool:
+        other = pa.SparseCSFTensor.from_numpy(values, indptr, indices, shape, order, tensor.dim_names)
+        if not nan:
+            return bool(other.equals(tensor))
+        return bool(other.to_tensor().to_numpy().tobytes() == expanded)
+
+    nan = bool(values.dtype.kind == "f" and np.isnan(values).any())  # which equals nothing
+    if nan:
+        if math.prod(shape) * values.itemsize > _MAX_EXPANDED:
+            raise FormatError("a large CSF tensor with NaN among its values cannot be written: make it COO")
+        expanded = tensor.to_tensor().to_numpy().tobytes()
+    usual = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # what libarrow makes of a dense one
+    fits = [
+        [axis for axis in range(len(shape)) if not len(level) or int(level.max()) < shape[axis]] for level in indices
+    ]
+    for order in chain([usual], permutations(range(len(shape)))):
+        if all(axis in some for axis, some in zip(order, fits, strict=True)) and same(order):
+            return order
+    raise FormatError("a CSF tensor whose indices leave its shape cannot be written")

@@ -1,0 +1,107 @@
+"""What a server holds under a name: a stream of IPC messages that can be sent, once or again and again.
+
+A static dataset keeps its messages, so they are numbered and encoded once. A live one opens its source for each
+client.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.buffers import too_long
+from dissociated.codec.split import Splitter
+from dissociated.errors import OptionError, SourceError
+from dissociated.protocol.request import Selection
+
+#: Anything `publish` takes; see `dataset`.
+Source: TypeAlias = Any
+OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
+#: The same, of some of the columns, by their position.
+OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
+
+
+def check_name(name: object) -> None:
+    """Raise OptionError for what cannot be the name of a dataset."""
+    if not isinstance(name, str) or not name:
+        raise OptionError(f"the name of a dataset is a text that is not empty, not {name!r}")
+    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise OptionError(f"{name!r} cannot be the name of a dataset: it has what no other program could write")
+
+
+class Dataset(ABC):
+    """A stream under a name. `rows` and `nbytes` (of the bodies) are None where they are not known."""
+
+    rows: int | None = None
+    nbytes: int | None = None
+    #: Whether one server can give metadata of it over one connection, and bodies over another.
+    divisible = True
+
+    def __init__(self, name: str, schema: pa.Schema) -> None:
+        self.name = name
+        self.schema = schema
+        self._readers = 0
+        self._counting = threading.Lock()
+        #: The identifier that want_data carries: unguessable, and of this publication alone.
+        self.ticket: bytes = secrets.token_bytes(16)
+
+    def opened(self) -> Dataset:
+        """What is sent, which stays as it is for as long as you hold it. Raises SourceError and DatasetNotFound."""
+        return self
+
+    def exposed(self) -> Dataset:
+        """The same, where clients fetch from its memory: that stays where it is until this is dropped."""
+        return self.opened()
+
+    @property
+    def readers(self) -> int:
+        """How many connections are sent it, or hold leases of it."""
+        return self._readers
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a reader for as long as it lasts."""
+        with self._counting:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._readers -= 1
+
+    def check_metadata(self, limit: int) -> None:
+        """Raise SourceError or StoreError where the metadata of a message that is known has more than `limit` bytes."""
+        why = too_long(repr(self.name), len(Splitter(self.schema).schema_message.header), limit)
+        if why is not None:
+            raise SourceError(why)
+
+    @abstractmethod
+    def open_reader(self) -> pa.RecordBatchReader:
+        """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
+
+    def drop(self) -> None:  # noqa: B027  # only what runs by itself has something to end
+        """It is not published any more. Streams of it go on, but for one that is live."""
+
+    def close(self) -> None:
+        """The server is closing."""
+        self.drop()
+
+    def select(self, selection: Selection) -> Dataset:
+        """The same with these columns and batches alone. Raises ColumnNotFound and OptionError."""
+        indices = selection.indices(self.schema.names)
+        chosen = self if len(indices) == len(self.schema) else self._select(tuple(indices))
+        return chosen if selection.batches is None else chosen._slice(*selection.batches)
+
+    @abstractmethod
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        """The same with the columns at these positions, which are there and ascend."""
+
+    def _slice(self, first: int, stop: int) -> Dataset:
+        """The same with the record batches from number `first` up to `stop`, as far as they are there."""
+        raise OptionError(f"the batches of {self.name!r} have no numbers: it is read once for all")

@@ -1,0 +1,384 @@
+"""Datasets whose batches stay as they are."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.columns import only, selected, sliced
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.split import Pair, Validated, batches, split
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.blame import source_blamed
+from dissociated.errors import FormatError, SourceError
+from dissociated.format.message import Header, HeaderType
+from dissociated.format.projection import Chosen, Projection
+from dissociated.memory.region import MAX_REGIONS, Region
+from dissociated.memory.shared import Backing
+from dissociated.protocol.bodies import encode_addresses
+from dissociated.protocol.events import Streams
+from dissociated.protocol.message import Message
+from dissociated.protocol.request import Selection
+from dissociated.protocol.sender import Body, encode_message
+from dissociated.protocol.tags import BodyKind
+from dissociated.store.segment import Segment
+from dissociated.transport.base import Connection
+
+#: How many messages are encoded and sent at once.
+_GROUP = 512
+#: Static datasets of up to this many messages keep them encoded for each kind of connection that asked.
+_MAX_CACHED = 1 << 16
+#: Of how many selections of columns a static dataset keeps the messages.
+_MAX_SELECTIONS = 16
+
+
+class StaticMessage(NamedTuple):
+    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
+
+    `segment` numbers the segment that it lies in.
+    """
+
+    header: bytes
+    parsed: Header
+    packed: Sequence[Buffer] | None
+    extents: Sequence[tuple[int, int]] | None = None
+    segment: int = 0
+
+
+class Group(NamedTuple):
+    """Messages ready to be sent on one kind of connection, and the addresses that they lease."""
+
+    prepared: Any
+    messages: int
+    leased: Sequence[int]
+    nbytes: int  # of the bodies
+
+
+class Shared(Protocol):
+    """Memory that peers can map. The descriptor is read-only."""
+
+    descriptor: int
+    region: Region
+    backing: Backing
+
+
+class StaticDataset(Dataset):
+    """Messages that stay, and the segments in shared memory that their bodies lie in."""
+
+    def __init__(self, name: str, schema: pa.Schema) -> None:
+        super().__init__(name, schema)
+        self._lock = threading.Lock()
+        self._cached: dict[tuple[type[Connection], Streams, bool, int], list[Group]] = {}
+        self._selected: OrderedDict[tuple[int, ...], StaticDataset] = OrderedDict()
+        self._dropped = False
+
+    @abstractmethod
+    def packed(self) -> Sequence[StaticMessage]:
+        """The messages, to be sent with their bodies inline."""
+
+    @abstractmethod
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        """The messages, to be sent as addresses into these segments."""
+
+    @property
+    def packed_size(self) -> int:
+        """Bytes of all bodies, as they are sent inline."""
+        return sum(message.parsed.body_length for message in self.packed())
+
+    def groups(self, connection: Connection, streams: Streams, mapped: bool, inline_limit: int) -> Iterable[Group]:
+        """The whole stream but its end, encoded for `connection`.
+
+        Bodies travel by address if `mapped`, but for those of at most `inline_limit` bytes.
+        """
+        messages = self.mapped()[0] if mapped else self.packed()
+        if len(messages) > _MAX_CACHED:
+            return _encode(messages, connection, streams, mapped, inline_limit)
+        key = type(connection), streams, mapped, inline_limit
+        with self._lock:
+            if key not in self._cached:
+                self._cached[key] = list(_encode(messages, connection, streams, mapped, inline_limit))
+            return self._cached[key]
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        with self._lock:
+            found = self._selected.pop(indices, None) or StaticColumns(self, indices)
+            if not self._dropped:
+                self._selected[indices] = found
+            if len(self._selected) > _MAX_SELECTIONS:
+                self._selected.popitem(last=False)
+            return found
+
+    def _slice(self, first: int, stop: int) -> Dataset:
+        return _StaticBatches(self, first, stop)
+
+    def drop(self) -> None:
+        with self._lock:  # they refer back, and memory shall not wait for the collector
+            self._dropped = True
+            self._selected.clear()
+
+
+class StaticColumns(StaticDataset):
+    """Some columns of a static dataset: its metadata encoded anew, its bodies chosen from where they lie."""
+
+    def __init__(self, whole: StaticDataset, indices: tuple[int, ...]) -> None:
+        super().__init__(whole.name, only(whole.schema, indices))
+        self.rows = whole.rows
+        self._whole = whole
+        self._indices = indices
+        self._choosing = threading.Lock()
+        self._chosen: dict[bool, list[StaticMessage]] = {}  # from what is packed, and from what is mapped
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return selected(self._whole.open_reader(), self._indices)
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._choose(False, self._whole.packed())
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        messages, segments = self._whole.mapped()
+        return self._choose(True, messages), segments
+
+    def _choose(self, mapped: bool, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
+        with self._choosing:
+            if mapped not in self._chosen:
+                try:
+                    projection = Projection(messages[0].header, self._indices)
+                    some = [messages[0]._replace(header=projection.header)]
+                    for message in messages[1:]:
+                        chosen = projection.choose(message.header, message.parsed)
+                        if chosen is not None:
+                            some.append(_chosen(message, chosen))
+                except FormatError as error:
+                    raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
+                self._chosen[mapped] = some
+            return self._chosen[mapped]
+
+
+class _StaticBatches(StaticDataset):
+    """Some batches of a static dataset, and all dictionaries that come before the last of them."""
+
+    def __init__(self, whole: StaticDataset, first: int, stop: int) -> None:
+        super().__init__(whole.name, whole.schema)
+        self._whole = whole
+        self._place = first, stop
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return sliced(self._whole.open_reader(), *self._place)
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._between(self._whole.packed())
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        messages, segments = self._whole.mapped()
+        return self._between(messages), segments
+
+    def _between(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
+        first, stop = self._place
+        some = [messages[0]]  # the schema
+        number = 0
+        for message in messages[1:]:
+            if number == stop:
+                break
+            is_batch = message.parsed.type is HeaderType.RECORD_BATCH
+            if number >= first or not is_batch:
+                some.append(message)
+            number += is_batch
+        return some
+
+
+def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
+    """The parts of `message` that are `chosen`."""
+    if chosen.header is message.header:
+        return message
+    packed = chosen.body(message.packed or ())
+    extents = None
+    if message.extents is not None:
+        extents = [message.extents[index] for index in chosen.indices]
+    return message._replace(
+        header=chosen.header,
+        parsed=chosen.parsed,
+        packed=packed,
+        extents=extents,
+    )
+
+
+def _encode(
+    messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
+) -> Iterator[Group]:
+    first = 0
+    while first < len(messages):
+        outgoing: list[Message] = []
+        leased: list[int] = []
+        # A group ends where a segment does, so that what it holds lies in one piece.
+        some = [m for m in messages[first : first + _GROUP] if m.segment == messages[first].segment]
+        for sequence, message in enumerate(some, first):
+            body = None
+            if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
+                body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
+                leased += (address for address, length in message.extents if length)
+            elif message.packed is not None:
+                body = Body(BodyKind.PACKED, message.packed)
+            outgoing += encode_message(sequence, message.header, body, streams)
+        bodies = bool(streams & Streams.BODIES)
+        nbytes = sum(message.parsed.body_length for message in some) if bodies else 0
+        yield Group(connection.prepare(outgoing), len(some), leased if bodies else (), nbytes)
+        first += len(some)
+
+
+class TableDataset(StaticDataset):
+    """A Table. It is sent from where it lies; the first client that can map memory gets it copied there, once."""
+
+    def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
+        super().__init__(name, table.schema)
+        self.rows = table.num_rows
+        # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
+        crashes = any(_has_union(field.type) for field in table.schema)
+        self.nbytes = table.get_total_buffer_size() if crashes else table.nbytes
+        self._table = table
+        self._options = options
+        self._packed: list[StaticMessage] | None = None
+        self._segments: SegmentsDataset | None = None
+        self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
+        self._validated = Validated()
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
+
+    def packed(self) -> Sequence[StaticMessage]:
+        with self._lock:
+            if self._packed is None:
+                self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
+            return self._packed
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        with self._copying:
+            if self._segments is None:
+                segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
+                self._segments = SegmentsDataset(self.name, [segment])
+            return self._segments.mapped()
+
+
+def _has_union(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _has_union(type_.storage_type)
+    if pa.types.is_dictionary(type_):
+        return _has_union(type_.value_type)
+    return pa.types.is_union(type_) or any(_has_union(type_.field(index).type) for index in range(type_.num_fields))
+
+
+class SegmentsDataset(StaticDataset):
+    """Segments, one after the other.
+
+    Raises SourceError where their schemas differ, or there are too many.
+    """
+
+    def __init__(self, name: str, segments: Sequence[Segment]) -> None:
+        if len(segments) > MAX_REGIONS:
+            raise SourceError(
+                f"{name!r} would have {len(segments)} segments; at most {MAX_REGIONS} can be shared: "
+                "write it in fewer, from Spark after df.coalesce(...)"
+            )
+        self.segments = segments
+        first = segments[0]
+        for other in segments[1:]:
+            if other.messages[0].header != first.messages[0].header:
+                raise SourceError(
+                    f"the segments of {name!r} do not have one schema: {other.name} differs from {first.name}"
+                )
+        super().__init__(name, first.schema)
+        self.rows = sum(segment.rows for segment in segments)
+        self.nbytes = sum(segment.nbytes for segment in segments)
+        self._messages = [
+            StaticMessage(
+                message.header,
+                message.parsed,
+                (segment.body(message),) if message.parsed.has_body else None,
+                segment.addresses(message) if message.parsed.has_body else None,
+                index,
+            )
+            for index, segment in enumerate(segments)
+            for message in segment.messages
+            if message.parsed.has_body or (index == 0 and message is segment.messages[0])  # one schema, the first
+        ]
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return BatchReader(self.schema, self._batches())
+
+    def _batches(self) -> Iterator[Pair]:
+        with source_blamed(self.name):
+            for segment in self.segments:
+                yield from segment.batches()
+
+    def check_metadata(self, limit: int) -> None:
+        for segment in self.segments:
+            segment.check_metadata(limit)
+
+    def packed(self) -> Sequence[StaticMessage]:
+        return self._messages
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
+        return self._messages, self.segments
+
+    def opened(self) -> SegmentsDataset:
+        return self
+
+
+class StoredDataset(Dataset):
+    """What lies in a store. `open_segments` opens it, for each reader or for several; nobody else holds it open.
+
+    `schema`, `rows` and `nbytes` are what it was when it was committed, and what it still must be.
+    """
+
+    def __init__(
+        self, name: str, schema: pa.Schema, rows: int, nbytes: int, open_segments: Callable[[], SegmentsDataset]
+    ) -> None:
+        super().__init__(name, schema)
+        self.rows = rows
+        self.nbytes = nbytes
+        self._open = open_segments
+        self._lock = threading.Lock()
+        self._exposed: SegmentsDataset | None = None
+        self._dropped = False
+
+    def opened(self) -> SegmentsDataset:
+        kept = self._exposed  # what a client was told of its memory is true of this one alone
+        if kept is not None:
+            return kept
+        found = self._open()
+        # By names, since an extension type may have been registered since the schema was read.
+        if (found.rows, found.nbytes, found.schema.names) != (self.rows, self.nbytes, self.schema.names):
+            raise SourceError(f"{self.name!r} is not what was committed: its segments have been changed since")
+        return found
+
+    def exposed(self) -> SegmentsDataset:
+        found = self.opened()  # without the lock, since a store that removes this calls `drop`
+        with self._lock:
+            if self._exposed is None and not self._dropped:
+                self._exposed = found
+            return self._exposed or found
+
+    def moved(self) -> None:
+        """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""
+        with self._lock:
+            self._exposed = None
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return self.opened().open_reader()
+
+    def select(self, selection: Selection) -> Dataset:
+        return self.opened().select(selection)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return self.opened()._select(indices)
+
+    def drop(self) -> None:
+        with self._lock:
+            self._dropped = True
+            self._exposed = None

@@ -1,0 +1,114 @@
+"""Datasets of which each client reads anew."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from dissociated.codec.columns import only, selected, sliced
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.split import SplitMessage, split
+from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
+from dissociated.errors import SourceError
+
+
+class StreamedDataset(Dataset):
+    """A dataset whose messages are made for each client, and written with `options`."""
+
+    options: WriteOptions | None = None
+
+    @abstractmethod
+    def messages(self) -> Iterator[SplitMessage]:
+        """The messages of one reading, bodies packed."""
+
+    def _slice(self, first: int, stop: int) -> Dataset:
+        return _LiveBatches(self, first, stop)
+
+
+class LiveDataset(StreamedDataset):
+    """A source that is opened for each client, or a reader that can be read once.
+
+    Where `open_columns` is given, it reads some of the columns without the others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_reader: OpenReader,
+        options: WriteOptions | None = None,
+        one_shot: bool = False,
+        open_columns: OpenColumns | None = None,
+    ) -> None:
+        first = open_reader()
+        super().__init__(name, first.schema)
+        self._first = first if one_shot else None
+        self._open_reader = open_reader
+        self._one_shot = one_shot
+        self.divisible = not one_shot
+        self._lock = threading.Lock()
+        self.options = options
+        self.open_columns = open_columns
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        if self._one_shot:
+            with self._lock:
+                reader, self._first = self._first, None
+            if reader is not None:
+                return reader
+            raise SourceError(
+                f"{self.name!r} was published from a reader, which can be read once, and has been: "
+                "publish a Table, a file, or a callable that gives a new reader each time"
+            )
+        reader = self._open_reader()
+        if not reader.schema.equals(self.schema):
+            raise SourceError(f"the source of {self.name!r} now has another schema than when it was published")
+        return reader
+
+    def messages(self) -> Iterator[SplitMessage]:
+        return split(self.open_reader(), self.options)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return _LiveColumns(self, indices)
+
+
+class _LiveColumns(StreamedDataset):
+    """Some columns of a live dataset. The others are left out before anything is encoded."""
+
+    def __init__(self, whole: LiveDataset, indices: tuple[int, ...]) -> None:
+        super().__init__(whole.name, only(whole.schema, indices))
+        self.options = whole.options
+        self._whole = whole
+        self._indices = indices
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        if self._whole.open_columns is not None:
+            return self._whole.open_columns(self._indices)
+        return selected(self._whole.open_reader(), self._indices)
+
+    def messages(self) -> Iterator[SplitMessage]:
+        return split(self.open_reader(), self._whole.options)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return _LiveColumns(self._whole, tuple(self._indices[index] for index in indices))
+
+
+class _LiveBatches(StreamedDataset):
+    """Some batches of a live dataset. Those before them are read, though not encoded."""
+
+    def __init__(self, whole: StreamedDataset, first: int, stop: int) -> None:
+        super().__init__(whole.name, whole.schema)
+        self.options = whole.options
+        self._whole = whole
+        self._place = first, stop
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return sliced(self._whole.open_reader(), *self._place)
+
+    def messages(self) -> Iterator[SplitMessage]:
+        return split(self.open_reader(), self.options)
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        return self._whole._select(indices)._slice(*self._place)

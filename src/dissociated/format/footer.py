@@ -1,0 +1,99 @@
+"""The footer of an Arrow IPC file (File.fbs): where its dictionaries and record batches lie.
+
+Schema and custom metadata of a footer are libarrow's to read. Every offset is checked before it is followed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from dissociated.buffers import Buffer
+from dissociated.errors import FormatError
+from dissociated.format.flatbuffer import fields, follow
+
+#: struct Block { offset: long; metaDataLength: int; bodyLength: long; }: the metadata with its prefix and padding.
+BLOCK = np.dtype(
+    {
+        "names": ["offset", "metadata_length", "body_length"],
+        "formats": ["<i8", "<i4", "<i8"],
+        "offsets": [0, 8, 16],
+        "itemsize": 24,
+    }
+)
+
+#: A Message { version, header_type, header }: its root, its vtable, the table, padded to 32 bytes.
+_MESSAGE = struct.Struct("<I HHHHHxx iIhB x4x")
+_SCHEMA = 1  # of the union MessageHeader
+
+_u32 = struct.Struct("<I").unpack_from
+_i16 = struct.Struct("<h").unpack_from
+#: No file is larger. So ends can be added up without an overflow.
+_MAX_SIZE = 1 << 60
+
+
+class Footer(NamedTuple):
+    """The blocks of a file, in the order of the footer, as structured arrays of type BLOCK.
+
+    They are views of the bytes that were parsed, and may be written where those may.
+    """
+
+    dictionaries: np.ndarray
+    record_batches: np.ndarray
+    #: the enum MetadataVersion: 3 is V4, 4 is V5
+    version: int
+
+
+def parse_footer(footer: Buffer) -> Footer:
+    """Read the flatbuffer of a footer. Raises FormatError for anything that is not one."""
+    try:
+        root = _u32(footer)[0]
+        # Footer { version, schema, dictionaries: [Block], recordBatches: [Block], custom_metadata }
+        version_at, schema_at, dictionaries_at, batches_at = fields(footer, root, 4)
+        if not schema_at:
+            raise FormatError("the Arrow IPC file has a footer without a schema")
+        return Footer(
+            _blocks(footer, root, dictionaries_at),
+            _blocks(footer, root, batches_at),
+            _i16(footer, root + version_at)[0] if version_at else 0,
+        )
+    except (struct.error, IndexError) as error:
+        raise FormatError(f"the Arrow IPC file has a footer that cannot be read ({error})") from None
+
+
+def schema_message(footer: bytes) -> bytes:
+    """The flatbuffer of a message with the schema of this footer, which it holds whole: offsets in it are relative.
+
+    For files whose schema lies nowhere else, as those of Polars 2. Raises FormatError where the footer is damaged.
+    """
+    version = parse_footer(footer).version
+    root = _u32(footer)[0]
+    table, header = 16, 20
+    try:
+        schema = _MESSAGE.size + follow(footer, root + fields(footer, root, 2)[1])
+        message = _MESSAGE.pack(table, 10, 12, 8, 10, 4, table - 4, schema - header, version, _SCHEMA)
+    except struct.error as error:
+        raise FormatError(f"the Arrow IPC file has a footer whose schema lies outside it ({error})") from None
+    return message + footer + bytes(-len(footer) % 8)
+
+
+def _blocks(footer: Buffer, root: int, field: int) -> np.ndarray:
+    if not field:
+        return np.empty(0, BLOCK)
+    vector = follow(footer, root + field)
+    count = _u32(footer, vector)[0]
+    if vector + 4 + count * BLOCK.itemsize > len(footer):
+        raise FormatError(f"the Arrow IPC file has a footer whose {count} blocks lie outside it")
+    blocks = np.frombuffer(footer, BLOCK, count, vector + 4) if count else np.empty(0, BLOCK)
+    sensible = (
+        (blocks["offset"] >= 0)
+        & (blocks["offset"] < _MAX_SIZE)
+        & (blocks["metadata_length"] > 0)
+        & (blocks["body_length"] >= 0)
+        & (blocks["body_length"] < _MAX_SIZE)
+    )
+    if not sensible.all():
+        raise FormatError(f"the Arrow IPC file has a footer with a block {blocks[~sensible][0]} that can be in no file")
+    return blocks

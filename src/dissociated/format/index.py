@@ -1,0 +1,156 @@
+"""Where the messages of an Arrow IPC stream or file lie. No body is touched to find out.
+
+A file tells by its footer. A stream is walked from message to message; where many alike ones follow each other, as
+in most streams, they are looked at together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from dissociated.buffers import Buffer
+from dissociated.errors import FormatError
+from dissociated.format.encapsulated import FOOTER_TAIL, Encapsulated, first_message_at, footer_at, message_at
+from dissociated.format.footer import parse_footer, schema_message
+from dissociated.format.message import HeaderType, parse_header, varying
+
+#: How many messages are looked at together, at first and at most.
+_FEW, _MANY = 16, 1 << 13
+
+
+class Entry(NamedTuple):
+    """A message: where it begins, how long its metadata is (prefix and padding included) and its body, in bytes."""
+
+    type: HeaderType
+    offset: int
+    metadata_length: int
+    body_length: int
+
+
+class Index:
+    """The messages of what `memory` holds, in the order in which a reader needs them.
+
+    That is the order of a stream. A file's are its schema, then all of its dictionaries, then its record batches, as
+    its footer lists them. Where a file does not begin with its schema, as those of Polars 2, that of the footer counts.
+    Raises FormatError for what is no IPC stream or file, or is cut off.
+    """
+
+    def __init__(self, memory: Buffer) -> None:
+        self._memory = memoryview(memory)
+        start = first_message_at(self._memory)
+        self.is_file = start > 0
+        self._end = footer_at(self._memory) if self.is_file else len(self._memory)
+        #: For each message: its type, where it begins, how long metadata and body are.
+        self.types: np.ndarray
+        self.offsets: np.ndarray
+        self.metadata_lengths: np.ndarray
+        self.body_lengths: np.ndarray
+        self.types, self.offsets, self.metadata_lengths, self.body_lengths = (
+            self._listed(start) if self.is_file else self._walked()
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, index: int) -> Entry:
+        return Entry(
+            HeaderType(self.types[index]),
+            int(self.offsets[index]),
+            int(self.metadata_lengths[index]),
+            int(self.body_lengths[index]),
+        )
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def body_size(self) -> int:
+        """Bytes of all bodies together."""
+        return int(self.body_lengths.sum())
+
+    def message(self, index: int) -> Encapsulated:
+        """The flatbuffer of a message, with what it says of its buffers. Raises FormatError."""
+        entry = self[index]
+        if entry.offset == self._end:
+            header = schema_message(bytes(self._footer()))
+            return Encapsulated(header, parse_header(header), self._end + entry.metadata_length)
+        found = message_at(self._memory, entry.offset, self._end)
+        if (
+            found is None
+            or found.parsed.type is not entry.type
+            or found.body_at != entry.offset + entry.metadata_length
+            or found.parsed.body_length != entry.body_length
+        ):
+            raise FormatError(f"the footer of the Arrow IPC file does not fit its message at byte {entry.offset}")
+        return found
+
+    def _listed(self, start: int) -> tuple[np.ndarray, ...]:
+        """What the footer lists, after the schema."""
+        footer = parse_footer(self._footer())
+        schema = self._first(start)
+        blocks = np.concatenate([footer.dictionaries, footer.record_batches])
+        ends = blocks["offset"] + blocks["metadata_length"] + blocks["body_length"]
+        if len(blocks) and (blocks["offset"].min() < start or ends.max() > self._end):
+            raise FormatError("the Arrow IPC file has a footer that lists messages outside it")
+        kinds = [HeaderType.DICTIONARY_BATCH] * len(footer.dictionaries)
+        kinds += [HeaderType.RECORD_BATCH] * len(footer.record_batches)
+        return (
+            np.array([schema.type, *kinds], np.uint8),
+            np.concatenate([[schema.offset], blocks["offset"]]),
+            np.concatenate([[schema.metadata_length], blocks["metadata_length"]]),
+            np.concatenate([[schema.body_length], blocks["body_length"]]),
+        )
+
+    def _first(self, start: int) -> Entry:
+        """The schema of a file: where it begins, or else in its footer."""
+        with suppress(FormatError):
+            found = message_at(self._memory, start, self._end)
+            if found is not None and found.parsed.type is HeaderType.SCHEMA:
+                return Entry(HeaderType.SCHEMA, start, found.body_at - start, 0)
+        return Entry(HeaderType.SCHEMA, self._end, len(self._footer()), 0)
+
+    def _footer(self) -> memoryview:
+        return self._memory[self._end : len(self._memory) - FOOTER_TAIL]
+
+    def _walked(self) -> tuple[np.ndarray, ...]:
+        """What follows each other, up to the end of the stream."""
+        entries: list[Entry] = []
+        runs: list[tuple[int, int]] = []  # which entry stands for how many that follow each other
+        at = 0
+        look = _FEW
+        while at < self._end and (found := message_at(self._memory, at, self._end)) is not None:
+            entry = Entry(found.parsed.type, at, found.body_at - at, found.parsed.body_length)
+            size = entry.metadata_length + entry.body_length
+            count = 1
+            if entries and entries[-1][2:] == entry[2:]:
+                count = self._alike(found, at, size, look)
+                look = min(2 * look, _MANY) if count == look else _FEW
+            runs.append((len(entries), count))
+            entries.append(entry)
+            at += count * size
+        repeats = [count for _, count in runs]
+        types, offsets, metadata_lengths, body_lengths = (
+            np.repeat(np.array([entry[field] for entry in entries], np.int64), repeats) for field in range(4)
+        )
+        within = np.arange(len(offsets)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        return types, offsets + within * (metadata_lengths + body_lengths), metadata_lengths, body_lengths
+
+    def _alike(self, first: Encapsulated, at: int, size: int, most: int) -> int:
+        """How many messages of one size and layout follow each other from the `first` on."""
+        spans = varying(first.header, first.parsed)
+        count = min((self._end - at) // size, most)
+        if not spans or count < 2:
+            return 1
+        head = first.body_at - at
+        fixed = np.ones(head, bool)
+        for begin, end in spans:
+            if begin != first.parsed.body_length_at:
+                fixed[head - len(first.header) + begin : head - len(first.header) + end] = False
+        whole = np.frombuffer(self._memory, np.uint8, (count - 1) * size + head, at)
+        heads = np.lib.stride_tricks.as_strided(whole, (count, head), (size, 1))[:, fixed]
+        same = (heads == heads[0]).all(axis=1)
+        return count if same.all() else int(same.argmin())

@@ -1,0 +1,157 @@
+"""How many nodes and buffers the messages of a stream have, by its schema.
+
+libarrow takes from a message as many buffers as the schema needs, from the first on. Where there are others, they would
+be read as something else than they are: so the number must be the very same.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+
+from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.format.flatbuffer import Table, root
+from dissociated.format.message import Header, HeaderType
+
+_V5 = 4
+_UNION, _RUN_END_ENCODED, _NULL = 14, 22, 1
+#: Buffers of a type beside its validity bitmap, by its number in the union `Type` of Schema.fbs.
+_BUFFERS = {
+    _NULL: 0,
+    2: 1,  # Int
+    3: 1,  # FloatingPoint
+    4: 2,  # Binary
+    5: 2,  # Utf8
+    6: 1,  # Bool
+    7: 1,  # Decimal
+    8: 1,  # Date
+    9: 1,  # Time
+    10: 1,  # Timestamp
+    11: 1,  # Interval
+    12: 1,  # List
+    13: 0,  # Struct_
+    _UNION: 1,  # and the offsets of a dense one
+    15: 1,  # FixedSizeBinary
+    16: 0,  # FixedSizeList
+    17: 1,  # Map
+    18: 1,  # Duration
+    19: 2,  # LargeBinary
+    20: 2,  # LargeUtf8
+    21: 1,  # LargeList
+    _RUN_END_ENCODED: 0,
+    23: 1,  # BinaryView, and as many as the message says
+    24: 1,  # Utf8View
+    25: 2,  # ListView
+    26: 2,  # LargeListView
+}
+_VIEWS = (23, 24)
+
+
+#: libarrow reads no schema that nests deeper; and a field takes so many bytes of a message at least.
+_MAX_DEPTH = 64
+_LEAST = 8
+#: Schemas that are looked at again and again: how many are kept, and up to which size.
+_KEPT, _MAX_KEPT = 64, 1 << 16
+
+
+class Layout:
+    """How many nodes and buffers a field has, those of its children included, and which dictionaries it uses.
+
+    Each of its `views` has as many more buffers as the message says.
+    """
+
+    def __init__(self) -> None:
+        self.nodes = self.buffers = self.views = 0
+        self.dictionaries: set[int] = set()
+
+
+class SchemaLayout:
+    """The layouts of the `fields` of a schema, and of what each dictionary holds, by its id.
+
+    Raises FormatError for a schema that cannot be read.
+    """
+
+    def __init__(self, schema: bytes) -> None:
+        self.fields: list[Layout] = []
+        self.values: dict[int, Layout] = {}
+        self._left = len(schema) // _LEAST  # fields that it can have; tables may refer to each other in circles
+        try:
+            message = Table.read(schema, root(schema), 3)
+            self._version = message.scalar(0, "h")
+            for field in message.table(2, 4).tables(1, 7):
+                self.fields.append(top := Layout())
+                self._add(field, top, top, 0)
+        except (struct.error, IndexError) as error:
+            raise FormatError(f"not an Arrow IPC message: {error}") from None
+        self._buffers = sum(field.buffers for field in self.fields)
+        self._views = sum(field.views for field in self.fields)
+
+    def _add(self, field: Table, top: Layout, into: Layout, depth: int) -> None:
+        """Count a field `into` a layout; what is encoded in a dictionary into that of its values."""
+        self._left -= 1
+        if self._left < 0 or depth > _MAX_DEPTH:
+            raise FormatError("a schema has fields without end")
+        if field.fields[4]:
+            id_ = field.table(4, 1).scalar(0, "q")
+            top.dictionaries.add(id_)
+            into.nodes += 1
+            into.buffers += 2  # of the indices
+            into = self.values[id_] = Layout()
+        into.nodes += 1
+        into.buffers += _buffers(field, self._version)
+        into.views += field.scalar(2, "B") in _VIEWS
+        for child in field.tables(5, 7):
+            self._add(child, top, into, depth + 1)
+
+    def buffers_of(self, header: bytes, parsed: Header) -> int | None:
+        """How many buffers the message of a batch or dictionary must have; None for a dictionary that is not known.
+
+        Raises struct.error or IndexError for what is no message.
+        """
+        buffers, views = self._buffers, self._views
+        if parsed.type is HeaderType.DICTIONARY_BATCH:
+            values = self.values.get(dictionary_of(header)[0])
+            if values is None:
+                return None
+            buffers, views = values.buffers, values.views
+        if not views:
+            return buffers
+        batch = Table.read(header, root(header), 3).table(2, 5)
+        if parsed.type is HeaderType.DICTIONARY_BATCH:
+            batch = batch.table(1, 5)
+        return buffers + sum(int(count) for (count,) in batch.vector(4, "q"))
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(schema: bytes) -> SchemaLayout | None:
+    return _read(schema)
+
+
+def _read(schema: bytes) -> SchemaLayout | None:
+    try:
+        return SchemaLayout(schema)
+    except FormatError:
+        return None
+
+
+def layout_of(schema: bytes) -> SchemaLayout | None:
+    """The layout of a schema; None for one that cannot be read, of which libarrow will say why."""
+    return _kept(schema) if len(schema) <= _MAX_KEPT else _read(schema)
+
+
+def _buffers(field: Table, version: int) -> int:
+    type_ = field.scalar(2, "B")
+    if type_ not in _BUFFERS:
+        raise FormatError(f"a schema has a field of the unknown type {type_}")
+    without_validity = type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= _V5)
+    dense = type_ == _UNION and field.table(3, 1).scalar(0, "h") == 1
+    return _BUFFERS[type_] + (not without_validity) + dense
+
+
+def dictionary_of(header: bytes) -> tuple[int, bool]:
+    """The id of a dictionary batch, and whether it is a delta. Raises RemoteProtocolError for what is no message."""
+    try:
+        batch = Table.read(header, root(header), 3).table(2, 3)
+        return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
+    except (struct.error, IndexError) as error:
+        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None

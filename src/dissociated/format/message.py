@@ -1,0 +1,243 @@
+"""What pairing needs from the flatbuffer of an Arrow IPC `Message` (Message.fbs), and nothing more.
+
+libarrow reads the rest. Read here are the type of the message, the length of its body, and the table of its
+buffers; the last two are plain scalars and structs, so that `relocate` can overwrite them in a copy.
+Every offset comes from a peer and is checked before it is followed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from dissociated.buffers import Buffer
+from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.format.flatbuffer import fields, follow
+from dissociated.format.tensor import sparse_buffers
+
+_u32 = struct.Struct("<I").unpack_from
+_i64 = struct.Struct("<q")
+_read_i64 = _i64.unpack_from
+
+#: Caps on what one message may claim; both far above anything that libarrow writes.
+MAX_BUFFERS = 1 << 24
+
+_BUFFER = 16  # struct Buffer { offset: long; length: long; }
+_NODE = 16  # struct FieldNode { length: long; null_count: long; }
+
+
+class HeaderType(IntEnum):
+    """The union `MessageHeader` of Message.fbs."""
+
+    SCHEMA = 1
+    DICTIONARY_BATCH = 2
+    RECORD_BATCH = 3
+    TENSOR = 4
+    SPARSE_TENSOR = 5
+
+
+_TYPES = {int(type_): type_ for type_ in HeaderType}
+
+
+class Header(NamedTuple):
+    """The parts of a message's flatbuffer, by their position in it."""
+
+    type: HeaderType
+    #: bytes, padding included
+    body_length: int
+    #: position of `Message.bodyLength`, -1 where the flatbuffer leaves it out (it is 0 then)
+    body_length_at: int
+    #: position of the first `Buffer` struct
+    buffers_at: int
+    buffer_count: int
+    #: whether the message carries custom metadata of its own
+    has_metadata: bool
+    #: the offsets and the lengths of buffers that stand in no table, those of a sparse tensor; None for others
+    scattered: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the message is a tensor, dense or sparse, which belongs to no schema."""
+        return self.type is HeaderType.TENSOR or self.type is HeaderType.SPARSE_TENSOR
+
+    @property
+    def has_body(self) -> bool:
+        """Told by the type, not by the length: an empty batch still has a body message, of length 0."""
+        return self.type is not HeaderType.SCHEMA
+
+
+def parse_header(header: Buffer) -> Header:
+    """Read the flatbuffer of a `Message`. Raises RemoteProtocolError for anything that is not one."""
+    try:
+        return _parse(header)
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None
+
+
+def parse_envelope(header: Buffer) -> tuple[HeaderType, int]:
+    """The type of a `Message` and the length of its body alone, which is quicker. Raises RemoteProtocolError."""
+    try:
+        return _envelope(header)[:2]
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None
+
+
+def _no_message(error: Exception) -> RemoteProtocolError:
+    return RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})")
+
+
+def _envelope(header: bytes) -> tuple[HeaderType, int, int, int, int]:
+    """Type and body length; then where the body length, what the type says, and the metadata are, 0 if left out."""
+    root = _u32(header)[0]
+    _, type_at, table_at, length_at, metadata_at = fields(header, root, 5)
+    type_ = _TYPES.get(header[root + type_at]) if type_at else None
+    if type_ is None or not table_at:
+        raise RemoteProtocolError(
+            f"the peer sent an Arrow IPC message of unknown type {header[root + type_at] if type_at else 0}"
+        )
+    body_length = _read_i64(header, root + length_at)[0] if length_at else 0
+    if body_length < 0:
+        raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
+    return type_, body_length, length_at and root + length_at, root + table_at, metadata_at
+
+
+def _parse(header: bytes) -> Header:
+    type_, body_length, length_at, table_at, metadata_at = _envelope(header)
+    body_length_at = length_at or -1
+    if type_ is HeaderType.SCHEMA:
+        if body_length:
+            raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
+        return Header(type_, 0, body_length_at, 0, 0, metadata_at != 0)
+    table = follow(header, table_at)
+    if type_ is HeaderType.SPARSE_TENSOR:
+        try:
+            scattered = sparse_buffers(header, table)
+        except FormatError as error:
+            raise RemoteProtocolError(f"the peer sent a sparse tensor that cannot be read: {error}") from None
+        return Header(type_, body_length, body_length_at, 0, len(scattered[0]), metadata_at != 0, scattered)
+    if type_ is HeaderType.DICTIONARY_BATCH:
+        _, batch_at = fields(header, table, 2)
+        if not batch_at:
+            raise RemoteProtocolError("the peer sent a dictionary batch without data")
+        table = follow(header, table + batch_at)
+    at, count = _buffers(header, table, type_)
+    return Header(type_, body_length, body_length_at, at, count, metadata_at != 0)
+
+
+def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
+    """Position and number of the buffer structs of this record batch or dense tensor."""
+    if type_ is HeaderType.TENSOR:  # Tensor { type_type, type, shape, strides, data: Buffer }
+        at, count = table + fields(header, table, 5)[4], 1
+        absent = at == table
+    else:  # RecordBatch { length, nodes, buffers: [Buffer], ... }
+        vector_at = fields(header, table, 3)[2]
+        if not vector_at:
+            return 0, 0
+        vector = follow(header, table + vector_at)
+        at, count, absent = vector + 4, _u32(header, vector)[0], False
+    if absent or count > MAX_BUFFERS or at + count * _BUFFER > len(header):
+        raise RemoteProtocolError(f"the peer sent metadata whose {count} buffers lie outside the message")
+    return at, count
+
+
+def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offsets and the lengths, in bytes, of the message's buffers within its packed body."""
+    if parsed.scattered is not None:
+        return parsed.scattered
+    flat = struct.unpack_from(f"<{2 * parsed.buffer_count}q", header, parsed.buffers_at)
+    return flat[0::2], flat[1::2]
+
+
+def is_compressed(header: bytes) -> bool:
+    """Whether the message is a record batch, or a dictionary, whose buffers are compressed."""
+    try:
+        root = _u32(header)[0]
+        _, type_at, table_at = fields(header, root, 3)
+        type_ = _TYPES.get(header[root + type_at])
+        if type_ not in (HeaderType.RECORD_BATCH, HeaderType.DICTIONARY_BATCH):
+            return False
+        table = follow(header, root + table_at)
+        if type_ is HeaderType.DICTIONARY_BATCH:
+            table = follow(header, table + fields(header, table, 2)[1])
+        return fields(header, table, 4)[3] != 0
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None
+
+
+def uncompressed_length(header: bytes, body: Buffer) -> int:
+    """How many bytes the compressed buffers in `body` say they have: each begins with that, or with -1 if it is not."""
+    parsed, memory, total = parse_header(header), memoryview(body), 0
+    for offset, length in zip(*buffer_extents(header, parsed), strict=True):
+        if length >= _i64.size and 0 <= offset <= len(memory) - _i64.size:
+            said = int(_read_i64(memory, offset)[0])
+            total += length if said < 0 else said
+    return total
+
+
+def relocate(
+    header: bytes, parsed: Header, offsets: Sequence[int], body_length: int, lengths: Sequence[int] | None = None
+) -> bytes:
+    """A copy of the flatbuffer whose buffers lie at `offsets` within a body of `body_length` bytes.
+
+    Their lengths stay unless `lengths` are given. This is how bodies by reference reach libarrow: the body is then
+    the whole region. Where the flatbuffer leaves the body length out, as libarrow does for an empty batch, there is
+    nothing to relocate.
+    Tensors are not relocated: their buffers are cut out of the region one by one.
+    """
+    if parsed.body_length_at < 0:
+        if any(buffer_extents(header, parsed)[1]):
+            raise RemoteProtocolError("the peer sent buffers in a message that announced no body")
+        return header
+    copy = bytearray(header)
+    _i64.pack_into(copy, parsed.body_length_at, body_length)
+    flat = list(struct.unpack_from(f"<{2 * parsed.buffer_count}q", copy, parsed.buffers_at))
+    flat[0::2] = offsets
+    if lengths is not None:
+        flat[1::2] = lengths
+    struct.pack_into(f"<{len(flat)}q", copy, parsed.buffers_at, *flat)
+    return bytes(copy)
+
+
+def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
+    """Which bytes (from, to) of a record batch's flatbuffer differ between batches of one layout.
+
+    These are its row count, null counts, buffers and the length of its body. Empty for any other message, and
+    where a scalar is left out or these overlap.
+    """
+    if parsed.type is not HeaderType.RECORD_BATCH or parsed.body_length_at < 0:
+        return []
+    try:
+        root = _u32(header)[0]
+        table = follow(header, root + fields(header, root, 3)[2])
+        length_at, nodes_at = fields(header, table, 2)
+        if not length_at or not nodes_at:
+            return []
+        nodes = follow(header, table + nodes_at)
+        spans = [
+            (parsed.body_length_at, parsed.body_length_at + 8),
+            (table + length_at, table + length_at + 8),
+            (nodes + 4, nodes + 4 + _NODE * _u32(header, nodes)[0]),
+            (parsed.buffers_at, parsed.buffers_at + _BUFFER * parsed.buffer_count),
+        ]
+        ordered = sorted(spans)
+        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ordered))
+        return spans if apart and ordered[-1][1] <= len(header) else []
+    except (struct.error, IndexError):
+        return []
+
+
+def row_count(header: bytes) -> int:
+    """The rows of a record batch message, 0 for any other. Raises RemoteProtocolError for what is no message."""
+    try:
+        root = _u32(header)[0]
+        _, type_at, table_at = fields(header, root, 3)
+        if not type_at or header[root + type_at] != HeaderType.RECORD_BATCH:
+            return 0
+        table = follow(header, root + table_at)
+        length_at = fields(header, table, 1)[0]
+        return int(_read_i64(header, table + length_at)[0]) if length_at else 0
+    except (struct.error, IndexError) as error:
+        raise _no_message(error) from None

@@ -1,0 +1,204 @@
+"""Some of the columns of a stream of IPC messages: their metadata written anew, their bodies chosen from what is there.
+
+A record batch lists its nodes and buffers by the order of its fields, and how many each has follows from its type. So
+those of other columns can be left out without looking at a body, whatever its compression or byte order. Dictionaries
+keep their ids: those that no chosen column uses are left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import NamedTuple
+
+from dissociated.buffers import Buffer, cutter
+from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.format.flatbuffer import Builder, Table, follow, root
+from dissociated.format.layout import SchemaLayout, dictionary_of
+from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
+
+
+class Cut(NamedTuple):
+    """A piece of a body: `padding` zero bytes, then what lies from `begin` to `end` in the whole one."""
+
+    padding: int
+    begin: int
+    end: int
+
+
+class Chosen(NamedTuple):
+    """A message of the projected stream.
+
+    `indices` say which of the buffers of the whole message it has. `cuts` are the pieces of the whole body of which
+    its own is made, which ends in `padding` zero bytes.
+    """
+
+    header: bytes
+    parsed: Header
+    indices: Sequence[int]
+    cuts: Sequence[Cut]
+    padding: int
+
+    def body(self, parts: Sequence[Buffer]) -> list[Buffer]:
+        """Its body, by reference, given the parts of the whole one."""
+        cut = cutter(parts)
+        pieces = [piece for padding, begin, end in self.cuts for piece in (bytes(padding), *cut(begin, end))]
+        return [*pieces, bytes(self.padding)]
+
+
+class Projection:
+    """Some fields of the schema in a message. `header` is that message with these fields alone.
+
+    Raises FormatError for a schema that cannot be read.
+    """
+
+    def __init__(self, schema: bytes, indices: Sequence[int]) -> None:
+        self._indices = frozenset(indices)
+        with _damaged():
+            self._layouts = SchemaLayout(schema).fields
+            self.header = _with_fields(schema, Table.read(schema, root(schema), 3).table(2, 4), indices)
+            self._dictionaries = {one for index in indices for one in self._layouts[index].dictionaries}
+
+    def choose(self, header: bytes, parsed: Header) -> Chosen | None:
+        """What remains of a record batch; None for a dictionary that is not needed.
+
+        Raises FormatError for a message that does not fit the schema.
+        """
+        with _damaged():
+            if parsed.type is HeaderType.DICTIONARY_BATCH:
+                if dictionary_of(header)[0] not in self._dictionaries:
+                    return None
+                return Chosen(header, parsed, range(parsed.buffer_count), [Cut(0, 0, parsed.body_length)], 0)
+            if parsed.type is not HeaderType.RECORD_BATCH:
+                raise FormatError(f"a {parsed.type.name} stands among record batches")
+            return self._choose(header, parsed)
+
+    def _choose(self, header: bytes, parsed: Header) -> Chosen:
+        message = Table.read(header, root(header), 5)
+        batch = message.table(2, 5)
+        nodes, extents = batch.vector(1, "qq"), _extents(header, parsed)
+        variadic = [count for (count,) in batch.vector(4, "q")]
+        if any(count < 0 for count in variadic):
+            raise FormatError("a record batch has fewer than no buffers")
+        kept: tuple[list[tuple[int, int]], list[int], list[int]] = [], [], []
+        node = buffer = view = 0
+        for index, layout in enumerate(self._layouts):
+            ends = node + layout.nodes, buffer + layout.buffers + sum(variadic[view : view + layout.views])
+            if index in self._indices:
+                kept[0].extend(nodes[node : ends[0]])
+                kept[1].extend(range(buffer, ends[1]))
+                kept[2].extend(variadic[view : view + layout.views])
+            node, buffer, view = *ends, view + layout.views
+        if (node, buffer, view) != (len(nodes), len(extents), len(variadic)):
+            raise FormatError("a record batch has other buffers than its schema tells")
+        chosen = [extents[index] for index in kept[1]]
+        offsets, cuts, length, padding = _packed(chosen)
+        moved = [(offset, size) for offset, (_, size) in zip(offsets, chosen, strict=True)]
+        encoded = _encode(message, batch, kept[0], moved, kept[2], length)
+        return Chosen(encoded, parse_header(encoded), kept[1], cuts, padding)
+
+
+def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:
+    """Offset and length of each buffer. Raises FormatError where one leaves the body."""
+    extents = [*zip(*buffer_extents(header, parsed), strict=True)]
+    if any(offset < 0 or length < 0 or offset + length > parsed.body_length for offset, length in extents):
+        raise FormatError("a message has buffers outside its body")
+    return extents
+
+
+def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[Cut], int, int]:
+    """Where these buffers lie one after the other, as aligned as they were, and of which pieces that body is made.
+
+    Then its length, and how many zero bytes it ends in.
+    """
+    alignment = 64 if all(offset % 64 == 0 for offset, _ in extents) else 8
+    offsets: list[int] = []
+    cuts: list[Cut] = []
+    end = 0
+    for offset, length in extents:
+        at = end + -end % alignment
+        offsets.append(at)
+        if not length:
+            continue
+        if cuts and offset - cuts[-1].end == at - end:  # its padding included, it follows the one before
+            cuts[-1] = cuts[-1]._replace(end=offset + length)
+        else:
+            cuts.append(Cut(at - end, offset, offset + length))
+        end = at + length
+    padding = -end % alignment
+    return offsets, cuts, end + padding, padding
+
+
+def _with_fields(header: bytes, schema: Table, indices: Sequence[int]) -> bytes:
+    """The message of a schema with these of its fields: its vector of them is cut short, the rest stays as it is."""
+    if not schema.fields[1]:
+        return header
+    vector = follow(header, schema.at + schema.fields[1])
+    (count,) = struct.unpack_from("<I", header, vector)
+    places = [vector + 4 + 4 * index for index in range(count)]
+    changed = bytearray(header)
+    struct.pack_into("<I", changed, vector, len(indices))
+    for place, index in zip(places, indices, strict=False):
+        struct.pack_into("<I", changed, place, follow(header, places[index]) - place)
+    return bytes(changed)
+
+
+def _encode(
+    message: Table,
+    batch: Table,
+    nodes: Sequence[tuple[int, int]],
+    buffers: Sequence[tuple[int, int]],
+    variadic: Sequence[int],
+    body_length: int,
+) -> bytes:
+    """The message of a record batch anew, with these nodes and buffers; the rest is as in `batch` and `message`."""
+    reference = ("I", 0)
+    builder = Builder()
+    pairs = message.tables(4, 2)
+    _, _, header, _, metadata = builder.table(
+        0,
+        [
+            ("h", message.scalar(0, "h")),
+            ("B", HeaderType.RECORD_BATCH),
+            reference,
+            ("q", body_length),
+            reference if pairs else None,
+        ],
+    )
+    compressed = batch.fields[3] != 0
+    _, nodes_at, buffers_at, compression, variadic_at = builder.table(
+        header,
+        [
+            ("q", batch.scalar(0, "q")),
+            reference,
+            reference,
+            reference if compressed else None,
+            reference if variadic else None,
+        ],
+    )
+    for at, structs in ((nodes_at, nodes), (buffers_at, buffers)):
+        builder.vector(at, len(structs), struct.pack(f"<{2 * len(structs)}q", *chain.from_iterable(structs)))
+    if compressed:
+        told = batch.table(3, 2)
+        builder.table(compression, [("b", told.scalar(0, "b")), ("b", told.scalar(1, "b"))])
+    if variadic:
+        builder.vector(variadic_at, len(variadic), struct.pack(f"<{len(variadic)}q", *variadic))
+    if pairs:
+        at = builder.vector(metadata, len(pairs), bytes(4 * len(pairs)))
+        for number, pair in enumerate(pairs):
+            present = [pair.fields[field] != 0 for field in range(2)]
+            places = builder.table(at + 4 * number, [reference if one else None for one in present])
+            for field in range(2):
+                if present[field]:
+                    builder.text(places[field], pair.content(field))
+    return builder.finish()
+
+
+@contextmanager
+def _damaged() -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, IndexError, RemoteProtocolError) as error:
+        raise FormatError(f"not an Arrow IPC message: {error}") from None

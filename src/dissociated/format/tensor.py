@@ -1,0 +1,380 @@
+"""The flatbuffers of tensors (Tensor.fbs, SparseTensor.fbs): what shape they have, and where their buffers lie.
+
+A body holds the buffers of the index, if there is one, and then the values:
+
+    dense  values
+    COO    coordinates, a matrix with a row for each value; values
+    CSR    where each row begins among the values (indptr); the column of each value (indices); values
+    CSC    the same by columns
+    CSF    indptr of each level but the last; indices of each level; values
+
+libarrow gives the lengths of CSF's index buffers in elements, of all others in bytes. Both are read here, in CSF;
+written is what libarrow reads.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from dissociated.errors import FormatError
+from dissociated.format.flatbuffer import Table, follow
+
+#: More dimensions than any version of NumPy takes are refused.
+MAX_DIMENSIONS = 32
+#: "align [...] to be multiples of 64 bytes": metadata, body, and each buffer in it
+ALIGNMENT = 64
+
+_MAX_SIZE = 1 << 63
+_INT, _FLOATING_POINT = 2, 3  # the union Type of Schema.fbs
+_FLOATS = ("<f2", "<f4", "<f8")  # the enum Precision
+_COO, _CSX, _CSF = 1, 2, 3  # the union SparseTensorIndex
+_TENSOR, _SPARSE_TENSOR = 4, 5  # the union MessageHeader
+_BUFFER = "qq"  # struct Buffer { offset: long; length: long; }
+
+Extents = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Format(Enum):
+    """How the values of a tensor are found."""
+
+    DENSE = "dense"
+    COO = "COO"
+    CSR = "CSR"
+    CSC = "CSC"
+    CSF = "CSF"
+
+
+class TensorHeader(NamedTuple):
+    """What the flatbuffer of a tensor says. Types are NumPy's names for them, lengths and strides are in bytes."""
+
+    format: Format
+    type: str
+    shape: tuple[int, ...]
+    #: of the dimensions, all empty where they have none
+    names: tuple[str, ...]
+    #: of each buffer of the body, in order
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    #: of dense values, or of COO's coordinates
+    strides: tuple[int, ...] = ()
+    #: of a sparse tensor: how many values there are
+    non_zero: int = 0
+    #: of CSR, CSC and CSF
+    indptr_type: str = "<i8"
+    #: of a sparse tensor
+    indices_type: str = "<i8"
+    #: of CSF: which dimension each level is
+    axis_order: tuple[int, ...] = ()
+    #: of COO: whether the coordinates are in order, each there once
+    canonical: bool = False
+
+
+def size_in_bytes(shape: Sequence[int], type_: str) -> int:
+    """What so many values take, stored densely."""
+    return math.prod(shape) * width(type_)
+
+
+def width(type_: str) -> int:
+    """How many bytes a value has."""
+    return int(type_[2:])
+
+
+def row_major(shape: Sequence[int], type_: str) -> tuple[int, ...]:
+    """The strides of an array that lies row by row; where there are no values, those that libarrow computes."""
+    if 0 in shape:
+        return (width(type_),) * len(shape)
+    return tuple(size_in_bytes(shape[axis + 1 :], type_) for axis in range(len(shape)))
+
+
+def spanned(shape: Sequence[int], strides: Sequence[int], type_: str) -> int:
+    """How many bytes an array reaches across."""
+    if 0 in shape:
+        return 0
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + width(type_)
+
+
+# Reading
+
+
+def parse_tensor(header: bytes) -> TensorHeader:
+    """Read the flatbuffer of a `Message` that holds a tensor. Raises FormatError for anything else.
+
+    What it says then agrees with itself: every buffer is as long as the shape needs it.
+    """
+    try:
+        message = Table.read(header, follow(header, 0), 3)
+        kind = message.scalar(1, "B")
+        if kind == _TENSOR:
+            found = _dense(message.table(2, 5))
+        elif kind == _SPARSE_TENSOR:
+            found = _sparse(message.table(2, 7))
+        else:
+            raise FormatError("an Arrow IPC message that holds no tensor")
+    except (struct.error, IndexError) as error:
+        raise FormatError(f"a damaged tensor message ({error})") from None
+    _check(found)
+    return found
+
+
+def sparse_buffers(header: bytes, table: int) -> Extents:
+    """Offsets and lengths, in bytes, of the buffers of the `SparseTensor` at this position, in order of the body."""
+    found = _sparse(Table.read(header, table, 7))
+    return found.offsets, found.lengths
+
+
+def _dense(tensor: Table) -> TensorHeader:
+    # Tensor { type_type, type, shape, strides, data: Buffer }
+    type_, shape, names = _type_and_shape(tensor)
+    strides = tuple(stride for (stride,) in tensor.vector(3, "q")) or row_major(shape, type_)
+    offset, length = tensor.struct(4, _BUFFER)
+    return TensorHeader(Format.DENSE, type_, shape, names, (offset,), (length,), strides)
+
+
+def _sparse(tensor: Table) -> TensorHeader:
+    # SparseTensor { type_type, type, shape, non_zero_length, sparseIndex_type, sparseIndex, data: Buffer }
+    type_, shape, names = _type_and_shape(tensor)
+    count, kind = tensor.scalar(3, "q"), tensor.scalar(4, "B")
+    data = tensor.struct(6, _BUFFER)
+    if kind == _COO:  # { indicesType, indicesStrides, indicesBuffer: Buffer, isCanonical }
+        index = tensor.table(5, 4)
+        buffers = [index.struct(2, _BUFFER), data]
+        indices_type = _int(index.table(0, 2))
+        strides = tuple(stride for (stride,) in index.vector(1, "q")) or row_major((count, len(shape)), indices_type)
+        found = TensorHeader(Format.COO, type_, shape, names, (), (), strides, count, indices_type=indices_type)
+        found = found._replace(canonical=bool(index.scalar(3, "B")))
+    elif kind == _CSX:  # { compressedAxis, indptrType, indptrBuffer, indicesType, indicesBuffer }
+        index = tensor.table(5, 5)
+        buffers = [index.struct(2, _BUFFER), index.struct(4, _BUFFER), data]
+        axis = index.scalar(0, "h")
+        if axis not in (0, 1):
+            raise FormatError(f"a sparse matrix whose compressed axis is {axis}, neither row nor column")
+        format_, types = (Format.CSR, Format.CSC)[axis], (_int(index.table(1, 2)), _int(index.table(3, 2)))
+        found = TensorHeader(format_, type_, shape, names, (), (), (), count, *types)
+    elif kind == _CSF:  # { indptrType, indptrBuffers, indicesType, indicesBuffers, axisOrder }
+        index = tensor.table(5, 5)
+        types = _int(index.table(0, 2)), _int(index.table(2, 2))
+        order = tuple(axis for (axis,) in index.vector(4, "i"))
+        buffers = [*_csf_buffers(index, count, types, len(shape)), data]
+        found = TensorHeader(Format.CSF, type_, shape, names, (), (), (), count, *types, order)
+    else:
+        raise FormatError(f"a sparse tensor with an index of unknown kind {kind}")
+    offsets, lengths = zip(*buffers, strict=True)
+    return found._replace(offsets=offsets, lengths=lengths)
+
+
+def _type_and_shape(tensor: Table) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    kind = tensor.scalar(0, "B")
+    if kind == _INT:
+        type_ = _int(tensor.table(1, 2))
+    elif kind == _FLOATING_POINT:
+        precision = tensor.table(1, 1).scalar(0, "h")
+        if not 0 <= precision < len(_FLOATS):
+            raise FormatError(f"a tensor of floating-point numbers of unknown precision {precision}")
+        type_ = _FLOATS[precision]
+    else:
+        raise FormatError("a tensor of something else than integers or floating-point numbers")
+    dimensions = tensor.tables(2, 2)  # TensorDim { size, name }
+    if len(dimensions) > MAX_DIMENSIONS:
+        raise FormatError(f"a tensor of {len(dimensions)} dimensions; at most {MAX_DIMENSIONS} are taken")
+    shape = tuple(dimension.scalar(0, "q") for dimension in dimensions)
+    # Beside empty dimensions, too, the others must be such that strides can be computed.
+    if min(shape, default=0) < 0 or size_in_bytes([size or 1 for size in shape], type_) >= _MAX_SIZE:
+        raise FormatError(f"a tensor of the impossible shape {shape}")
+    return type_, shape, tuple(dimension.text(1) for dimension in dimensions)
+
+
+def _int(table: Table) -> str:
+    bits, signed = table.scalar(0, "i"), table.scalar(1, "B")
+    if bits not in (8, 16, 32, 64):
+        raise FormatError(f"integers of {bits} bits")
+    return f"<{'i' if signed else 'u'}{bits // 8}"
+
+
+def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) -> list[tuple[int, int]]:
+    """Its index buffers, their lengths in bytes, whichever unit they came in."""
+    indptr, indices = index.vector(1, _BUFFER), index.vector(3, _BUFFER)
+    if levels < 2 or len(indices) != levels or len(indptr) != levels - 1:
+        raise FormatError(f"a CSF index of {len(indptr)} and {len(indices)} buffers for {levels} dimensions")
+    for units in ((1, 1), (width(types[0]), width(types[1]))):
+        begins = [divmod(length, units[0]) for _, length in indptr]
+        sizes = [divmod(length, units[1]) for _, length in indices]
+        if sizes[-1] == (count, 0) and begins == [(size + 1, 0) for size, _ in sizes[:-1]]:
+            break
+    else:
+        raise FormatError("a CSF index whose levels do not fit each other")
+    return [
+        (offset, length // unit * width(type_))
+        for buffers, unit, type_ in zip((indptr, indices), units, types, strict=True)
+        for offset, length in buffers
+    ]
+
+
+def _check(found: TensorHeader) -> None:
+    """Whether its buffers are as long as they must be, and lie where they can."""
+    shape, count, lengths = found.shape, found.non_zero, found.lengths
+    if any(offset < 0 or length < 0 for offset, length in zip(found.offsets, lengths, strict=True)):
+        raise FormatError("a tensor with a buffer at no possible place")
+    if count < 0:
+        raise FormatError(f"a sparse tensor of {count} values")
+    if found.format is Format.DENSE:
+        needed = [_strided(shape, found.strides, found.type)]
+    else:
+        needed = [count * width(found.type)]
+    if found.format is Format.COO:
+        needed.insert(0, _strided((count, len(shape)), found.strides, found.indices_type))
+    elif found.format in (Format.CSR, Format.CSC):
+        if len(shape) != 2:
+            raise FormatError(f"a sparse matrix of {len(shape)} dimensions")
+        compressed = shape[0] if found.format is Format.CSR else shape[1]
+        needed[:0] = (compressed + 1) * width(found.indptr_type), count * width(found.indices_type)
+    elif found.format is Format.CSF:
+        if sorted(found.axis_order) != [*range(len(shape))]:
+            raise FormatError(f"a CSF index whose levels are the dimensions {found.axis_order}")
+        needed[:0] = lengths[:-1]  # by which the sizes of its levels are known
+    for length, least in zip(lengths, needed, strict=True):
+        if length < least:
+            raise FormatError(f"a tensor with a buffer of {length} bytes where {least} are needed")
+
+
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...], type_: str) -> int:
+    if len(strides) != len(shape) or min(strides, default=0) < 0:
+        raise FormatError(f"a tensor of the shape {shape} with the strides {strides}")
+    # Not fewer than its values take, so that no few bytes pass for terabytes by strides of 0.
+    return max(spanned(shape, strides, type_), size_in_bytes(shape, type_))
+
+
+# Writing
+
+
+def encode_tensor(tensor: TensorHeader, body_length: int, version: int) -> bytes:
+    """The flatbuffer of a `Message` that holds this tensor; `version` is a MetadataVersion of Schema.fbs."""
+    builder = _builder()
+    kind, header = (_TENSOR, _put_dense) if tensor.format is Format.DENSE else (_SPARSE_TENSOR, _put_sparse)
+    at = header(builder, tensor)
+    builder.StartObject(5)  # Message { version, header_type, header, bodyLength, custom_metadata }
+    builder.PrependInt64Slot(3, body_length, 0)
+    builder.PrependUOffsetTRelativeSlot(2, at, 0)
+    builder.PrependInt16Slot(0, version, 0)
+    builder.PrependUint8Slot(1, kind, 0)
+    builder.Finish(builder.EndObject())
+    return bytes(builder.Output())
+
+
+def _builder() -> Any:
+    import flatbuffers  # on first use: who never writes a tensor needs none
+
+    return flatbuffers.Builder(1024)
+
+
+def _put_dense(builder: Any, tensor: TensorHeader) -> int:
+    type_, shape = _put_type(builder, tensor.type), _put_shape(builder, tensor)
+    strides = _put_vector(builder, tensor.strides, 8, builder.PrependInt64)
+    builder.StartObject(5)
+    builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
+    builder.PrependUOffsetTRelativeSlot(1, type_, 0)
+    builder.PrependUOffsetTRelativeSlot(2, shape, 0)
+    builder.PrependUOffsetTRelativeSlot(3, strides, 0)
+    _put_buffer(builder, 4, tensor.offsets[0], tensor.lengths[0])
+    return int(builder.EndObject())
+
+
+def _put_sparse(builder: Any, tensor: TensorHeader) -> int:
+    type_, shape = _put_type(builder, tensor.type), _put_shape(builder, tensor)
+    kind, put = {Format.COO: (_COO, _put_coo), Format.CSF: (_CSF, _put_csf)}.get(tensor.format, (_CSX, _put_csx))
+    index = put(builder, tensor)
+    builder.StartObject(7)
+    builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
+    builder.PrependUOffsetTRelativeSlot(1, type_, 0)
+    builder.PrependUOffsetTRelativeSlot(2, shape, 0)
+    builder.PrependInt64Slot(3, tensor.non_zero, 0)
+    builder.PrependUint8Slot(4, kind, 0)
+    builder.PrependUOffsetTRelativeSlot(5, index, 0)
+    _put_buffer(builder, 6, tensor.offsets[-1], tensor.lengths[-1])
+    return int(builder.EndObject())
+
+
+def _put_coo(builder: Any, tensor: TensorHeader) -> int:
+    type_ = _put_type(builder, tensor.indices_type)
+    strides = _put_vector(builder, tensor.strides, 8, builder.PrependInt64)
+    builder.StartObject(4)
+    builder.PrependUOffsetTRelativeSlot(0, type_, 0)
+    builder.PrependUOffsetTRelativeSlot(1, strides, 0)
+    _put_buffer(builder, 2, tensor.offsets[0], tensor.lengths[0])
+    builder.PrependBoolSlot(3, tensor.canonical, False)
+    return int(builder.EndObject())
+
+
+def _put_csx(builder: Any, tensor: TensorHeader) -> int:
+    indptr_type, indices_type = _put_type(builder, tensor.indptr_type), _put_type(builder, tensor.indices_type)
+    builder.StartObject(5)
+    builder.PrependInt16Slot(0, 0 if tensor.format is Format.CSR else 1, 0)
+    builder.PrependUOffsetTRelativeSlot(1, indptr_type, 0)
+    _put_buffer(builder, 2, tensor.offsets[0], tensor.lengths[0])
+    builder.PrependUOffsetTRelativeSlot(3, indices_type, 0)
+    _put_buffer(builder, 4, tensor.offsets[1], tensor.lengths[1])
+    return int(builder.EndObject())
+
+
+def _put_csf(builder: Any, tensor: TensorHeader) -> int:
+    levels = len(tensor.shape)
+    places = [*zip(tensor.offsets, tensor.lengths, strict=True)]
+    vectors, types = [], []
+    for type_, buffers in ((tensor.indptr_type, places[: levels - 1]), (tensor.indices_type, places[levels - 1 : -1])):
+        types.append(_put_type(builder, type_))
+        builder.StartVector(16, len(buffers), 8)
+        for offset, length in reversed(buffers):
+            _put_struct(builder, offset, length // width(type_))  # in elements, as libarrow does it
+        vectors.append(builder.EndVector())
+    order = _put_vector(builder, tensor.axis_order, 4, builder.PrependInt32)
+    builder.StartObject(5)
+    for number, at in enumerate((types[0], vectors[0], types[1], vectors[1], order)):
+        builder.PrependUOffsetTRelativeSlot(number, at, 0)
+    return int(builder.EndObject())
+
+
+def _type_kind(type_: str) -> int:
+    return _FLOATING_POINT if type_ in _FLOATS else _INT
+
+
+def _put_type(builder: Any, type_: str) -> int:
+    if type_ in _FLOATS:
+        builder.StartObject(1)
+        builder.PrependInt16Slot(0, _FLOATS.index(type_), 0)
+    else:
+        builder.StartObject(2)
+        builder.PrependInt32Slot(0, 8 * width(type_), 0)
+        builder.PrependBoolSlot(1, type_[1] == "i", False)
+    return int(builder.EndObject())
+
+
+def _put_shape(builder: Any, tensor: TensorHeader) -> int:
+    dimensions = []
+    for size, name in zip(tensor.shape, tensor.names, strict=True):
+        text = builder.CreateString(name)
+        builder.StartObject(2)
+        builder.PrependInt64Slot(0, size, 0)
+        builder.PrependUOffsetTRelativeSlot(1, text, 0)
+        dimensions.append(builder.EndObject())
+    return _put_vector(builder, dimensions, 4, builder.PrependUOffsetTRelative)
+
+
+def _put_vector(builder: Any, values: Sequence[int], size: int, put: Callable[[int], None]) -> int:
+    builder.StartVector(size, len(values), size)
+    for value in reversed(values):
+        put(value)
+    return int(builder.EndVector())
+
+
+def _put_buffer(builder: Any, number: int, offset: int, length: int) -> None:
+    builder.PrependStructSlot(number, _put_struct(builder, offset, length), 0)
+
+
+def _put_struct(builder: Any, offset: int, length: int) -> int:
+    builder.Prep(8, 16)
+    builder.PrependInt64(length)
+    builder.PrependInt64(offset)
+    return int(builder.Offset())

@@ -1,0 +1,146 @@
+"""Start a node on this host, or find the one that runs there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from dissociated.catalog.client import CatalogClient
+from dissociated.errors import AccessDenied, DissociatedError, StoreError
+from dissociated.oserrors import explained
+from dissociated.store.store import Policy
+
+_ADDRESS = "node.json"
+_LOG = "node.log"
+_ANSWER = 5.0  # seconds, for a node that is there to say so
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the catalog of a node answers, and its process."""
+
+    uri: str
+    pid: int
+
+
+def default_store() -> Path:
+    """Where a node that nobody told otherwise keeps its segments: in memory, private to this user."""
+    return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
+
+
+def running(directory: str | os.PathLike[str]) -> Address | None:
+    """The node that owns the store in `directory` and answers, if there is one."""
+    try:
+        address = Address(**json.loads((Path(directory) / _ADDRESS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    try:
+        client = CatalogClient(address.uri, _ANSWER)
+        try:
+            client.stage()
+        finally:
+            client.close()
+    except AccessDenied:
+        pass  # it answers, though not us: it asks for a token, or its certificate must be trusted first
+    except DissociatedError:
+        return None
+    return address
+
+
+def ensure(
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    catalog: str | None = None,
+    limit: int | None = None,
+    policy: Policy = Policy.REFUSE,
+    spill: str | os.PathLike[str] | None = None,
+    listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
+    flight: str = "grpc://127.0.0.1:0",
+    idle_exit: float | None = None,
+    options: Sequence[str] = (),
+    starter: int | None = None,
+    timeout: float = 30.0,
+) -> Address:
+    """The node of the store in `directory`, which is started where there is none.
+
+    The node is a process of its own, that goes on when this one ends; all options but `directory` and `timeout` are
+    for one that is started. `starter` is the end of a pipe that is read from, and stays yours: when its other end has
+    been closed everywhere, a node that was started ends, too, if nothing has been committed and nobody is there. With
+    `idle_exit` it ends when nobody has read or written for so many seconds; what is
+    committed stays. `options` are further ones of the command `dissociated node`, as those for access. However many
+    processes ask at once, one node is started. Raises StoreError where none answers
+    within `timeout` seconds, with what it said.
+    """
+    store = Path(directory or default_store()).absolute()
+    arguments = ["--store", str(store), "--flight", flight, "--policy", policy.value]
+    for uri in listen:
+        arguments += ["--listen", uri]
+    for option, value in (("catalog", catalog), ("limit", limit), ("spill", spill), ("idle-exit", idle_exit)):
+        if value is not None:
+            arguments += [f"--{option}", os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+    arguments += options
+    deadline = time.monotonic() + timeout
+    with explained(f"the store {store}"):
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(store, deadline):
+        found = running(store)
+        return found if found is not None else _start(store, arguments, deadline, starter)
+
+
+@contextlib.contextmanager
+def _alone(store: Path, deadline: float) -> Iterator[None]:
+    """One process at a time starts a node."""
+    with explained(f"starting a node for {store}"), (store / "starting").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"another process is starting a node for {store}, and it does not end") from None
+                time.sleep(0.05)  # the kernel waits for a lock without a deadline, or not at all
+        yield
+
+
+def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> Address:
+    log = store / _LOG
+    if starter is not None:
+        arguments = [*arguments, "--starter-fd", str(starter)]
+    read, write = os.pipe()
+    with os.fdopen(read) as told:
+        try:
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "dissociated", "node", *arguments, "--ready-fd", str(write)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(write,) if starter is None else (write, starter),
+                    start_new_session=True,
+                    cwd="/",
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                )
+        finally:
+            os.close(write)
+        process.returncode = 0  # it is on its own from here: nobody waits for it
+        line = _line(told, deadline)
+    found = running(store) if line else None
+    if found is None:
+        said = log.read_text(errors="replace").strip().splitlines()
+        raise StoreError(f"no node could be started for {store}: {said[-1] if said else 'it did not answer in time'}")
+    return found
+
+
+def _line(told: IO[str], deadline: float) -> str:
+    readable, _, _ = select.select([told], [], [], max(0.0, deadline - time.monotonic()))
+    return told.readline() if readable else ""

@@ -1,0 +1,95 @@
+"""The node of this host: found through its catalog, or started."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shlex
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dissociated.catalog.client import StagePlace
+from dissociated.catalog.reader import Client
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, StoreError, UriError
+from dissociated.host import boot_id, host_name
+from dissociated.node.launch import default_store, ensure
+from dissociated.uri import Uri
+
+#: What the command `dissociated node` is given where a node is started on this host.
+OPTIONS = "DISSOCIATED_NODE"
+
+_CATALOG_PORT = 8815
+
+
+def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 30.0) -> StagePlace:
+    """The stage of a node on this host that belongs to `catalog`; where there is none, one is started.
+
+    The nodes of this boot that can be written to will do, first those that give the same name to the host. One that is
+    started has a store of its own for this catalog, in memory, and listens where this host faces the catalog; the
+    variable DISSOCIATED_NODE has further options. It goes on when this process ends. Raises CatalogError and
+    AccessDenied where the catalog refuses, StoreError where no node can be started within `timeout` seconds.
+    """
+    with connect(catalog) as client:
+        nodes = [node for node in client.nodes() if node["alive"] and node["boot_id"] == boot_id()]
+    for node in sorted(nodes, key=lambda node: bool(node["host"] != host_name())):
+        place = _stage(node["flight"], connect)
+        if place is not None:
+            return place
+    options = shlex.split(os.environ.get(OPTIONS, ""))
+    address = ensure(
+        _store(catalog, options),
+        catalog=catalog,
+        listen=() if _given("--listen", options) else ("shm:", f"tcp://{_facing(catalog)}:0"),
+        flight=f"grpc://{_facing(catalog)}:0",
+        options=options,
+        timeout=timeout,
+    )
+    place = _stage(address.uri, connect)
+    if place is None:
+        raise StoreError(f"the node {address.uri} was started on this host, and its store cannot be written to")
+    return place
+
+
+def _stage(flight: str, connect: Callable[[str], Client]) -> StagePlace | None:
+    """The stage of the node that answers there, if one does and this process can write to it."""
+    try:
+        with connect(flight) as client:
+            place = client.stage()
+    except (CatalogUnreachable, DeadlineExceeded):
+        return None  # it was killed, and the catalog has not noticed
+    return place if place.here else None
+
+
+def _given(option: str, options: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, dest="found")
+    found: str | None = parser.parse_known_args(options)[0].found
+    return found
+
+
+def _store(catalog: str, options: Sequence[str]) -> Path:
+    """One for each catalog, since a node belongs to one; and for each host, where one machine is several."""
+    given = _given("--store", options)
+    if given is not None:
+        return Path(given)
+    whose = hashlib.sha256(f"{catalog} {boot_id()}".encode()).hexdigest()[:12]
+    store = default_store()
+    return store.with_name(f"{store.name}-{whose}")
+
+
+def _facing(catalog: str) -> str:
+    """The address that this host has towards the catalog: whoever reaches that may reach this."""
+    uri = Uri.parse(catalog)
+    if not uri.host:
+        raise UriError(f"{catalog} is not the URI of a catalog: grpc://HOST:PORT")
+    try:
+        found = socket.getaddrinfo(uri.host, uri.port or _CATALOG_PORT, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)  # sends nothing
+            mine = str(sock.getsockname()[0])
+    except OSError as error:
+        raise CatalogError(f"{uri.host}, where the catalog is, cannot be reached: {error.strerror}") from None
+    return f"[{mine}]" if ":" in mine else mine

@@ -1,0 +1,154 @@
+"""A node: serves whatever is committed in one store, and a writer that needs one starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from dissociated.access import Authorize, security
+from dissociated.buffers import MAX_METADATA
+from dissociated.catalog.backend import StoreStock
+from dissociated.catalog.database import Database
+from dissociated.catalog.service import CatalogService
+from dissociated.fork import belongs, disown
+from dissociated.node.launch import _ADDRESS, Address
+from dissociated.server.server import Server
+from dissociated.store.handover import HandOver
+from dissociated.store.store import Store
+from dissociated.transport.framed.shm import runtime_directory
+
+#: For how many seconds a ticket stays good after its version has been replaced.
+RETAIN = 300.0
+_SOCKET = "shm.sock"
+_MEMFDS = "memfd.sock"
+_PATH_MAX = 107  # bytes, of a Unix socket
+
+
+class Node:
+    """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
+
+    With `catalog` it is a node of that catalog and publishes what that says. `retain` and `beat` are in seconds: see
+    CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and trust each
+    other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError, AccessDenied
+    and OptionError where it cannot.
+
+    Use it as a context manager, or `close` it. Whoever finds the store finds the node: its address lies there.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
+        *,
+        flight: str = "grpc://127.0.0.1:0",
+        catalog: str | None = None,
+        database: str = ":memory:",
+        retain: float = RETAIN,
+        beat: float = 5.0,
+        advertise: str | None = None,
+        ticket_lifetime: float | None = None,
+        secret: bytes | None = None,
+        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        tls_roots: str | os.PathLike[str] | None = None,
+        metrics: str | None = None,
+        max_metadata: int = MAX_METADATA,
+    ) -> None:
+        self.store = store
+        with ExitStack() as undo:
+            stock = StoreStock(store)
+            undo.callback(stock.close)
+            self._handover = undo.enter_context(closing(HandOver(self._socket(_MEMFDS), stock.hand_over)))
+            stock.handover = str(self._handover.path)
+            guarded = security(
+                ticket_lifetime=ticket_lifetime,
+                secret=secret,
+                authorize=authorize,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                tls_roots=tls_roots,
+                peers=True,
+            )
+            kept = Database(database)
+            undo.callback(kept.close)
+            self.server = undo.enter_context(
+                Server(
+                    [self._placed(uri) for uri in listen],
+                    catalog=None,
+                    advertise=advertise,
+                    ticket_lifetime=ticket_lifetime,
+                    secret=secret if ticket_lifetime is not None else None,
+                    tls_cert=tls_cert,
+                    tls_key=tls_key,
+                    metrics=metrics,
+                    max_metadata=max_metadata,
+                )
+            )
+            self.service = CatalogService(
+                self.server,
+                flight,
+                stock=stock,
+                database=kept,
+                outer=catalog,
+                retain=retain,
+                beat=beat,
+                advertise=advertise,
+                security=guarded,
+            )
+            self.server.use_catalog(self.service)
+            undo.pop_all()
+        place = Address(self.service.uri, os.getpid())
+        address = store.directory / _ADDRESS
+        draft = address.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(place)))
+        draft.rename(address)
+        belongs(self)
+
+    def forked(self) -> None:
+        disown(self)
+
+    def _placed(self, uri: str) -> str:
+        return f"shm://{self._socket(_SOCKET)}" if uri == "shm:" else uri
+
+    def _socket(self, name: str) -> Path:
+        """The same path after each start, in the store, if that is short enough: so whoever mounts that has both."""
+        path = self.store.directory / "run" / name
+        if len(os.fsencode(path)) > _PATH_MAX:
+            return runtime_directory() / f"{self.store.id}.{name}"
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # of its own: who listens there locks it for a moment
+        return path
+
+    @property
+    def uri(self) -> str:
+        """Where its catalog answers: grpc://HOST:PORT."""
+        return self.service.uri
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody reads and nothing waits to be committed."""
+        return not self.server.connections and not any(self.store.staging.iterdir())
+
+    def drain(self, timeout: float) -> bool:
+        """Take nothing new, and wait up to `timeout` seconds for those who read. Returns whether all have ended."""
+        (self.store.directory / _ADDRESS).unlink(missing_ok=True)
+        return self.server.drain(timeout)
+
+    def close(self) -> None:
+        """End every stream. What is committed stays in the store."""
+        (self.store.directory / _ADDRESS).unlink(missing_ok=True)
+        self._handover.close()
+        self.server.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

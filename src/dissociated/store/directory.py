@@ -1,0 +1,237 @@
+"""A directory of committed versions as it lies on a file system: see `dissociated.store.store` for its layout."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dissociated.errors import StoreError
+from dissociated.fork import belongs, disown
+from dissociated.oserrors import explained
+from dissociated.store.files import PART, abandoned, claimed, sync_directory
+
+#: What is said of a version, in its directory.
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+def file_name(index: int) -> str:
+    """What a segment of a version is called, by its place."""
+    return f"{index:04}.arrows"
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a dataset was at one commit, or one host's part of that."""
+
+    id: str
+    number: int
+    name: str
+    key: str
+    ticket: bytes
+    created: float
+    #: whether it is not known here if this was published
+    prepared: bool = False
+    #: whether it is all of the dataset, not one part of it
+    whole: bool = True
+    tags: Mapping[str, str] = field(default_factory=dict)
+    ttl: float | None = None
+    rows: int = 0
+    nbytes: int = 0
+    #: the keys of the commits that this one was appended to, the first of them first
+    before: Sequence[str] = ()
+    #: what a repeated call would name: tells whether another one with the same key means the same segments
+    staged: str = ""
+    #: as Arrow serialises it, so that it is known without opening a segment; empty where an older library wrote this
+    schema: bytes = b""
+
+
+class Shelf:
+    """The directory: locked by one process for as long as the `with` lasts.
+
+    Raises StoreError where another process has it, or it cannot be used.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self.staging = self.directory / "staging"
+        self.segments = self.directory / "segments"
+        self.trash = self.directory / "trash"
+        self.id = ""
+
+    def __enter__(self) -> Shelf:
+        with explained(f"the store {self.directory}"):
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.directory.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise StoreError(f"{self.directory} must belong to this user and be closed to others (chmod 700)")
+            self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._own()
+            except BaseException:
+                os.close(self._lock)
+                raise
+        self._owned = True
+        belongs(self)
+        return self
+
+    def forked(self) -> None:
+        if self._owned:
+            os.close(self._lock)
+        disown(self)
+
+    def _own(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(f"the store {self.directory} belongs to another process, which still runs") from None
+        for directory in (self.staging, self.segments, self.trash):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        known = self.directory / "id"
+        if not known.exists():
+            _write_whole(known, secrets.token_hex(8).encode())
+        self.id = known.read_text()
+        probe = self.trash / "probe"
+        probe.touch(0o600)
+        descriptor = claimed(probe)
+        self._leases = descriptor is not None  # without them nobody could tell when trash is not read any more
+        if descriptor is not None:
+            os.close(descriptor)
+        probe.unlink()
+
+    def __exit__(self, *_: object) -> None:
+        self._owned = False
+        os.close(self._lock)
+
+    def staged(self, name: str) -> Path:
+        """The path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise StoreError(f"{name!r} is not the name of a file in the staging directory")
+        return self.staging / name
+
+    def files(self, version: Version) -> list[Path]:
+        return sorted((self.segments / version.id).glob("*.arrows"))
+
+    def committed(self) -> list[Version]:
+        found = []
+        for directory in self.segments.iterdir():
+            with explained(f"reading {directory}"):
+                try:
+                    found.append(_decoded((directory / MANIFEST).read_bytes()))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise StoreError(f"{directory / MANIFEST} is damaged ({error!r}): remove {directory}") from None
+        return found
+
+    def sizes(self, version: Version) -> dict[int, int]:
+        """What the segments of a version take, in bytes, by their inodes."""
+        return sizes(self.segments / version.id)
+
+    def describe(self, version: Version, directory: Path) -> None:
+        """Write the manifest."""
+        _write_whole(directory / MANIFEST, _encoded(version))
+
+    def confirm(self, version: Version) -> None:
+        """What is known of a version that is there has changed."""
+        self.describe(version, self.segments / version.id)
+
+    def publish(self, version: Version, draft: Path) -> None:
+        """Make a draft a version: the one step that counts is the rename."""
+        self.describe(version, draft)
+        for path in draft.iterdir():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(draft)
+        draft.rename(self.segments / version.id)
+        sync_directory(self.segments)
+
+    def remove(self, version: Version) -> None:
+        """Make a version disappear in one step, then move its segments to the trash."""
+        gone = self.staging / f"{version.id}.gone"
+        (self.segments / version.id).rename(gone)
+        sync_directory(self.segments)
+        self._bury(gone)
+
+    def _bury(self, gone: Path) -> None:
+        for path in gone.glob("*.arrows"):
+            if path.stat().st_nlink > 1 or not self._leases:
+                path.unlink()
+            else:
+                os.utime(path)
+                os.chmod(path, 0o600)
+                path.rename(self.trash / f"{gone.stem}-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def sweep(self, forgotten: float) -> None:
+        oldest = time.time() - forgotten
+        drafts = [path for path in self.staging.iterdir() if path.is_dir()]
+        for path in drafts:  # first: what they link to has not been committed
+            if path.suffix == ".gone":
+                self._bury(path)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.staging.iterdir():
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
+                if abandoned(path) if path.suffix == PART else committed_or_never:
+                    path.unlink()
+
+
+def sizes(directory: Path) -> dict[int, int]:
+    """What the segments below a directory take, in bytes, by their inodes."""
+    found: dict[int, int] = {}
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            if name == MANIFEST:  # a few kB, which nobody reserves
+                continue
+            with suppress(FileNotFoundError):
+                status = os.lstat(os.path.join(parent, name))
+                found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def _encoded(version: Version) -> bytes:
+    plain = {
+        **asdict(version),
+        "ticket": base64.b64encode(version.ticket).decode(),
+        "schema": base64.b64encode(version.schema).decode(),
+        "format": _FORMAT,
+    }
+    return json.dumps(plain, indent=1).encode()
+
+
+def _decoded(manifest: bytes) -> Version:
+    plain: dict[str, Any] = json.loads(manifest)
+    if plain.pop("format") != _FORMAT:
+        raise ValueError("written by another version of this library")
+    return replace(
+        Version(**plain),
+        ticket=base64.b64decode(plain["ticket"]),
+        schema=base64.b64decode(plain.get("schema", "")),
+        before=tuple(plain.get("before", ())),
+    )
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """A new file, there as a whole or not at all."""
+    draft = path.with_name(f"{path.name}.draft")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    draft.rename(path)

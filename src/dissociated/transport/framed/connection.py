@@ -1,0 +1,340 @@
+"""A connection over a stream socket: what tcp and shm have in common."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from dissociated.buffers import Buffer
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    DissociatedError,
+    RemoteError,
+    RemoteProtocolError,
+    SourceError,
+    TransportError,
+)
+from dissociated.protocol.message import Incoming, Message, Run
+from dissociated.transport.base import Allocate, Connection, Listener
+from dissociated.transport.framed.framing import (
+    MAX_CONTROL,
+    MAX_UNTAGGED,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    FrameReader,
+    encode_frame,
+    encode_frames,
+    encode_runs,
+    parse_run,
+)
+from dissociated.uri import Uri
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_LOOK_AGAIN = 1.0  # seconds
+_ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
+_MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
+_OVERHEAD = 256  # bytes that keeping a message takes beside its own
+_timeval = struct.Struct("ll")
+_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
+
+
+def explain(error: OSError, what: str) -> DissociatedError:
+    """The operating system's `error`, which happened while doing `what`, as one of ours."""
+    if isinstance(error, DissociatedError):  # DeadlineExceeded is both
+        return error
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded(f"{what}: no answer in time")
+    if error.errno == errno.EFAULT:  # the memory cannot be read: a mapped file was truncated
+        return SourceError(f"{what}: a file that is being served has become shorter")
+    if error.errno in _GONE:
+        return ConnectionClosed(f"{what}: the peer closed the connection")
+    return TransportError(f"{what}: {error.strerror or error}")
+
+
+class Prepared(list[Buffer]):
+    """Messages that are encoded already."""
+
+
+class SocketConnection(Connection):
+    """Framed messages over a connected stream socket, which this object owns.
+
+    On an `accepted` connection one thread both sends and receives. A client receives in one thread and gives
+    leases back in another.
+    """
+
+    #: Never by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer has it.
+    copies = True
+    takes_runs = True
+
+    def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
+        super().__init__()
+        sock.setblocking(True)
+        self._socket = sock
+        self._peer = peer
+        # Clients send no metadata: what a server takes of it is enough for telling them so.
+        self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
+        self._greeted = False
+        self._torn = False  # whether a send broke off, so that nothing may follow
+        self._rest: list[Any] = []  # but this
+        self._interrupted = False
+        self._arrived: deque[Frame] = deque()
+        self._arrived_bytes = 0
+        self._ended = False  # whether the peer will send no more
+        self._told = False  # whether `receive` has said so
+        self._bell: int | None = None  # an eventfd, of connections that are waited for
+        self._accepted = accepted
+        self._silence = 0.0  # the deadline that the kernel knows
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self._peer}>"
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def limit_untagged(self, length: int) -> None:
+        self._reader.limit_untagged(length)
+
+    def prepare(self, messages: Sequence[Message | Run]) -> Prepared:
+        return Prepared(encode_runs(messages))
+
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        parts = messages if isinstance(messages, Prepared) else encode_frames(messages)
+        try:
+            self._write(parts, timeout)
+        except OSError as error:
+            raise explain(error, f"sending to {self._peer}") from None
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
+        while True:
+            if self._arrived:
+                frame: Frame | None = self._arrived.popleft()
+                assert frame is not None
+                self._arrived_bytes -= _OVERHEAD + len(frame.payload)
+            else:
+                try:
+                    frame = self._reader.read(timeout, allocate)
+                except OSError as error:
+                    raise explain(error, f"receiving from {self._peer}") from None
+            if frame is None:
+                self._ended = self._told = True
+                return None
+            if frame.kind == FrameKind.TAGGED:
+                return Incoming(frame.tag, frame.payload)
+            if frame.kind == FrameKind.UNTAGGED:
+                return Incoming(None, frame.payload)
+            if frame.kind == FrameKind.RUN:
+                return parse_run(frame.payload)
+            if frame.kind == FrameKind.ABORT:
+                reason = bytes(frame.payload).decode(errors="replace")
+                raise RemoteError(reason or f"{self._peer} gave up and did not say why")
+            self._region_shared(frame.payload)
+
+    def arrived(self) -> bool:
+        if self._told:
+            return bool(self.hung_up())
+        if self._arrived or self._reader.buffered:
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def hung_up(self) -> bool | None:
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return bool(poll.poll(0)) or None
+
+    def wait(self, timeout: float) -> None:
+        if self._bell is None:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if not self._woken.is_set() and not self._arrived and not self._reader.buffered:  # wake may have come before
+            poll = select.poll()
+            poll.register(self._socket, 0 if self._told else select.POLLIN)
+            poll.register(self._bell, select.POLLIN)
+            poll.poll(timeout * 1000)
+        self._woken.clear()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def wake(self) -> None:
+        super().wake()
+        if self._bell is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_write(self._bell, 1)
+
+    def abort(self, reason: str) -> None:
+        if self._torn:
+            return  # the peer would take it for the rest of what it is waiting for
+        try:
+            self._write([abort_frame(reason)], _ABORT_TIMEOUT)
+        except (OSError, TransportError, DeadlineExceeded, RemoteProtocolError):
+            pass  # the peer is past hearing it
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more
+
+    def stop_receiving(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass  # not connected any more
+
+    def close(self) -> None:
+        self.interrupt()
+        self.leave()
+
+    def leave(self) -> None:
+        self._socket.close()
+        if self._bell is not None:
+            os.close(self._bell)
+            self._bell = None
+        self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
+
+    def forked(self) -> None:
+        self.leave()
+        super().forked()
+
+    def _region_shared(self, payload: bytes) -> None:
+        raise RemoteProtocolError("the peer shared memory on a connection that cannot")
+
+    def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
+        if not self._greeted:
+            self._greeted = True
+            parts = [PREAMBLE, *parts]
+        at = offset = 0  # of what is not sent yet: which part, and where in it
+        while at < len(parts):
+            window = parts[at : at + _IOV_MAX]
+            try:
+                sent = self._send_buffers(window, offset)
+            except BlockingIOError:
+                try:
+                    self._wait_writable(timeout)
+                except DeadlineExceeded:
+                    self._rest = [_after(window[0], offset), *parts[at + 1 :]]
+                    raise
+                continue
+            self._torn = True
+            self.written += sent
+            sent += offset
+            offset = 0
+            for part in window:
+                if sent < len(part):
+                    offset = sent
+                    break
+                sent -= len(part)
+                at += 1
+        self._torn = False
+
+    def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
+        """Send what the socket takes of these parts, from `offset` in the first on."""
+        return self._socket.sendmsg([_after(window[0], offset), *window[1:]], (), _SEND_FLAGS)
+
+    def _wait_writable(self, timeout: float) -> None:
+        """Wait for room, taking in what the peer sends meanwhile, unless another thread does."""
+        poll = select.poll()
+        takes_in = select.POLLIN if self._accepted and not self._ended else 0
+        poll.register(self._socket, select.POLLOUT | takes_in)
+        waited = 0.0
+        while not (events := poll.poll(min(timeout - waited, _LOOK_AGAIN) * 1000)):
+            waited += _LOOK_AGAIN
+            if waited >= timeout:
+                raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+            self._socket.send(b"", _SEND_FLAGS)  # poll does not tell that a Unix peer has stopped receiving; this does
+        event = events[0][1]
+        if event & select.POLLIN and not event & select.POLLOUT:
+            frame = self._reader.read(timeout, _refuse)
+            if frame is None:
+                self._ended = True  # which does not mean that it takes no more: that shows by sending
+                return
+            self._arrived.append(frame)
+            self._arrived_bytes += _OVERHEAD + len(frame.payload)
+            if self._arrived_bytes > _MAX_ARRIVED:
+                raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+
+    def _read_into(self, memory: memoryview, timeout: float) -> int:
+        self._set_silence(self._left(timeout))
+        try:
+            return self._receive_into(memory)
+        except BlockingIOError:
+            raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s") from None
+
+    def _receive_into(self, memory: memoryview) -> int:
+        return self._socket.recv_into(memory)
+
+    def _set_silence(self, timeout: float) -> None:
+        """Let the kernel end a read after `timeout` seconds: one call a read, where polling needs two or three."""
+        if timeout != self._silence:
+            seconds, fraction = divmod(max(timeout, 0.001), 1)  # 0 would mean for ever
+            value = _timeval.pack(int(seconds), int(fraction * 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            self._silence = timeout
+
+
+def abort_frame(reason: str) -> bytes:
+    """The frame that says why this side gives up."""
+    return encode_frame(FrameKind.ABORT, 0, reason.encode(errors="backslashreplace")[:MAX_CONTROL])
+
+
+def _after(part: Buffer, offset: int) -> Buffer:
+    return memoryview(part).cast("B")[offset:] if offset else part
+
+
+def _refuse(tag: int | None, length: int) -> Buffer:
+    raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
+
+
+class SocketListener(Listener):
+    """Accepts connections on a listening stream socket, which this object owns."""
+
+    def __init__(self, sock: socket.socket, uri: Uri) -> None:
+        super().__init__()
+        self.uri = uri
+        self._socket = sock
+
+    def accept(self) -> Connection | None:
+        while True:
+            try:
+                accepted, address = self._socket.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return None  # closed
+                raise TransportError(f"cannot accept connections: {error.strerror}") from error
+            try:
+                connection = self._welcome(accepted, address)
+            except OSError:
+                accepted.close()  # it is gone already
+                continue
+            if connection is not None:
+                return connection
+
+    @abstractmethod
+    def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
+        """The connection, or None where it is refused."""
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        except OSError:
+            pass
+        self._socket.close()
+
+    def forked(self) -> None:
+        self._socket.close()
+        super().forked()

@@ -1,0 +1,332 @@
+"""Frames: messages on a byte stream. Described byte by byte in docs/framing.md.
+
+    8 bytes    preamble, once in each direction, before the first frame
+    then frames, each
+      8 bytes  kind in bits 56 to 63, length of the payload in bits 0 to 55
+      8 bytes  tag, 0 where the kind has none
+      payload, zero-padded to a multiple of 8 bytes
+
+Integers are little-endian. Padding keeps bodies aligned that are read in one piece with what surrounds them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from itertools import groupby
+from typing import NamedTuple, cast
+
+from dissociated.buffers import Buffer
+from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
+from dissociated.protocol.message import Message, Run
+from dissociated.transport.base import Allocate
+
+PREAMBLE = b"DISSOC\x00\x01"  # the last byte is the version of the framing
+
+_head = struct.Struct("<QQ")
+HEAD_SIZE = _head.size
+_LENGTH_MASK = (1 << 56) - 1
+_PADDING = [bytes(-n % 8) for n in range(8)]
+_run_head = struct.Struct("<QQQ")
+
+#: Caps on payloads whose memory nobody else allocates: of untagged messages, unless whoever receives says otherwise.
+MAX_UNTAGGED = 1 << 28
+MAX_RUN = 1 << 26
+MAX_CONTROL = 1 << 16
+
+#: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
+_COALESCE = 512
+#: From how many messages on a run is worth its while, and how many bytes one of them, and all, may have.
+MIN_RUN = 8
+_MAX_IN_RUN = 1 << 16
+_MAX_RUN = 1 << 20
+#: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
+_CHUNK = 1 << 18
+_SLICE = _CHUNK // 4
+#: How much is read at once after a payload that was too large for that: just what surrounds the next one.
+_GLANCE = 1 << 12
+
+
+class FrameKind(IntEnum):
+    """What a frame carries."""
+
+    UNTAGGED = 1
+    TAGGED = 2
+    #: a region of shared memory; its descriptor travels beside the frame's first byte
+    REGION = 3
+    #: the sender gives up; the payload is the reason, UTF-8
+    ABORT = 4
+    #: many small messages, see `Run`: three uint64 (how many, size of an untagged one, size of a tagged one), then
+    #: the tags, the untagged messages, the tagged ones, each zero-padded together to a multiple of 8 bytes
+    RUN = 5
+
+
+_LENT = (FrameKind.TAGGED, FrameKind.RUN)  # their payloads are handed out in the memory they were read into
+
+
+class Frame(NamedTuple):
+    """A frame as it arrived."""
+
+    kind: int
+    tag: int
+    payload: Buffer
+
+
+def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
+    """A whole frame with a small payload."""
+    return _head.pack(kind << 56 | len(payload), tag) + payload + _PADDING[len(payload) % 8]
+
+
+def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
+    """The bytes of these messages, in parts to be sent one after the other. Large parts are borrowed."""
+    return _encode(
+        *((FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED, tag or 0, parts) for tag, parts in messages)
+    )
+
+
+def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
+    encoded: list[Buffer] = []
+    small = bytearray()
+    for kind, tag, parts in frames:
+        length = sum(map(len, parts))
+        if length > _LENGTH_MASK:
+            raise LocalProtocolError(f"a message of {length} bytes is too long for a frame")
+        small += _head.pack(kind << 56 | length, tag)
+        for part in parts:
+            if len(part) <= _COALESCE:
+                small += part
+            else:
+                if small:
+                    encoded.append(small)
+                    small = bytearray()
+                encoded.append(part)
+        small += _PADDING[length % 8]
+    if small:
+        encoded.append(small)
+    return encoded
+
+
+def encode_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
+    """Like `encode_frames`, with a frame for each run of alike small messages: untagged, tagged, untagged ..."""
+    encoded: list[Buffer] = []
+    for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
+        if is_run:
+            encoded += [part for run in some for part in _run_frame(cast(Run, run))]
+        else:
+            encoded += _with_runs(cast("list[Message]", [*some]))
+    return encoded
+
+
+def _run_frame(run: Run) -> list[Buffer]:
+    parts: list[Buffer] = [_run_head.pack(run.length, run.untagged_size, run.tagged_size), run.tags]
+    parts += (run.untagged, _PADDING[len(run.untagged) % 8], run.tagged, _PADDING[len(run.tagged) % 8])
+    return _encode((FrameKind.RUN, 0, parts))
+
+
+def _with_runs(messages: Sequence[Message]) -> list[Buffer]:
+    encoded: list[Buffer] = []
+    at = done = 0
+    while at < len(messages):
+        end = _run_end(messages, at)
+        if (end - at) // 2 >= MIN_RUN:
+            encoded += encode_frames(messages[done:at])
+            encoded += _encode_run(messages[at:end])
+            done = end
+        at = end
+    return encoded + encode_frames(messages[done:])
+
+
+def _run_end(messages: Sequence[Message], at: int) -> int:
+    """The end of the run that begins at `at`; at least the next message, which then is none."""
+    if at + 1 >= len(messages):
+        return at + 1
+    sizes = untagged, tagged = _size(messages[at]), _size(messages[at + 1])
+    most = _MAX_RUN // max(sum(sizes), 1) if max(sizes) <= _MAX_IN_RUN else 0
+    end, stop = at, min(len(messages) - 1, at + 2 * most)
+    while end < stop:
+        first, second = messages[end], messages[end + 1]
+        if first.tag is not None or second.tag is None or _size(first) != untagged or _size(second) != tagged:
+            break
+        end += 2
+    return max(end, at + 1)
+
+
+def _size(message: Message) -> int:
+    size = 0
+    for part in message.parts:
+        size += len(part)
+    return size
+
+
+def _encode_run(messages: Sequence[Message]) -> list[Buffer]:
+    """A RUN frame. It is put together as the parts of one message, which has its layout but for the kind."""
+    count, sizes = len(messages) // 2, (_size(messages[0]), _size(messages[1]))
+    parts: list[Buffer] = [_run_head.pack(count, *sizes)]
+    parts.append(struct.pack(f"<{count}Q", *[message.tag for message in messages[1::2]]))
+    for some, size in zip((messages[0::2], messages[1::2]), sizes, strict=True):
+        pieces: list[Buffer] = [part for message in some for part in message.parts]
+        parts += [b"".join(pieces)] if size <= _COALESCE else pieces
+        parts.append(_PADDING[count * size % 8])
+    return _encode((FrameKind.RUN, 0, parts))
+
+
+def parse_run(payload: Buffer) -> Run:
+    """Take the payload of a RUN frame apart. Raises RemoteProtocolError where its sizes disagree with its length."""
+    memory = memoryview(payload)
+    if len(memory) < _run_head.size:
+        raise RemoteProtocolError("the peer sent a run of messages that is cut off")
+    count, untagged_size, tagged_size = _run_head.unpack_from(memory)
+    tags_at = _run_head.size
+    untagged_at = tags_at + 8 * count
+    tagged_at = untagged_at + (count * untagged_size + 7 & ~7)
+    end = tagged_at + (count * tagged_size + 7 & ~7)
+    if not count or end != len(memory):
+        raise RemoteProtocolError(
+            f"the peer sent a run of {count} messages of {untagged_size} and {tagged_size} bytes in {len(memory)} bytes"
+        )
+    return Run(
+        count,
+        memory[untagged_at : untagged_at + count * untagged_size],
+        untagged_size,
+        memory[tags_at:untagged_at],
+        memory[tagged_at : tagged_at + count * tagged_size],
+        tagged_size,
+    )
+
+
+class FrameReader:
+    """Takes frames out of a byte stream.
+
+    `read_into(memory, timeout)` reads at least one byte and returns how many; 0 is the end. Everything is read
+    ahead in chunks but large payloads, which are read straight into the memory that `allocate` supplies.
+    """
+
+    def __init__(self, read_into: Callable[[memoryview, float], int], max_untagged: int = MAX_UNTAGGED) -> None:
+        self._read_into = read_into
+        self._limits = {
+            FrameKind.UNTAGGED: max_untagged,
+            FrameKind.REGION: MAX_CONTROL,
+            FrameKind.ABORT: MAX_CONTROL,
+            FrameKind.RUN: min(max_untagged, MAX_RUN),
+        }
+        self._new_chunk()
+        self._begin = 0  # of what is not used yet
+        self._end = 0
+        self._read_size = _CHUNK
+        self._greeted = False
+
+    def limit_untagged(self, length: int) -> None:
+        """Take untagged messages of up to so many bytes."""
+        self._limits[FrameKind.UNTAGGED] = length
+
+    @property
+    def buffered(self) -> bool:
+        """Whether some of the next frame has been read already."""
+        return self._end > self._begin
+
+    def read(self, timeout: float, allocate: Allocate) -> Frame | None:
+        """The next frame, or None at the end of the stream. Raises RemoteProtocolError for what is no frame."""
+        if not self._greeted:
+            self._greet(timeout)
+        if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
+            return None
+        word, tag = _head.unpack_from(self._chunk, self._begin)
+        kind, length = word >> 56, word & _LENGTH_MASK
+        if kind != FrameKind.TAGGED:
+            limit = self._limits.get(kind)
+            if limit is None:
+                raise RemoteProtocolError(f"the peer sent a frame of unknown kind {kind}")
+            if length > limit or tag:
+                raise RemoteProtocolError(
+                    f"the peer sent a {FrameKind(kind).name} frame of {length} bytes with tag {tag}; "
+                    f"it has no tag and at most {limit} bytes"
+                )
+        padded = length + 7 & ~7
+        if padded <= _SLICE:
+            # Nothing is used up before the frame is whole, so after a DeadlineExceeded one may go on reading.
+            if self._end - self._begin < HEAD_SIZE + padded:
+                self._fill(HEAD_SIZE + padded, timeout)
+            at = self._begin + HEAD_SIZE
+            self._begin = at + padded
+            payload: Buffer = memoryview(self._chunk)[at : at + length]
+            if kind in _LENT:
+                self._lent = True
+                return Frame(kind, tag, payload)
+        else:
+            payload = self._supply(kind, tag, length, allocate)
+            self._begin += HEAD_SIZE
+            self._read_large(memoryview(payload).cast("B"), timeout)
+            self._fill(padded - length, timeout, inside=True)
+            self._begin += padded - length
+            if kind in _LENT:
+                return Frame(kind, tag, payload)
+        return Frame(kind, tag, bytes(payload))
+
+    def detach(self) -> None:
+        """Let go of whoever supplies the bytes: the stream has ended."""
+        self._read_into = _ended
+
+    def _supply(self, kind: int, tag: int, length: int, allocate: Allocate) -> Buffer:
+        if kind == FrameKind.TAGGED:
+            return allocate(tag, length)
+        return allocate(None, length) if kind == FrameKind.RUN else bytearray(length)
+
+    def _greet(self, timeout: float) -> None:
+        whole = self._fill(len(PREAMBLE), timeout)
+        start = bytes(memoryview(self._chunk)[self._begin : min(self._end, len(PREAMBLE))])
+        if not whole and not start:
+            raise ConnectionClosed("the peer closed the connection without a word")
+        if start != PREAMBLE:
+            if start[:-1] == PREAMBLE[:-1]:
+                raise RemoteProtocolError(
+                    f"the peer speaks version {start[-1]} of the framing, this library version {PREAMBLE[-1]}"
+                )
+            raise RemoteProtocolError(f"the peer does not speak dissociated's framing: its first bytes are {start!r}")
+        self._begin += len(PREAMBLE)
+        self._greeted = True
+
+    def _fill(self, size: int, timeout: float, inside: bool = False) -> bool:
+        """Have `size` bytes (at most a quarter chunk) in the chunk. False if the stream ended before the first."""
+        missing = size - (self._end - self._begin)
+        if missing <= 0:
+            return True
+        if self._begin + size > len(self._chunk):
+            rest = bytes(memoryview(self._chunk)[self._begin : self._end])
+            if self._lent:
+                self._new_chunk()
+            self._chunk[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        view = memoryview(self._chunk)
+        while missing > 0:
+            limit = max(self._end + missing, min(len(view), self._end + self._read_size))
+            count = self._read_into(view[self._end : limit], timeout)
+            if not count:
+                if not self._greeted:
+                    return False
+                if inside or self._end > self._begin:
+                    raise ConnectionClosed("the peer closed the connection in the middle of a message")
+                return False
+            self._end += count
+            missing -= count
+        self._read_size = _CHUNK
+        return True
+
+    def _read_large(self, memory: memoryview, timeout: float) -> None:
+        at = min(self._end - self._begin, len(memory))
+        memory[:at] = memoryview(self._chunk)[self._begin : self._begin + at]
+        self._begin += at
+        while at < len(memory):
+            count = self._read_into(memory[at:], timeout)
+            if not count:
+                raise ConnectionClosed("the peer closed the connection in the middle of a message")
+            at += count
+        self._read_size = _GLANCE
+
+    def _new_chunk(self) -> None:
+        self._chunk = bytearray(_CHUNK)
+        self._lent = False
+
+
+def _ended(memory: memoryview, timeout: float) -> int:
+    return 0

@@ -1,0 +1,331 @@
+"""shm:///PATH: frames over a Unix socket, and memory shared by descriptor (SCM_RIGHTS). One host, one user.
+
+    listening     shm:///PATH?allow=USER,...    other users who may connect, by name or number
+    connecting    shm:///PATH?allow=USER,...    other users whose server, and whose sealed memory, is trusted
+                  shm:///PATH?files=allow       map what cannot be sealed, too, where such a user's server shares it
+
+These parameters are for the side that gives them; locations that a server names have none. Root and this process's
+own user may always. Where others are allowed, the socket is open to all and the kernel says who knocks; they must be
+able to enter the directory that it lies in.
+
+A region is announced by a REGION frame, whose descriptor travels beside its first byte:
+
+    8 bytes  base, the first address of the region
+    8 bytes  size in bytes
+    8 bytes  backing: 0 file, 1 sealed memfd, 2 live memfd
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import logging
+import os
+import pwd
+import secrets
+import select
+import socket
+import stat
+import struct
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dissociated.errors import RemoteProtocolError, TransportError, UnsafeMemory, UriError
+from dissociated.memory.region import Region
+from dissociated.memory.shared import Backing, is_sealed, map_received
+from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, explain
+from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
+from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
+
+_region = struct.Struct("<QQQ")
+_credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
+_DESCRIPTOR = array.array("i").itemsize
+_MAX_DESCRIPTORS = 253  # in one read: as many as the kernel sends at once
+_PATH_MAX = 107  # struct sockaddr_un
+
+
+class ShmConnection(SocketConnection):
+    """Framed messages over a Unix socket, which can also carry regions of memory."""
+
+    shares_memory = True
+
+    def __init__(self, sock: socket.socket, peer: str, accepted: bool, maps_files: bool = True) -> None:
+        super().__init__(sock, peer, accepted)
+        self._maps_files = maps_files
+        self._descriptors: deque[int] = deque()  # received, not yet claimed by a REGION frame
+
+    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+        frame = encode_frame(FrameKind.REGION, 0, _region.pack(base, size, backing))
+        if not self._greeted:
+            self._greeted = True
+            frame = PREAMBLE + frame
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        try:
+            # A frame this small goes whole or not at all, and the peer reads: so waiting for room is enough.
+            while True:
+                try:
+                    self._socket.sendmsg([frame], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    return
+                except BlockingIOError:
+                    self._wait_writable(_SHARE_TIMEOUT)
+        except OSError as error:
+            raise explain(error, f"sharing memory with {self._peer}") from None
+
+    def hung_up(self) -> bool:
+        return bool(super().hung_up())  # a Unix socket says at once that its peer is closed
+
+    def farewell(self, reason: str) -> None:
+        self._rest.append(abort_frame(reason))
+        self._say_the_rest(0, 0)  # a peer that gives everything back before this side receives hears it all the same
+
+    def last_words(self, timeout: float) -> None:
+        self._say_the_rest(0, timeout)
+
+    def outlast(self) -> bool:
+        self._say_the_rest(0, None)
+        poll = select.poll()
+        poll.register(self._socket, 0)  # the end of both directions is told in any case
+        poll.poll()
+        return not self._interrupted
+
+    def leave(self) -> None:
+        super().leave()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def forked(self) -> None:
+        if self.space.live and self._socket.fileno() >= 0:
+            # Arrays hold on to this copy: what lies below them stays as it is for as long as that is open.
+            weakref.finalize(self, os.close, self._socket.detach()).atexit = False
+        super().forked()
+
+    def _read_into(self, memory: memoryview, timeout: float) -> int:
+        if self._rest:
+            self._say_the_rest(select.POLLIN, timeout)
+        return super()._read_into(memory, timeout)
+
+    def _say_the_rest(self, events: int, timeout: float | None) -> None:
+        """Until one of `events`, or the peer's end, send what is left to be said as far as the peer takes it."""
+        poll = select.poll()
+        poll.register(self._socket, events | select.POLLOUT)
+        while self._rest:
+            happened = poll.poll(None if timeout is None else timeout * 1000)
+            if not happened or not happened[0][1] & select.POLLOUT:
+                return
+            try:
+                sent = self._socket.send(self._rest[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                continue
+            except OSError:
+                self._rest.clear()  # it does not listen any more
+                return
+            self._rest[:1] = [memoryview(self._rest[0]).cast("B")[sent:]] if sent < len(self._rest[0]) else []
+            if happened[0][1] != select.POLLOUT:
+                return
+
+    def _receive_into(self, memory: memoryview) -> int:
+        if self._accepted:  # clients share nothing; a descriptor from one would be dropped by the kernel
+            return super()._receive_into(memory)
+        space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR)
+        count, ancillary, flags, _ = self._socket.recvmsg_into([memory], space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(data) - len(data) % _DESCRIPTOR
+                self._descriptors.extend(array.array("i", data[:whole]))
+        if flags & socket.MSG_CTRUNC:
+            raise TransportError(
+                f"{self._peer} shared memory, but its descriptor was lost: this process has too many open "
+                "(raise ulimit -n), or was sent too many at once"
+            )
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            raise RemoteProtocolError(f"{self._peer} sends descriptors without the regions that they belong to")
+        return count
+
+    def _region_shared(self, payload: bytes) -> None:
+        if self._accepted:
+            raise RemoteProtocolError("the client shared memory, which only servers do")
+        if len(payload) != _region.size or not self._descriptors:
+            raise RemoteProtocolError("the peer announced a region of memory without its descriptor or its extent")
+        base, size, backing = _region.unpack(payload)
+        descriptor = self._descriptors.popleft()
+        try:
+            if backing == Backing.FILE and not self._maps_files and not is_sealed(descriptor):
+                raise UnsafeMemory(
+                    f"the {self._peer} runs as another user and shares a file, which could be cut short under this "
+                    "process: read it over another transport or with packed bodies, or say trusted_files=True"
+                )
+            memory = map_received(descriptor, size, backing)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
+        finally:
+            os.close(descriptor)
+        self.space.add(Region(base, memory, static=backing != Backing.LIVE))
+
+
+_SHARE_TIMEOUT = 60.0
+_BUSY = 0.005  # seconds, before the next try to connect
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    pid, uid, _ = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
+    return pid, uid
+
+
+def _allowed(uri: Uri) -> frozenset[int]:
+    """Those whom `uri` allows, root and this user. Raises UriError for a user that does not exist."""
+    return frozenset((os.geteuid(), 0, *map(_uid, filter(None, uri.parameters.get("allow", "").split(",")))))
+
+
+def _uid(user: str) -> int:
+    if user.isascii() and user.isdigit():
+        return int(user)
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except (KeyError, ValueError):
+        raise UriError(f"this host has no user {user!r} who could be allowed") from None
+
+
+class _ShmListener(SocketListener):
+    def __init__(self, sock: socket.socket, uri: Uri, allowed: frozenset[int]) -> None:
+        super().__init__(sock, uri)
+        self._inode = os.stat(uri.path).st_ino
+        self._allowed = allowed
+
+    def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
+        pid, uid = peer_of(accepted)
+        connection = ShmConnection(accepted, f"shm client {pid} of user {uid}", accepted=True)
+        if uid in self._allowed:
+            return connection
+        _log.warning("%s: %r is not allowed and was sent away", self.uri, connection)
+        connection.abort(f"this server does not serve user {uid}: its owner can allow that")
+        connection.close()
+        return None
+
+    def close(self) -> None:
+        super().close()
+        try:
+            if os.stat(self.uri.path).st_ino == self._inode:
+                os.unlink(self.uri.path)
+        except OSError:
+            pass  # somebody else removed it
+
+
+class ShmTransport(Transport):
+    """See the module."""
+
+    nearness = 1
+    shares_memory = True
+
+    def reachable(self, uri: Uri) -> bool:
+        return os.path.exists(uri.path)
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        if not uri.path or uri.host or "\0" in uri.path:
+            raise UriError(f"{uri} needs the path of a socket: shm:///PATH")
+        where, allowed = f"shm server {uri.path}", _allowed(uri)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _connect(sock, uri.path, timeout)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.ENOENT:
+                raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
+            raise explain(error, f"connecting to the {where}") from error
+        user = peer_of(sock)[1]
+        if user not in allowed:
+            sock.close()
+            raise TransportError(
+                f"the {where} runs as another user, whose memory is not to be trusted unless you say so: "
+                f"trusted_users=[{user}]"
+            )
+        maps_files = user in (os.geteuid(), 0) or uri.parameters.get("files") == "allow"
+        return ShmConnection(sock, where, accepted=False, maps_files=maps_files)
+
+    def listen(self, uri: Uri) -> Listener:
+        if uri.host or "\0" in uri.path:
+            raise UriError(f"{uri} names a host; shm listens on a path: shm:///PATH, or shm: for one of its own")
+        allowed = _allowed(uri)
+        if uri.parameters.get("allow") and not uri.path:
+            raise UriError(f"{uri} allows others, who cannot enter this user's own directory: shm:///PATH?allow=...")
+        path = uri.path or str(runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+        if len(os.fsencode(path)) > _PATH_MAX:
+            raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _alone_in(Path(path).parent) as directory:
+                for other in [path] if uri.path else map(str, directory.glob("*.sock")):
+                    _remove_stale(other)
+                os.fchmod(sock.fileno(), 0o600)  # which the name made by bind takes over
+                sock.bind(path)
+                if uri.parameters.get("allow"):
+                    os.chmod(path, 0o666)  # a mode cannot list users: `_welcome` does
+                sock.listen(128)
+        except OSError as error:
+            sock.close()
+            raise explain(error, f"listening on {path}") from error
+        return _ShmListener(sock, Uri("shm", path=path), allowed)
+
+
+def _connect(sock: socket.socket, path: str, timeout: float) -> None:
+    """Connect, waiting for room in the queue of a server that is busy: the kernel waits for ever or not at all."""
+    deadline = time.monotonic() + timeout
+    sock.setblocking(False)
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+        time.sleep(_BUSY)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[Path]:
+    """Lock the directory, so that nobody takes a socket that is bound and does not listen yet for a dead one."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory
+    finally:
+        os.close(lock)
+
+
+def runtime_directory() -> Path:
+    """Where this user's sockets lie: below XDG_RUNTIME_DIR, or else a private directory for temporary files."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base) / "dissociated" if base else Path(tempfile.gettempdir()) / f"dissociated-{os.geteuid()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise TransportError(f"cannot make the directory {directory} for sockets: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise TransportError(f"{directory} must belong to this user and be closed to others (chmod 700)")
+    return directory
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that died. Anything else is left, and bind then fails."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return
+    # Of another kind, so that a server that lives is not connected to, but for the error that says so: EPROTOTYPE.
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except OSError:
+        pass  # it lives, or is not for us, or is not there any more
+    finally:
+        probe.close()

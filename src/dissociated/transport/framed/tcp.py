@@ -1,0 +1,71 @@
+"""tcp://HOST:PORT: frames over TCP, between any two hosts. IPv4 and IPv6."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from dissociated.errors import UriError
+from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, explain
+from dissociated.uri import Uri
+
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))  # seconds, probes
+
+
+def configure(sock: socket.socket) -> socket.socket:
+    """The socket itself, which sends at once and notices that its peer has vanished."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that vanished is noticed within a minute, also by a server that waits for leases.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock
+
+
+def connected(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
+    """A socket that is connected to `uri`, and what to call its peer. The caller owns it."""
+    if not uri.host or not uri.port:
+        raise UriError(f"{uri} needs a host and a port: {uri.scheme}://HOST:PORT")
+    check_name(uri.host)
+    where = f"{uri.scheme} server {uri.host}:{uri.port}"
+    try:
+        sock = socket.create_connection((uri.host, uri.port), timeout)
+    except OSError as error:
+        raise explain(error, f"connecting to the {where}") from error
+    return configure(sock), where
+
+
+def listening(uri: Uri) -> tuple[socket.socket, Uri]:
+    """A socket that listens at `uri`, and where that really is. The caller owns it."""
+    host, port = uri.host or "127.0.0.1", uri.port or 0
+    check_name(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise explain(error, f"listening on {host}:{port}") from error
+    return sock, Uri(uri.scheme, host=host, port=sock.getsockname()[1])
+
+
+def check_name(host: str) -> None:
+    """Raise UriError for what cannot be the name of a host."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise UriError(f"{host!r} is not the name of a host: {error}") from None
+
+
+class _TcpListener(SocketListener):
+    def _welcome(self, accepted: socket.socket, address: Any) -> Connection:
+        return SocketConnection(configure(accepted), f"tcp client {address[0]}:{address[1]}", accepted=True)
+
+
+class TcpTransport(Transport):
+    """See the module."""
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        return SocketConnection(*connected(uri, timeout), accepted=False)
+
+    def listen(self, uri: Uri) -> Listener:
+        return _TcpListener(*listening(uri))

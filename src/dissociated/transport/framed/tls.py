@@ -1,0 +1,253 @@
+"""tls://HOST:PORT: the same frames as over TCP, within TLS 1.3.
+
+    listening    tls://HOST:PORT?cert=FILE&key=FILE    PEM files: the certificate with its chain, its key
+    connecting   tls://HOST:PORT?roots=FILE            PEM file: what to trust in place of the system's certificates
+
+These parameters are for the side that gives them; locations that a server names have none. The server's certificate
+must be trusted and name the host. Clients need none: a ticket says what they may have.
+
+libssl works on memory and we move the bytes, so that deadlines and threads are as they are in tcp: an SSL object must
+not be used by two threads at once, and would block one that sends while another waits for what may never come.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from dissociated.buffers import Buffer
+from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded, OptionError, RemoteProtocolError
+from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, explain
+from dissociated.transport.framed.tcp import configure, connected, listening
+from dissociated.uri import Uri
+
+_CHUNK = 1 << 18  # bytes that are encrypted, or read from the socket, at once
+_RECORD = 1 << 14  # bytes; smaller parts are joined, for each record costs
+_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+class TlsConnection(SocketConnection):
+    """Framed messages within TLS. `handshake` comes first, on both sides; a client checks that its peer is `host`."""
+
+    def __init__(self, sock: socket.socket, peer: str, context: ssl.SSLContext, host: str | None) -> None:
+        super().__init__(sock, peer, accepted=host is None)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=host is None, server_hostname=host)
+        self._using = threading.Lock()  # of what stands above; never held while waiting
+        self._agreed = False
+        self._encrypted = memoryview(b"")  # and not sent yet
+        self._received = memoryview(bytearray(_CHUNK))
+
+    def handshake(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        try:
+            while not self._step():
+                if time.monotonic() >= end:
+                    raise BlockingIOError
+                self._set_silence(end - time.monotonic())
+                if not self._read_more():
+                    raise ConnectionClosed(f"{self._peer} closed the connection before both had agreed on TLS")
+        except BlockingIOError:
+            raise DeadlineExceeded(f"{self._peer} did not agree on TLS within {timeout:g} s") from None
+        except OSError as error:
+            raise explain(error, f"agreeing on TLS with {self._peer}") from None
+
+    def _step(self) -> bool:
+        """Do as much of the handshake as what has arrived allows. Whether it is done."""
+        try:
+            with self._using:
+                self._tls.do_handshake()
+            self._agreed = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            raise AccessDenied(
+                f"the certificate of the {self._peer} is not to be trusted: {error.verify_message.rstrip('.')} "
+                "(tls_roots says which certificates are)"
+            ) from None
+        except ssl.SSLError as error:
+            raise RemoteProtocolError(f"{self._peer} does not agree on TLS 1.3: {_reason(error)}") from None
+        finally:
+            self._encrypted = memoryview(self._outgoing.read())
+            self._send_encrypted()  # of an error, the peer is told
+        return self._agreed
+
+    def abort(self, reason: str) -> None:
+        if self._agreed:
+            super().abort(reason)
+
+    def arrived(self) -> bool:
+        return self._pending() or super().arrived()
+
+    def wait(self, timeout: float) -> None:
+        if not self._pending():
+            super().wait(timeout)
+
+    def _pending(self) -> bool:
+        """Whether something has arrived that the socket does not tell of any more."""
+        with self._using:
+            return bool(self._incoming.pending or self._tls.pending())
+
+    def close(self) -> None:
+        if self._agreed and not self._torn:
+            try:
+                with self._using:
+                    self._tls.unwrap()
+            except ssl.SSLError:
+                pass  # it would like to hear the peer's farewell, too
+            try:
+                self._socket.send(self._outgoing.read(), _FLAGS)
+            except OSError:
+                pass  # the peer has gone, or is not listening any more
+        super().close()
+
+    # Sending
+
+    def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
+        super()._write(parts, timeout)
+        while self._encrypted:
+            self._torn = True
+            try:
+                self._send_encrypted()
+            except BlockingIOError:
+                self._wait_writable(timeout)
+        self._torn = False
+
+    def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
+        """Encrypt some of these parts, and send what the socket takes of that. Returns how much was encrypted."""
+        self._send_encrypted()
+        taken, small = 0, bytearray()
+        with self._using:
+            for part in window:
+                piece = memoryview(part).cast("B")[offset : offset + _CHUNK - taken]
+                taken, offset = taken + len(piece), 0
+                if len(piece) < _RECORD:
+                    small += piece
+                if len(piece) >= _RECORD or len(small) >= _RECORD:
+                    self._encrypt(small)
+                    small = bytearray()
+                if len(piece) >= _RECORD:
+                    self._encrypt(piece)
+                if taken == _CHUNK:
+                    break
+            self._encrypt(small)
+            self._encrypted = memoryview(self._outgoing.read())
+        try:
+            self._send_encrypted()
+        except BlockingIOError:
+            pass  # then before the next, or at the end of `_write`
+        return taken
+
+    def _encrypt(self, data: bytearray | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._tls.write(view) :]
+
+    def _send_encrypted(self) -> None:
+        while self._encrypted:
+            self._encrypted = self._encrypted[self._socket.send(self._encrypted, _FLAGS) :]
+
+    # Receiving
+
+    def _receive_into(self, memory: memoryview) -> int:
+        while (count := self._decrypt(memory)) is None:
+            if self.due is not None:  # a record may come in many pieces
+                self._set_silence(self._left(self._silence))
+            if not self._read_more():
+                return 0
+        return count
+
+    def _decrypt(self, memory: memoryview) -> int | None:
+        """Fill `memory` from what has arrived. Returns how far: 0 at the peer's end, None where there is nothing."""
+        at = 0
+        try:
+            with self._using:
+                while at < len(memory):
+                    count: Any = self._tls.read(len(memory) - at, memory[at:])  # into a buffer: how many
+                    if not count:
+                        break
+                    at += count
+        except ssl.SSLWantReadError:
+            return at or None
+        except ssl.SSLZeroReturnError:
+            pass
+        except ssl.SSLError as error:
+            raise RemoteProtocolError(f"what {self._peer} sent was altered on the way: {_reason(error)}") from None
+        return at
+
+    def _read_more(self) -> bool:
+        count = self._socket.recv_into(self._received)
+        with self._using:
+            self._incoming.write(self._received[:count])
+        return count > 0
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
+
+
+class _TlsListener(SocketListener):
+    def __init__(self, sock: socket.socket, uri: Uri, context: ssl.SSLContext) -> None:
+        super().__init__(sock, uri)
+        self._context = context
+
+    def _welcome(self, accepted: socket.socket, address: Any) -> Connection:
+        peer = f"tls client {address[0]}:{address[1]}"
+        return TlsConnection(configure(accepted), peer, self._context, host=None)
+
+
+class TlsTransport(Transport):
+    """See the module."""
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        context = _client_context(uri.parameters.get("roots"))
+        sock, where = connected(uri, timeout)
+        connection = TlsConnection(sock, where, context, uri.host)
+        try:
+            connection.handshake(timeout)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def listen(self, uri: Uri) -> Listener:
+        context = _server_context(uri)
+        return _TlsListener(*listening(uri), context)
+
+
+def _client_context(roots: str | None) -> ssl.SSLContext:
+    with _explained(roots):
+        context = ssl.create_default_context(cafile=roots)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _server_context(uri: Uri) -> ssl.SSLContext:
+    cert, key = (uri.parameters.get(name) for name in ("cert", "key"))
+    if not cert or not key:
+        raise OptionError("listening at tls: needs a certificate and its key: tls_cert and tls_key, or tls:?cert=&key=")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # nobody resumes; and what a client leaves unread may cost us what it sent last
+    with _explained(f"{cert} or {key}"):
+        context.load_cert_chain(cert, key, password=_refuse)
+    return context
+
+
+def _refuse() -> str:
+    raise OptionError("the key for TLS is encrypted: give one that is not, in a file that only this user can read")
+
+
+@contextmanager
+def _explained(files: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
+        raise OptionError(f"cannot use {files} for TLS: {why}") from None

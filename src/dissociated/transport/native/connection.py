@@ -1,0 +1,433 @@
+"""A connection over a medium that delimits and tags messages by itself, so that nothing is framed here.
+
+What such media have in common: sending is asynchronous, nothing moves unless somebody lets the medium work, and there
+is one descriptor to wait on. Two threads may use a connection, one that sends and one that receives; whichever has to
+wait lets the medium work for both.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    DissociatedError,
+    RemoteError,
+    RemoteProtocolError,
+    TransportError,
+)
+from dissociated.protocol.message import Incoming, Message
+from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
+
+#: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
+MAX_IN_FLIGHT = 1 << 26
+#: Bytes of messages kept that arrived while this side does something else than receiving them: of clients, who have
+#: little to say, and of servers. UCX tells nobody that small messages have been taken: while a client fetches one body
+#: its server may send the addresses of all that follow.
+_MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
+#: Bytes that keeping a message takes beside its own.
+OVERHEAD = 256
+_LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
+_ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
+_CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
+_LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
+_TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
+_PAUSE = 0.001  # seconds in which others can take it
+_AHEAD = 1 << 25  # bytes that are received at once
+_NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
+
+
+class Waker:
+    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.RLock()  # a finalizer may interrupt its owner
+        self._open = True
+
+    def set(self) -> None:
+        """Wake, now or when somebody next sleeps."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Forget what was set."""
+        os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            self._open = False
+            os.close(self.descriptor)
+
+
+class UnderWay(NamedTuple):
+    """A message that is being sent: what the medium calls it, its size, and the memory that must stay."""
+
+    request: Any
+    size: int
+    keep: Any
+
+
+class NativeConnection(Connection):
+    """See the module. Everything that a subclass implements is called with the lock held, but `_sleep`."""
+
+    def __init__(self, peer: str, accepted: bool) -> None:
+        super().__init__()
+        self._peer = peer
+        self._accepted = accepted
+        self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
+        self._lock = threading.Condition(threading.Lock())
+        self._moving = False  # whether there is a thread for what is under way while nobody waits for it
+        self._asleep = False  # whether a thread waits for the medium, and wakes the other
+        self._under_way: deque[UnderWay] = deque()
+        self._in_flight = 0  # bytes
+        self._given = 0  # bytes, of all messages so far
+        self._arrived: deque[Incoming] = deque()
+        self._arrived_bytes = 0
+        self._put_off_bytes = 0  # of messages that are known, and that are not fetched yet
+        self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
+        self._reason: str | None = None  # that the peer gave for giving up
+        self._most = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
+        self._gone = False  # the peer, or the way to it
+        self._ended_at = 0.0  # when that was noticed, or the reason arrived
+        self._stopped = False
+        self._interrupted = False
+        self._closed = False
+        self._waker = Waker()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self._peer}>"
+
+    def limit_untagged(self, length: int) -> None:
+        self._max_untagged = length
+
+    # What a medium does
+
+    @abstractmethod
+    def _progress(self) -> bool:
+        """Let the medium work for a moment. Whether anything happened."""
+
+    @abstractmethod
+    def _arm(self) -> bool:
+        """Prepare to sleep. False if there is something to do first."""
+
+    @abstractmethod
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until the medium, or `_waker`, has something to tell."""
+
+    @abstractmethod
+    def _start(self, message: Any) -> None:
+        """Begin to send a prepared message."""
+
+    @abstractmethod
+    def _complete(self, request: Any) -> bool | None:
+        """Whether sending a message has ended well, and `request` is forgotten; None while it has not ended."""
+
+    @abstractmethod
+    def _waiting(self) -> bool:
+        """Whether the medium holds a message for us."""
+
+    @abstractmethod
+    def _take(self, allocate: Allocate, most: int) -> bool:
+        """Take in messages that the medium holds, by `_arrive`, until there are more bytes of them than `most`.
+
+        Whether some are still on their way.
+        """
+
+    @abstractmethod
+    def _tell(self, reason: str) -> bool:
+        """Send the reason for giving up. False if the peer does not know what that is."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give everything back to the medium, within moments. What was under way may be dropped after that."""
+
+    # What that makes
+
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        with self._lock:
+            for message in self.prepare(messages):
+                size = message.size
+                if not self._has_room(size):
+                    self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
+                self._check_open()
+                self._given += size
+                self._start(message)
+            if not self._accepted:
+                # What a client has to say is little. A server that sends without end shall not keep it here.
+                end = time.monotonic() + timeout
+                self._settle_until(lambda: not self._under_way or time.monotonic() >= end, timeout)
+                if self._under_way:
+                    raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+            elif self._under_way:
+                self._advance()
+                self._keep_moving()
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+        with self._lock:
+            on_its_way = False
+
+            def ready() -> bool:
+                nonlocal on_its_way
+                if not self._arrived:
+                    on_its_way = self._take(allocate, _AHEAD)
+                if self._arrived or self._stopped or self._interrupted or self._broken:
+                    return True
+                return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _LAST_TIMEOUT)
+
+            if not self._drive(ready, timeout):
+                raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")
+            if self._stopped:
+                return None
+            if self._interrupted:
+                raise ConnectionClosed("this side closed the connection")
+            if self._arrived:
+                incoming = self._arrived.popleft()
+                self._arrived_bytes -= OVERHEAD + len(incoming.data)
+                return incoming
+            if self._broken is not None:
+                raise self._broken
+            if self._reason is not None:
+                raise RemoteError(self._reason or f"{self._peer} gave up and did not say why")
+            if on_its_way:
+                raise ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
+            return None
+
+    def arrived(self) -> bool:
+        with self._lock:
+            if self._closed:
+                return True
+            if not self._arrived:
+                self._progress()
+            return bool(self._arrived) or self._ended or self._over or self._stopped or self._waiting()
+
+    def finish(self, timeout: float) -> bool:
+        # Closing while the last messages are in the network, or in the peer's queue, would lose them.
+        with self._lock, suppress(DissociatedError):
+            self._drive(lambda: self._has(lambda: self._over), timeout)
+        with self._lock:
+            return self._taken_all()
+
+    def _taken_all(self) -> bool:
+        """Whether, as far as the medium tells, the peer has taken all that was sent."""
+        return not self.backlog
+
+    def abort(self, reason: str) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._end(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
+            if not (self._gone or self._interrupted) and self._tell(reason):
+                self._end(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self._waker.set()
+
+    def stop_receiving(self) -> None:
+        self._stopped = True
+        self._waker.set()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if not self._interrupted:
+                self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
+            self._closed = self._interrupted = True
+            while self._asleep or self._moving:
+                self._waker.set()
+                self._lock.notify_all()
+                self._lock.wait()
+            try:
+                self._release()
+            finally:
+                self._under_way.clear()
+                self._arrived.clear()
+                self._waker.close()
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def backlog(self) -> int:
+        return max(0, self._given - self.written)
+
+    @property
+    def _ended(self) -> bool:
+        return self._gone or self._reason is not None
+
+    @property
+    def _over(self) -> bool:
+        """Whether there is no sense in sending more."""
+        return self._gone or self._interrupted or self._broken is not None
+
+    def _check_open(self) -> None:
+        if self._interrupted or self._closed:
+            raise ConnectionClosed("this side closed the connection")
+        if self._broken is not None:
+            raise self._broken
+        if self._gone:
+            raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
+
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more may be under way."""
+        return not self._under_way or self._in_flight + size <= MAX_IN_FLIGHT
+
+    def _settle_until(self, enough: Callable[[], bool], timeout: float) -> None:
+        """Wait until enough has been sent, taking in meanwhile what the peer sends."""
+        if not self._drive(lambda: self._has(enough) or self._over, timeout):
+            raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
+        self._check_open()
+
+    def _has(self, enough: Callable[[], bool]) -> bool:
+        """Whether it has been enough; if not, what the peer sent is taken from the medium.
+
+        Media take whatever comes, and they know no end of it.
+        """
+        if enough():
+            return True
+        if self._broken is not None:
+            raise self._broken
+        self._take(self._keep, self._most)
+        if self._arrived_bytes + self._put_off_bytes > self._most:
+            raise RemoteProtocolError(
+                f"{self._peer} sends and does not receive"
+                if self._accepted
+                else f"{self._peer} sent more than {self._most} bytes that nobody had asked for yet"
+            )
+        return False
+
+    def _only_small(self, allocate: Allocate) -> bool:
+        """Whether to take only what has arrived whole.
+
+        A client that does not receive keeps what the medium would keep for it, so that there is a cap. But it begins to
+        fetch nothing, which it might have to give up.
+        """
+        return not self._accepted and allocate == self._keep
+
+    def _keep(self, tag: int | None, length: int) -> Buffer:
+        """Allocate for what arrives while this side does not receive."""
+        if length > self._most:
+            raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
+        return bytearray(length) if self._accepted else pa.allocate_buffer(length)
+
+    def _end(self, done: Callable[[], bool], seconds: float) -> None:
+        """Let the medium work until `done`, but no longer than this, whatever the peer does. Never raises.
+
+        One who breaks the rules now is not worth waiting for.
+        """
+        end = time.monotonic() + seconds
+        with suppress(DissociatedError):
+            self._drive(lambda: self._has(done) or time.monotonic() >= end, seconds)
+
+    def _keep_moving(self) -> None:
+        """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
+        if not self._moving:
+            self._moving = True
+            threading.Thread(target=self._move, name="move", daemon=True).start()
+        elif self._asleep:
+            self._waker.set()
+        else:
+            self._lock.notify_all()
+
+    def _move(self) -> None:
+        with self._lock:
+            try:
+                while not self._over:
+                    if not self._under_way:
+                        self._lock.wait(_LOOK_AGAIN)
+                    else:
+                        end = time.monotonic() + _TURN
+                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, _LOOK_AGAIN)  # type: ignore[misc]
+                        self._lock.wait(_PAUSE)  # somebody else's turn, whatever the peer goes on to do
+            except TransportError:
+                pass  # whoever uses the connection next hears of it
+            except RemoteProtocolError as error:
+                self._broken = error
+            finally:
+                self._moving = False
+                self._lock.notify_all()
+
+    def _moved(self) -> bool:
+        return self._has(lambda: not self._under_way) or self._over
+
+    def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            if self._closed:
+                raise ConnectionClosed("this side closed the connection")
+            if self._advance():
+                deadline = time.monotonic() + self._left(timeout)
+                continue
+            left = self._left(deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self._wait(min(left, _NO_WAKE if self._ended else _LOOK_AGAIN))
+        return True
+
+    def _wait(self, seconds: float) -> None:
+        if self._asleep:
+            self._lock.wait(seconds)
+            return
+        if not self._arm():
+            return
+        self._asleep = True
+        self._lock.release()
+        try:
+            self._sleep(seconds)
+        finally:
+            self._lock.acquire()
+            self._asleep = False
+            self._lock.notify_all()
+
+    def _advance(self) -> bool:
+        """Let the medium work, and forget what has been sent. Whether anything happened.
+
+        The oldest goes first, which is how messages complete but for a few. That one has may show although the medium
+        did nothing just now.
+        """
+        moved = self._progress()
+        while self._under_way and (sent := self._complete(self._under_way[0].request)) is not None:
+            size = self._under_way.popleft().size
+            self._in_flight -= size
+            self.written += size if sent else 0
+            moved = True
+        if moved and self._asleep:
+            self._waker.set()
+        return moved
+
+    def _posted(self, request: Any, size: int, keep: Any) -> None:
+        """A message is under way, and `keep` must stay as it is until it has been sent."""
+        self._under_way.append(UnderWay(request, size, keep))
+        self._in_flight += size
+
+    def _arrive(self, incoming: Incoming) -> None:
+        self._arrived.append(incoming)
+        self._arrived_bytes += OVERHEAD + len(incoming.data)
+        if self._asleep:
+            self._waker.set()  # it may wait for this, which another thread has found
+
+    def _lose(self) -> None:
+        """The peer is gone."""
+        self._gone, self._ended_at = True, time.monotonic()
+
+    def _give_up(self, reason: str) -> None:
+        """The peer told why it gives up."""
+        self._reason, self._ended_at = reason, time.monotonic()

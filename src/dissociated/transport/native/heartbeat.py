@@ -1,0 +1,68 @@
+"""A heartbeat beside a connection of libfabric: a peer that died is noticed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Protocol
+
+from dissociated.errors import (
+    DissociatedError,
+)
+from dissociated.once import once
+
+_log = logging.getLogger(__name__)
+
+
+class Beating(Protocol):
+    """A connection that is kept alive."""
+
+    heartbeat: float  # seconds between two of them
+
+    def beat(self) -> None: ...
+
+
+class Heartbeat:
+    """A thread for the heartbeats of all connections of this process. There is none while there are no connections."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[Beating, float] = {}
+
+    def add(self, connection: Beating) -> None:
+        """Keep this connection alive."""
+        with self._changed:
+            if not self._due:
+                threading.Thread(target=self._run, name="fabric heartbeat", daemon=True).start()
+            self._due[connection] = time.monotonic() + connection.heartbeat
+            self._changed.notify()
+
+    def remove(self, connection: Beating) -> None:
+        """Forget it."""
+        with self._changed:
+            self._due.pop(connection, None)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        with self._changed:
+            while self._due:
+                connection = min(self._due, key=self._due.__getitem__)
+                left = self._due[connection] - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                self._due[connection] = time.monotonic() + connection.heartbeat
+                self._changed.release()
+                try:
+                    connection.beat()
+                except DissociatedError as error:
+                    _log.info("%r: %s", connection, error)
+                finally:
+                    self._changed.acquire()
+
+
+@once
+def heartbeat_of(pid: int) -> Heartbeat:
+    """That of this process: threads do not survive a fork, and connections are the parent's."""
+    return Heartbeat()

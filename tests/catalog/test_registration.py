@@ -1,0 +1,188 @@
+"""What a catalog knows of a node follows what the node has, whoever is killed and whatever message is lost."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.database import Database
+from dissociated.catalog.service import CatalogService
+from dissociated.errors import CatalogError
+from dissociated.node.node import Node
+from dissociated.store.store import Store
+from nodes import put, read, table
+
+SELDOM = 600.0  # seconds: each heartbeat is one of the test's own
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A place in memory for stores."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+class Catalog(CatalogService):
+    """Loses what nodes tell, or what it answers, while it is told to."""
+
+    losing = ""
+
+    def _losing(self, answered: Callable[[Mapping[str, Any]], dict[str, Any]], body: Mapping[str, Any]) -> Any:
+        if self.losing == "message":
+            raise CatalogError("lost on the way")
+        answer = answered(body)
+        if self.losing == "answer":
+            raise CatalogError("lost on the way back")
+        return answer
+
+    def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._losing(super().heartbeat, body)  # type: ignore[no-any-return]
+
+    def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._losing(super().register, body)  # type: ignore[no-any-return]
+
+
+class Pair:
+    """A node and its catalog, each of which can be started anew."""
+
+    def __init__(self, directory: Path, running: ExitStack) -> None:
+        self._directory, self._running = directory, running
+        self._files = 0
+        self._where = "grpc://127.0.0.1:0"
+        self.start_catalog()
+        self.start_node()
+
+    def start_catalog(self, fresh: bool = False) -> None:
+        """At the same place, with what it knew, unless a `fresh` one takes its place."""
+        self._files += fresh
+        database = Database(str(self._directory / f"catalog-{self._files}.db"))
+        self.catalog = Catalog(None, self._where, database=database)
+        self._running.callback(self.catalog.close)
+        self._where = self.catalog.uri
+
+    def start_node(self) -> None:
+        self.node = Node(Store(self._directory / "store"), ["shm:"], catalog=self.catalog.uri, beat=SELDOM, retain=0.0)
+        self._running.callback(self.node.close)
+
+    def tell(self) -> None:
+        """As with a heartbeat; and with one more, which says what became of what was told."""
+        self.node.service._heartbeat()
+        self.node.service._heartbeat()
+
+    def check(self, expected: Mapping[str, int]) -> None:
+        with dis.connect(self.catalog.uri) as client:
+            found = {info.name: client.read(info.name).read_all()["n"][0].as_py() for info in client.list()}
+        assert found == expected
+        versions = self.node.store.versions()
+        assert sorted(version.name for version in versions) == sorted(expected)  # nothing else is kept
+        assert not any(version.prepared for version in versions)
+
+
+def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Path) -> None:
+    seed = random.randrange(1 << 32)
+    chance = random.Random(seed)
+    expected: dict[str, int] = {}
+    steps = []
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        for number in range(60):
+            pair.catalog.losing = chance.choice(["", "", "message", "answer"])
+            for _ in range(chance.randrange(3)):
+                name = chance.choice("abcdef")
+                if name in expected and chance.random() < 0.4:
+                    with suppress(CatalogError):  # the heartbeat that follows is lost
+                        chance.choice([pair.catalog, pair.node.service]).drop(name)
+                    del expected[name]
+                else:
+                    put(pair.node.uri, name, table(number))
+                    expected[name] = number
+                steps.append((number, pair.catalog.losing, name, expected.get(name)))
+            with suppress(CatalogError):
+                pair.node.service._heartbeat()
+            pair.catalog.losing = ""
+            what = chance.choice(["", "node", "catalog", "fresh catalog", "both"])
+            steps.append((number, "", what, None))
+            if what == "fresh catalog":
+                pair.tell()  # what it had not confirmed it knew alone
+            if "node" in what or what == "both":
+                pair.node.close()
+            if "catalog" in what or what == "both":
+                pair.catalog.close()
+                pair.start_catalog(fresh="fresh" in what)
+            if "node" in what or what == "both":
+                pair.start_node()
+            pair.tell()
+            try:
+                pair.check(expected)
+            except BaseException as error:
+                error.add_note(f"seed {seed}, {steps[-8:]}")
+                raise
+
+
+def test_what_was_evicted_is_told(memory: Path) -> None:
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        for name in "abc":
+            put(pair.node.uri, name, table(1))
+        pair.tell()
+        store = pair.node.store
+        for name in "ab":
+            version = store.current(name)
+            assert version is not None
+            store._give_up(version)
+        pair.tell()
+        pair.check({"c": 1})
+
+
+def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dissociated.store.contents._REMEMBERED", 3)
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        for number in range(8):
+            put(pair.node.uri, f"d{number}", table(number))
+        pair.catalog.drop("d0")
+        pair.tell()
+        pair.check({f"d{number}": number for number in range(1, 8)})
+
+
+def test_a_node_that_was_down_for_long_keeps_what_it_did_not_know_to_be_published(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was published the catalog knows alone, also while that does not answer."""
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "a", table(1))
+        pair.catalog.losing = "message"
+        pair.node.close()
+        monkeypatch.setattr("dissociated.catalog.database.ABANDONED", -1.0)
+        pair.start_node()
+        pair.catalog.losing = ""
+        pair.tell()
+        pair.check({"a": 1})
+
+
+def test_a_part_of_a_dataset_is_not_taken_for_all_of_it(memory: Path) -> None:
+    """A node that had all of it is told when another has the rest, though nothing else has changed there."""
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "d", table(1))
+        put(pair.node.uri, "e", table(5))
+        pair.tell()
+        store = Store(memory / "other")
+        with closing(Node(store, ["shm:"], catalog=pair.catalog.uri, beat=SELDOM)) as other:
+            put(other.uri, "d", table(2), mode="append")
+            assert read(pair.catalog.uri, "d") == [1, 2]
+            other.service._heartbeat()
+            pair.tell()
+        pair.catalog.close()
+        pair.start_catalog(fresh=True)
+        pair.tell()
+        with dis.connect(pair.catalog.uri) as client:
+            assert [info.name for info in client.list()] == ["e"]

@@ -1,0 +1,185 @@
+"""libarrow encodes, and hands over every body buffer where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from arrow_cases import ARRAYS, ROWS, batches
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.split import SplitMessage, Splitter, split
+from dissociated.errors import SourceError
+from dissociated.format.message import HeaderType
+from helpers import case
+
+
+def written(*some: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None) -> list[pa.ipc.Message]:
+    """The messages that libarrow itself writes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, some[0].schema, options=options) as writer:
+        for batch in some:
+            writer.write_batch(batch)
+    return list(pa.ipc.MessageReader.open_stream(sink.getvalue()))
+
+
+def padded(header: bytes) -> bytes:
+    return header + bytes(-len(header) % 8)
+
+
+def body(message: SplitMessage) -> bytes:
+    return b"".join(map(bytes, message.body or ()))
+
+
+def reader(*some: pa.RecordBatch) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(some[0].schema, some)
+
+
+def test_messages_are_those_that_libarrow_writes() -> None:
+    for type_, arrays in ARRAYS.items():
+        some = batches(arrays)
+        got, expected = list(split(reader(*some))), written(*some)
+        with case(type_):
+            assert [padded(one.header) for one in got] == [one.metadata.to_pybytes() for one in expected]
+            assert [body(one) for one in got[1:]] == [one.body.to_pybytes() for one in expected[1:]]
+            assert got[0].body is None
+            assert all(one.body is not None for one in got[1:])
+
+
+@pytest.mark.parametrize("options", [{"codec": "zstd"}, {"codec": "lz4"}, {"emit_dictionary_deltas": True}])
+def test_options_reach_libarrow(options: dict[str, Any]) -> None:
+    some = [
+        pa.record_batch(
+            {"d": pa.DictionaryArray.from_arrays(np.arange(size, dtype=np.int16), [f"word {n}" for n in range(size)])}
+        )
+        for size in (200, 300)
+    ]
+    told = pa.ipc.IpcWriteOptions(
+        compression=options.get("codec"), emit_dictionary_deltas="emit_dictionary_deltas" in options
+    )
+    got, expected = list(split(reader(*some), WriteOptions(**options))), written(*some, options=told)
+    assert [padded(one.header) for one in got] == [one.metadata.to_pybytes() for one in expected]
+    assert [body(one) for one in got[1:]] == [one.body.to_pybytes() for one in expected[1:]]
+    plain = [len(body(one)) for one in split(reader(*some))]
+    assert sum(len(body(one)) for one in got) < sum(plain)
+
+
+def test_body_buffers_are_handed_over_by_reference() -> None:
+    """A pyarrow that copies them makes every transport slow."""
+    columns = {
+        "n": pa.array(np.arange(10_000)),
+        "h": pa.array([1, None] * 5_000, pa.int32()),
+        "s": pa.array(["some", None, "words", ""] * 2_500),
+        "v": pa.array(["a view of more than twelve bytes", None] * 5_000, pa.string_view()),
+        "l": pa.array([[1.5, 2.5], [], None, [3.5]] * 2_500),
+        "b": pa.array([True, None] * 5_000),
+    }
+    batch = pa.record_batch(columns)
+    (_, message) = split(reader(batch))
+    assert message.body is not None
+    handed = {part.address: part.size for part in message.body if isinstance(part, pa.Buffer)}
+    sent = {b.address: b.size for column in columns.values() for b in column.buffers() if b is not None and b.size}
+    assert handed.keys() == sent.keys()
+    copied = [part for part in message.body if not isinstance(part, pa.Buffer)]
+    assert all(len(part) < 64 for part in copied)  # padding
+
+
+def test_dictionaries_are_handed_over_by_reference() -> None:
+    dictionary = pa.array([f"word {n}" for n in range(1000)])
+    batch = pa.record_batch({"d": pa.DictionaryArray.from_arrays(pa.array([1, 2, 3], pa.int16()), dictionary)})
+    _, words, _ = split(reader(batch))
+    assert words.parsed.type is HeaderType.DICTIONARY_BATCH
+    assert words.body is not None
+    handed = {part.address for part in words.body if isinstance(part, pa.Buffer)}
+    assert handed == {buffer.address for buffer in dictionary.buffers() if buffer is not None}
+
+
+def test_splitting_allocates_no_bodies() -> None:
+    batch = pa.record_batch({"n": np.arange(1 << 20), "h": pa.array([1, None] * (1 << 19))})
+    before = pa.total_allocated_bytes()
+    messages = list(split(reader(batch)))
+    assert pa.total_allocated_bytes() - before < 1 << 12
+    assert sum(len(body(one)) for one in messages) > 16 << 20
+
+
+def test_the_schema_comes_before_the_source_gives_a_batch() -> None:
+    def never() -> object:
+        raise AssertionError("asked for a batch")
+        yield
+
+    schema = pa.schema([("n", pa.int64())], metadata={"a": "b"})
+    first = next(split(pa.RecordBatchReader.from_batches(schema, never())))
+    assert first.parsed.type is HeaderType.SCHEMA
+    empty = pa.record_batch([pa.array([], pa.int64())], schema=schema)
+    assert padded(first.header) == written(empty)[0].metadata.to_pybytes()
+
+
+def test_a_splitter_gives_each_batch_its_own_messages() -> None:
+    def encoded(*words: str) -> pa.RecordBatch:
+        return pa.record_batch({"d": pa.array(words).dictionary_encode()})
+
+    splitter = Splitter(encoded("a").schema)
+    kinds = [[one.parsed.type.name for one in splitter.split(encoded(*words))] for words in ("a", "a", "ab")]
+    assert kinds == [["DICTIONARY_BATCH", "RECORD_BATCH"], ["RECORD_BATCH"], ["DICTIONARY_BATCH", "RECORD_BATCH"]]
+    (message,) = splitter.split(encoded("a", "b"), pa.KeyValueMetadata({"k": "v"}))
+    assert message.parsed.has_metadata
+
+
+def test_a_source_that_raises_raises() -> None:
+    def broken() -> object:
+        yield pa.record_batch({"n": [1]})
+        raise RuntimeError("no more")
+
+    messages = split(pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), broken()))
+    assert [next(messages).parsed.type.name for _ in range(2)] == ["SCHEMA", "RECORD_BATCH"]
+    with pytest.raises(RuntimeError, match="no more"):
+        next(messages)
+
+
+def test_a_batch_whose_offsets_leave_its_values_is_refused() -> None:
+    """libarrow would end the process."""
+    offsets = np.array([0, 1], np.int32)
+    buffers, values = [None, pa.py_buffer(offsets)], pa.array([1, 2], pa.int8())
+    batch = pa.record_batch({"l": pa.Array.from_buffers(pa.list_(pa.int8()), 1, buffers, children=[values])})
+    offsets += 5_000_000  # as it may come from a peer: libarrow's reader does not look
+    with pytest.raises(SourceError, match=r"a record batch is not valid: .*offset"):
+        list(split(reader(batch)))
+
+
+def test_rows_are_not_lost_where_there_is_nothing_else() -> None:
+    _, message = split(reader(pa.record_batch({"n": pa.nulls(ROWS)})))
+    assert message.body == []
+    assert message.parsed.body_length == 0
+
+
+def test_small_batches_one_after_the_other_are_those_that_libarrow_writes() -> None:
+    """Of every type, a row at a time and all rows: with their own lengths, null counts and dictionaries."""
+    for name, arrays in ARRAYS.items():
+        for array in arrays:
+            with case(name):
+                whole = pa.record_batch({"x": array})
+                some = [whole.slice(row, 1) for row in range(whole.num_rows)]
+                some += [whole.slice(0, 0), whole, whole.slice(2, 2)]
+                splitter = Splitter(whole.schema)
+                expected = [splitter.schema_message, *(one for batch in some for one in splitter.split(batch))]
+                made = list(split(reader(*some)))
+                assert [(one.header, one.parsed) for one in made] == [(one.header, one.parsed) for one in expected]
+                assert [*map(body, made)] == [*map(body, expected)]
+
+
+def test_small_batches_beside_a_large_one_of_as_many_rows() -> None:
+    """More than the memory that they are written to takes; and one row that does not fit there, several times."""
+    sizes = [*[1, 9] * 3000, 3 << 20, 5, 5, 1 << 17, *[30_000] * 100, 3, 2 << 20, 7]
+    some = [pa.record_batch({"s": ["x" * size], "n": [number]}) for number, size in enumerate(sizes)]
+    for one, expected in zip(split(reader(*some)), written(*some), strict=True):
+        assert padded(one.header) == expected.metadata.to_pybytes()
+        assert one.body is None or body(one) == expected.body.to_pybytes()
+
+
+def test_a_small_batch_of_another_schema_is_refused() -> None:
+    one, other = pa.record_batch({"n": [1]}), pa.record_batch({"n": ["x"]})
+    with pytest.raises(dis.errors.FormatError):
+        list(split(pa.RecordBatchReader.from_batches(one.schema, iter([one, one, other]))))

@@ -1,0 +1,141 @@
+"""What can be published, and what a dataset says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.sources import dataset
+from dissociated.datasets.static import SegmentsDataset
+from dissociated.errors import SourceError, StoreError
+from dissociated.store.segment import Segment, SegmentWriter
+from ipc.vectors import BATCH, END, SCHEMA
+
+TABLE = pa.table({"n": [1, 2, 3], "s": ["a", None, "c"]}, metadata={"a": "b"})
+
+
+def stream(path: Path) -> Path:
+    with pa.ipc.new_stream(path, TABLE.schema) as writer:
+        writer.write_table(TABLE, 2)
+    return path
+
+
+def file(path: Path) -> Path:
+    with pa.ipc.new_file(path, TABLE.schema) as writer:
+        writer.write_table(TABLE, 2)
+    return path
+
+
+def parquet(path: Path) -> Path:
+    pq.write_table(TABLE, path)
+    return path
+
+
+SOURCES: dict[str, tuple[Any, int | None]] = {
+    "table": (lambda path: TABLE, 3),
+    "stream": (stream, 3),
+    "file": (file, 3),
+    "parquet": (parquet, 3),
+    "reader": (lambda path: TABLE.to_reader(), None),
+    "callable": (lambda path: TABLE.to_reader, None),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_dataset_knows_its_schema_and_perhaps_its_rows(kind: str, tmp_path: Path) -> None:
+    source, rows = SOURCES[kind]
+    made = dataset("data", source(tmp_path / "source"))
+    assert (made.name, made.rows) == ("data", rows)
+    assert made.schema.equals(TABLE.schema, check_metadata=kind != "parquet")
+    assert made.open_reader().read_all() == TABLE
+
+
+@pytest.mark.parametrize("kind", ["table", "stream", "file"])
+def test_a_dataset_knows_its_bytes(kind: str, tmp_path: Path) -> None:
+    made = dataset("data", SOURCES[kind][0](tmp_path / "source"))
+    assert made.nbytes is not None
+    assert 3 * 8 <= made.nbytes <= 1000
+
+
+def test_tickets_are_unguessable_and_of_one_publication_alone() -> None:
+    tickets = {dataset("data", TABLE).ticket for _ in range(100)}
+    assert len(tickets) == 100
+    assert {len(ticket) for ticket in tickets} == {16}
+
+
+def test_a_callable_is_called_for_each_reader_and_no_more() -> None:
+    calls = []
+
+    def source() -> pa.Table:
+        calls.append(None)
+        return TABLE
+
+    made = dataset("data", source)
+    assert len(calls) == 1  # for the schema
+    for count in (2, 3, 4):
+        assert made.open_reader().read_all() == TABLE
+        assert len(calls) == count
+
+
+def failing() -> Any:
+    raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (42, "cannot publish a int: give a Table"),
+        (lambda: 42, "cannot publish a int: give a Table"),
+        (None, "cannot publish a NoneType: give a Table"),
+        (failing, "the source of 'data' failed: RuntimeError: no more"),
+        ("/no/such/file", "/no/such/file: there is no such file"),
+        ("/", "cannot publish /: there is no such file"),
+    ],
+)
+def test_what_cannot_be_published(source: Any, problem: str) -> None:
+    with pytest.raises(SourceError, match=problem):
+        dataset("data", source)
+
+
+def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "data.parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(SourceError, match=r"data\.parquet"):
+        dataset("data", path)
+
+
+def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    nodes = bytes.fromhex("0300000000000000 0000000000000000")  # three rows, no nulls
+    header = BATCH.header.replace(nodes, b"\x04" + nodes[1:])
+    path.write_bytes(SCHEMA.whole + BATCH.prefix + header + (BATCH.body or b"") + END)
+    reader = dataset("damaged", path).open_reader()
+    with pytest.raises(SourceError, match="'damaged' failed: libarrow cannot read this: Array length"):
+        reader.read_next_batch()
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(StoreError, match=r"data\.csv: not an Arrow IPC stream"):
+        dataset("data", tmp_path / "data.csv")
+
+
+def test_a_reader_is_given_once() -> None:
+    made: Dataset = dataset("data", TABLE.to_reader())
+    made.open_reader()
+    with pytest.raises(SourceError, match="which can be read once, and has been"):
+        made.open_reader()
+
+
+def test_more_segments_than_can_be_shared_are_refused(tmp_path: Path) -> None:
+    with SegmentWriter(tmp_path / "one", TABLE.schema) as writer:
+        writer.write(TABLE.to_batches()[0])
+    one = Segment.open(tmp_path / "one")
+    assert SegmentsDataset("many", [one] * 4096).rows == 4096 * TABLE.num_rows
+    with pytest.raises(SourceError, match=r"'many' would have 4097 segments; at most 4096 .* df\.coalesce"):
+        SegmentsDataset("many", [one] * 4097)

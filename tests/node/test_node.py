@@ -1,0 +1,446 @@
+"""Nodes, catalogs, writers and readers as processes of their own, killed at every step; and what is left then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+import dissociated as dis
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
+from dissociated.node.launch import ensure, running
+from dissociated.store.segment import SegmentWriter
+from helpers import PATIENCE, wait_until
+from memory.maps import origins
+from nodes import (
+    MIB,
+    READER,
+    SCHEMA,
+    WRITER,
+    kill,
+    nothing_is_left_of,
+    put,
+    read,
+    segments,
+    small_file_system,
+    spawn,
+    staged,
+    table,
+)
+from processes import Process, Start, free_port
+
+# One node
+
+
+def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_tickets(memory: Path, start: Start) -> None:
+    store = memory / "store"
+    node = start("node", "--store", store)
+    put(node.uri, "d", pa.concat_tables([table(*range(1000))] * 50), tags={"of": "x"}, ttl=3600.0)
+    put(node.uri, "d", table(1, 2), mode="append")
+    put(node.uri, "e", table(7))
+    with dis.connect(node.uri) as client:
+        before = client.describe("d")
+        arrived = client.read("d", "shm")
+    reader = spawn(READER, node.uri, "e")
+    files = segments(store)
+    node.kill()
+    assert arrived.read_all()["n"].to_pylist()[-2:] == [1, 2]  # it lies in shared memory
+    del arrived
+    printed, _ = reader.communicate("\n", timeout=PATIENCE)
+    assert printed == "1 7\n"
+    again = start("node", "--store", store)
+    with dis.connect(again.uri) as client:
+        after = client.describe("d")
+        assert [info.name for info in client.list()] == ["d", "e"]
+    assert [endpoint.ticket for endpoint in after.endpoints] == [endpoint.ticket for endpoint in before.endpoints]
+    assert (after.tags, after.rows) == ({"of": "x"}, 50_002)
+    assert after.created == pytest.approx(before.created, abs=1)
+    assert after.expires == pytest.approx(before.expires, abs=1)
+    assert dis.open_stream(before.endpoints[0].locations[0], before.endpoints[0].ticket).read_all().num_rows == 50_002
+    assert read(again.uri, "d", "tcp")[-2:] == read(again.uri, "d", "grpc")[-2:] == [1, 2]
+    assert segments(store) == files
+    wait_until(lambda: again.leases() == 0, "the readers have given everything back")
+    nothing_is_left_of(again, store)
+    assert again.terminate() == 0
+    assert not list((store / "run").iterdir())
+    assert not (store / "node.json").exists()
+
+
+def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memory: Path, start: Start) -> None:
+    def commit(uri: str, key: str, number: int, mode: str) -> None:
+        with dis.connect(uri) as client:
+            client.commit("d", [write(uri, f"{key}-1", number)], mode, SCHEMA, key=key)
+
+    node = start("node", "--store", memory / "store", "--retain", "0.001")
+    commit(node.uri, "first", 1, "overwrite")
+    for number in (2, 3):
+        commit(node.uri, f"append{number}", number, "append")
+    with dis.connect(node.uri) as client:
+        before = client.describe("d")
+    wait_until(lambda: len(segments(memory / "store" / "segments")) == 3, "what was replaced is gone")
+    node.kill()
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        assert client.describe("d").began == before.began
+        assert [client.committed(key) for key in ("first", "append2", "append3", "append4")] == [True] * 3 + [False]
+        commit(node.uri, "append2", 2, "append")
+        assert read(node.uri, "d") == [1, 2, 3]
+        commit(node.uri, "again", 9, "overwrite")
+        assert client.describe("d").began != before.began
+    assert staged(memory / "store") == []
+
+
+def test_a_commit_without_segments_may_come_again(memory: Path, start: Start) -> None:
+    """As from a Spark job whose partitions are empty, on the host of the node."""
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        nothing = [{"node": client.stage().node, "segment": ""}]
+        for _ in range(2):
+            client.commit("d", nothing, "overwrite", SCHEMA, key="k")
+        assert client.describe("d").version == 1
+    assert read(node.uri, "d") == []
+
+
+@pytest.mark.parametrize("how", ["half", "whole"])
+def test_a_writer_killed_before_the_commit_publishes_nothing(memory: Path, start: Start, how: str) -> None:
+    store = memory / "store"
+    node = start("node", "--store", store, "--limit", "64MiB")
+    put(node.uri, "d", table(1))
+    kill(spawn(WRITER, node.uri, how))
+    assert staged(store) == (["w.part"] if how == "half" else ["w"])
+    assert read(node.uri, "d") == [1]
+    node.kill()
+    again = start("node", "--store", store)
+    assert staged(store) == ([] if how == "half" else ["w"])  # what is whole may be committed still
+    assert len(segments(store)) == 1
+    if how == "whole":
+        with dis.connect(again.uri) as client:
+            client.commit("d", ["w"], "append", SCHEMA)
+            client.commit("d", ["w"], "append", SCHEMA)
+        assert read(again.uri, "d") == [1, 5]
+        assert staged(store) == []
+    nothing_is_left_of(again, store)
+
+
+def test_a_node_killed_at_any_moment_of_commits_keeps_each_that_it_answered(memory: Path, start: Start) -> None:
+    store = memory / "store"
+    done = 0
+    for delay in (0.01, 0.05, 0.09):
+        node = start("node", "--store", store)
+        with ThreadPoolExecutor(1) as pool:
+            # The same key again and again until there is an answer, by whichever node.
+            def commit(uri: str, first: int) -> int:
+                count = first
+                with suppress(DissociatedError), flight.FlightClient(uri) as plain:
+                    while True:
+                        asked = {"name": "log", "mode": "append", "key": str(count)}
+                        descriptor = flight.FlightDescriptor.for_command(json.dumps(asked))
+                        with suppress(flight.FlightError, pa.ArrowException):
+                            writer, _ = plain.do_put(descriptor, SCHEMA)
+                            with writer:
+                                writer.write_table(table(count))
+                            count += 1
+                            continue
+                        return count
+                return count
+
+            writing = pool.submit(commit, node.uri, done)
+            try:
+                wait_until(lambda: len(segments(store)) > 3, "the first commits")
+                time.sleep(delay)  # no event to wait for: any moment will do
+            finally:
+                node.kill()
+            done = writing.result(PATIENCE)
+        again = start("node", "--store", store)
+        found = read(again.uri, "log")
+        assert found in (list(range(done)), list(range(done + 1)))
+        assert [name for name in staged(store) if not name.endswith(".arrows")] == []
+        if delay == 0.09:
+            nothing_is_left_of(again, store)
+        again.kill()
+
+
+def test_what_a_reader_holds_is_not_evicted_until_it_is_killed(memory: Path, start: Start) -> None:
+    store = memory / "store"
+    node = start("node", "--store", store, "--limit", "12MiB", "--policy", "evict")
+    large = pa.table({"n": pa.array(range(5 * MIB // 8), pa.int64())})
+    put(node.uri, "a", large)
+    reader = spawn(READER, node.uri, "a")
+    put(node.uri, "b", large)
+    put(node.uri, "c", large)
+    with dis.connect(node.uri) as client:
+        assert [info.name for info in client.list()] == ["a", "c"]
+    assert node.leases() == 1  # the one buffer of its one batch
+    kill(reader)
+    wait_until(lambda: node.leases() == 0, "the leases of the dead reader have ended")
+    wait_until(lambda: _tried(node.uri, "d", large), "what it read can go")
+    with dis.connect(node.uri) as client:
+        assert [info.name for info in client.list()] == ["c", "d"]
+    nothing_is_left_of(node, store)
+
+
+def _tried(uri: str, name: str, data: pa.Table) -> bool:
+    try:
+        put(uri, name, data)
+    except CatalogError as error:
+        assert "what is left is being read" in str(error)  # noqa: PT017
+        return False
+    with dis.connect(uri) as client:
+        return [info.name for info in client.list()] == ["c", "d"]
+
+
+def test_spilled_datasets_are_served_from_disk(memory: Path, tmp_path: Path, start: Start) -> None:
+    options = ("--limit", "12MiB", "--policy", "spill", "--spill", tmp_path / "disk")
+    node = start("node", "--store", memory / "store", *options)
+    large = pa.table({"n": pa.array(range(5 * MIB // 8), pa.int64())})
+    with dis.connect(node.uri) as client:
+        put(node.uri, "a", large)
+        ticket = client.describe("a").endpoints[0].ticket
+        reader = client.read("a", "shm")
+        for name in "bcd":
+            put(node.uri, name, large)
+        assert reader.read_all() == large  # undisturbed
+        assert client.describe("a").endpoints[0].ticket == ticket
+        for name in "abcd":
+            assert client.read(name, "shm").read_all() == large
+    assert len(segments(tmp_path / "disk" / "segments")) >= 2
+    node.kill()
+    again = start("node", "--store", memory / "store", *options)
+    assert read(again.uri, "a", "tcp")[-1] == 5 * MIB // 8 - 1
+
+
+def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(memory: Path, start: Start) -> None:
+    node = start("node", "--store", memory / "store")
+    with dis.connect(node.uri) as client:
+        place = client.stage()
+        with pa.ipc.new_file(f"{place.directory}/mine", SCHEMA) as writer:
+            writer.write_table(table(1, 2))
+        client.commit("d", ["mine"], "overwrite", SCHEMA)
+        for transport in ("shm", "tcp", "grpc"):
+            assert read(node.uri, "d", transport) == [1, 2]
+        arrived = client.read("d", "shm").read_all()
+        (lies,) = (memory / "store").glob("segments/*/*.arrows")
+        assert {path for _, path in origins(arrived.to_batches())} == {str(lies)}
+        assert pa.ipc.open_file(lies).read_all() == table(1, 2)
+
+
+def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
+    root = tmp_path / "small"
+    root.mkdir()
+    node = start("node", "--store", root / "store", prefix=small_file_system(root))
+    put(node.uri, "d", table(1, 2))
+    large = pa.table({"n": pa.array(range(2 * MIB), pa.int64())})
+    for _ in range(2):
+        with pytest.raises(CatalogError, match=r"the file system of .*/small/store is full: .*in Docker, --shm-size"):
+            put(node.uri, "large", large)
+    put(node.uri, "e", large.slice(0, MIB // 2))  # what fits is taken: nothing is left of what did not
+    assert read(node.uri, "e", "tcp") == [*range(MIB // 2)]
+    assert read(node.uri, "d", "tcp") == read(node.uri, "d", "grpc") == [1, 2]
+    assert node.terminate() == 0
+
+
+def test_sigterm_lets_readers_end_within_the_deadline(memory: Path, start: Start) -> None:
+    store = memory / "store"
+    node = start("node", "--store", store, "--drain", "20")
+    put(node.uri, "d", pa.concat_tables([table(*range(1000))] * 50))
+    reader = spawn(READER, node.uri, "d")
+    node.signal(signal.SIGTERM)
+    wait_until(lambda: not (store / "node.json").exists(), "it drains")
+    with pytest.raises(DissociatedError), dis.connect(node.uri, timeout=2) as client:
+        dis.open_stream(client.describe("d").endpoints[0].locations[0], b"x")
+    printed, _ = reader.communicate("\n", timeout=PATIENCE)
+    assert printed == "50000 999\n"
+    assert node.wait() == 0
+    slow = start("node", "--store", store, "--drain", "0.2")
+    reader = spawn(READER, slow.uri, "d")
+    assert slow.terminate() == 0  # although somebody holds something
+    kill(reader)
+
+
+# Starting one
+
+
+def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> None:
+    store = memory / "store"
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: ensure(store, idle_exit=600, limit=64 * MIB), range(3)))
+    address = found[0]
+    try:
+        assert found == [address] * 3
+        assert address.pid != os.getpid()
+        put(address.uri, "d", table(1, 2))
+        assert read(address.uri, "d", "shm") == [1, 2]
+    finally:
+        os.kill(address.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(address.pid, 0)
+    assert running(store) is None
+    again = ensure(store, idle_exit=0.1)  # which ends by itself, and the data stays
+    wait_until(lambda: running(store) is None, "it ends")
+    with suppress(ChildProcessError):
+        os.waitpid(again.pid, 0)
+    assert len(segments(store / "segments")) == 1
+
+
+def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
+    store = memory / "store"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "dissociated", "node", "--store", str(store), "--ready-fd", str(write_end)]
+    with subprocess.Popen(command, pass_fds=(write_end,), stdout=subprocess.DEVNULL) as node:
+        try:
+            os.close(write_end)
+            wait_until(lambda: running(store) is not None, "it answers")
+            node.terminate()
+            assert node.wait(PATIENCE) == 0
+        finally:
+            node.kill()
+
+
+def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
+    (memory / "store").mkdir(0o700)
+    (memory / "store" / "segments").write_text("in the way")
+    with pytest.raises(StoreError, match=r"no node could be started for .*: dissociated: the store .*File exists"):
+        ensure(memory / "store")
+
+
+# A catalog and its nodes
+
+
+def write(uri: str, name: str, *numbers: int) -> dict[str, str]:
+    with dis.connect(uri) as client:
+        place = client.stage()
+        with SegmentWriter(f"{place.directory}/{name}", SCHEMA, reserve=client.reserve) as writer:
+            writer.write(pa.record_batch({"n": pa.array(numbers, pa.int64())}))
+    return {"node": place.node, "segment": name}
+
+
+def read_at_last(uri: str, name: str) -> list[int]:
+    """What there is, as soon as the catalog takes its nodes for alive: busy ones may be late to say so."""
+    found: list[int] = []
+
+    def heard() -> bool:
+        try:
+            found.extend(read(uri, name))
+        except CatalogError as error:
+            assert "says nothing any more" in str(error)  # noqa: PT017
+            return False
+        return True
+
+    wait_until(heard, "its nodes are heard")
+    return found
+
+
+def kill_half_way(catalog: Process, other: Process, commit: Callable[[], None], prepared: Callable[[], bool]) -> None:
+    """Kill a catalog when one node has prepared its part of a commit, and the other, which is stopped, has not."""
+    other.signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit)
+        wait_until(prepared, "one has prepared")
+        catalog.kill()
+        with pytest.raises(CatalogError):
+            committing.result(PATIENCE)
+    other.signal(signal.SIGCONT)
+
+
+def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen, "--retain", "0.001")
+    catalog = start(*catalog_arguments)
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
+    with dis.connect(listen) as client:
+        client.commit("d", [write(a.uri, "old", 0)], "overwrite", SCHEMA, key="old")
+    parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
+
+    def commit() -> None:
+        with dis.connect(listen) as client:
+            client.commit("d", parts, "overwrite", SCHEMA, key="k")
+
+    kill_half_way(catalog, b, commit, lambda: len(segments(memory / "a" / "segments")) == 2)
+    start(*catalog_arguments)
+    assert read_at_last(listen, "d") == [0]
+    commit()
+    commit()
+    assert read_at_last(listen, "d") == [1, 2]
+    wait_until(lambda: len(segments(memory / "a" / "segments")) == 1, "a has released what was replaced")
+    assert len(segments(memory / "b" / "segments")) == 1
+    wait_until(lambda: staged(memory / "a") == staged(memory / "b") == [], "nothing half is left")
+    with dis.connect(listen) as client:
+        client.drop("d")
+    for node, name in ((a, "a"), (b, "b")):
+        wait_until(lambda n=name: segments(memory / n / "segments") == [], "the dropped parts are gone")
+        wait_until(lambda n=name, p=node: p.open_files(memory / n / "segments") == [], "nothing is mapped")
+
+
+def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
+    memory: Path, tmp_path: Path, start: Start
+) -> None:
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    catalog_arguments = ("catalog", "--db", tmp_path / "db", "--listen", listen)
+    catalog = start(*catalog_arguments)
+    a, b = (start("node", "--store", memory / n, "--catalog", listen, "--beat", "1") for n in "ab")
+
+    def commit(parts: list[dict[str, str]]) -> None:
+        with dis.connect(listen) as client:
+            client.commit("d", parts, "append", SCHEMA, key="k")
+
+    parts = [write(a.uri, "1", 1), write(b.uri, "2", 2)]
+    kill_half_way(catalog, b, lambda: commit(parts), lambda: len(segments(memory / "a" / "segments")) == 1)
+    start(*catalog_arguments)
+    with dis.connect(listen) as client:
+        wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 2, "both nodes were heard again")
+    commit([write(a.uri, "3", 2), write(b.uri, "4", 1)])  # the same rows, that other tasks wrote elsewhere
+    assert read_at_last(listen, "d") == [2, 1]
+    for name in "ab":
+        wait_until(lambda n=name: len(segments(memory / n / "segments")) == 1, "nothing is left of the first attempt")
+
+
+def test_nodes_that_are_killed_are_marked_and_come_back(memory: Path, tmp_path: Path, start: Start) -> None:
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc://127.0.0.1:0")
+    arguments = ("node", "--store", memory / "a", "--catalog", catalog.uri, "--beat", "1")
+    node = start(*arguments)
+    put(catalog.uri, "d", table(1, 2))
+    node.kill()
+    with dis.connect(catalog.uri) as client:
+        wait_until(lambda: not client.describe("d").endpoints[0].locations, "the catalog has noticed")
+        with pytest.raises(CatalogError, match="whose node says nothing any more"):
+            client.read("d")
+        start(*arguments)
+        wait_until(lambda: client.describe("d").endpoints[0].locations, "it is back")
+        assert read(catalog.uri, "d", "shm") == read(catalog.uri, "d", "grpc") == [1, 2]
+
+
+def test_a_catalog_that_lost_its_database_learns_from_the_nodes(memory: Path, tmp_path: Path, start: Start) -> None:
+    listen = f"grpc://127.0.0.1:{free_port()}"
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", listen)
+    start("node", "--store", memory / "a", "--catalog", listen, "--beat", "1")
+    put(listen, "d", table(1, 2))
+    put(listen, "d", table(1, 2, 3))
+    manifests = memory / "a" / "segments"
+    wait_until(
+        lambda: all('"prepared": false' in path.read_text() for path in manifests.glob("*/manifest.json")),
+        "the node knows what was published",
+    )
+    catalog.kill()
+    start("catalog", "--db", tmp_path / "another", "--listen", listen)
+
+    def known() -> bool:
+        try:
+            return read(listen, "d") == [1, 2, 3]
+        except (DatasetNotFound, CatalogError):
+            return False
+
+    wait_until(known, "the node has told it")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
+from dissociated.protocol.request import MAX_IDENTIFIER, Selection, parse_identifier
+
+NAMES = ["a", "b", "a", "ü"]
+
+
+@pytest.mark.parametrize(
+    ("selection", "indices"),
+    [
+        (Selection(columns=("ü", "b")), [1, 3]),
+        (Selection(columns=("a",)), [0, 2]),
+        (Selection(columns=()), []),
+        (Selection(fields=(3, 0, 3)), [0, 3]),
+        (Selection(batches=(0, 1)), [0, 1, 2, 3]),
+    ],
+)
+def test_columns_are_found_in_the_order_of_the_schema(selection: Selection, indices: list[int]) -> None:
+    assert selection.indices(NAMES) == indices
+
+
+def test_what_is_not_there_is_named_beside_what_is() -> None:
+    with pytest.raises(ColumnNotFound, match="there is no column 'x'; there are a, b, a, ü"):
+        Selection(columns=("a", "x")).indices(NAMES)
+    with pytest.raises(OptionError, match="there is no field 4 to include: the schema has 4"):
+        Selection(fields=(0, 4)).indices(NAMES)
+
+
+GOLDEN = [
+    (b"abc", None, b"abc"),
+    (b"", None, b""),
+    (b"abc", Selection(columns=("n",)), b'DISSCOL\x01\x03\x00\x00\x00abc{"columns": ["n"]}'),
+    (b"", Selection(columns=()), b'DISSCOL\x01\x00\x00\x00\x00{"columns": []}'),
+    (b"\0", Selection(fields=(0, 2)), b'DISSCOL\x01\x01\x00\x00\x00\x00{"fields": [0, 2]}'),
+    (b"a", Selection(batches=(0, 9)), b'DISSCOL\x01\x01\x00\x00\x00a{"batches": [0, 9]}'),
+    (b"a", Selection(("n",), batches=(3, 3)), b'DISSCOL\x01\x01\x00\x00\x00a{"columns": ["n"], "batches": [3, 3]}'),
+]
+
+
+@pytest.mark.parametrize(("ticket", "selection", "identifier"), GOLDEN)
+def test_golden(ticket: bytes, selection: Selection | None, identifier: bytes) -> None:
+    assert parse_identifier(identifier) == (ticket, selection)
+    if selection is not None:
+        assert selection.identifier(ticket) == identifier
+
+
+@given(st.binary(max_size=100), st.lists(st.text(), max_size=20))
+def test_round_trip(ticket: bytes, columns: list[str]) -> None:
+    selection = Selection(columns=tuple(columns))
+    assert parse_identifier(selection.identifier(ticket)) == (ticket, selection)
+
+
+def test_more_columns_than_an_identifier_holds_are_not_asked_for() -> None:
+    assert Selection(columns=("x" * MAX_IDENTIFIER,)).identifier(b"ticket") == b"ticket"
+
+
+HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"columns": "n"}',
+        b'{"columns": [1]}',
+        b'{"columns": null}',
+        b'{"fields": [-1]}',
+        b'{"fields": [true]}',
+        b'{"fields": [0.5]}',
+        b'{"rows": [0]}',
+        b'{"columns": [], "fields": []}',
+        b'{"columns": [], "rows": [0, 1]}',
+        b'{"batches": [1]}',
+        b'{"batches": [2, 1]}',
+        b'{"batches": [-1, 1]}',
+        b'{"batches": [0, 1.5]}',
+        b'{"columns": ["\xff"]}',
+        b"[" * 50_000,
+    ],
+)
+def test_what_is_no_selection_is_refused(rest: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="some columns or batches that cannot be read"):
+        parse_identifier(HEAD + rest)
+
+
+@given(st.integers(0, len(HEAD) - 1), st.binary(max_size=20))
+def test_what_is_cut_off_is_refused_or_a_ticket(cut: int, rest: bytes) -> None:
+    identifier = HEAD[:cut] + rest
+    try:
+        ticket, selection = parse_identifier(identifier)
+    except RemoteProtocolError:
+        return
+    assert (ticket, selection) == (identifier, None) or identifier.startswith(HEAD[:8])

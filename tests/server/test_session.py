@@ -1,0 +1,85 @@
+"""Live streams that outlast a region, and clients that leave in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.memory import live
+from dissociated.server.session import Session
+from helpers import Serve, connections_left
+
+SCHEMA = pa.schema([("n", pa.int64())])
+
+
+def batches(count: int, rows: int = 10_000) -> Iterator[pa.RecordBatch]:
+    return (pa.record_batch({"n": np.full(rows, number)}, SCHEMA) for number in range(count))
+
+
+def live_source(count: int) -> pa.RecordBatchReader:
+    return pa.RecordBatchReader.from_batches(SCHEMA, batches(count))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_live_stream_goes_on_in_another_region(serve: Serve, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    monkeypatch.setattr(live, "_SPAN", 1 << 20)  # 13 batches of 80 kB
+    monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
+    server = serve("shm:")
+    server.publish("live", lambda: live_source(100))
+    reader = dis.open_stream(server.locations("live")[0], server.ticket("live"))
+    kept = []
+    for number, batch in enumerate(reader):
+        assert batch["n"].to_pylist() == [number] * 10_000
+        if keep:
+            kept.append(batch)
+    assert number == 99
+    for number, batch in enumerate(kept):
+        assert batch["n"][0].as_py() == batch["n"][-1].as_py() == number
+
+
+def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_SPAN", 1 << 20)
+    monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
+    held: list[int] = []  # bytes, after each body that was shared
+    place = Session._place
+
+    def placed(session: Session, *arguments: Any) -> Any:
+        body = place(session, *arguments)
+        held.append(session._memory.unfreed)
+        return body
+
+    monkeypatch.setattr(Session, "_place", placed)
+    server = serve("shm:", live_limit=1 << 21)
+    server.publish("live", lambda: live_source(100))  # 8 MB
+    kept = list(dis.open_stream(server.locations("live")[0], server.ticket("live")))
+    assert [batch["n"][-1].as_py() for batch in kept] == list(range(100))
+    assert len(held) > 13  # more than one region took
+    assert max(held) <= (1 << 21) + 2 * 81_920  # a region takes two bodies in any case
+
+
+def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []  # when a session begins to wait for what is to come back
+    drain = Session._drain
+    monkeypatch.setattr(
+        Session, "_drain", lambda session, *timeout: (held.append(len(session._ledger)), drain(session, *timeout))
+    )
+    server = serve("shm:", inline_limit=10_000)
+    small, large = ({f"c{n}": [n] * rows for n in range(400)} for rows in (1, 100))
+    # The first is inline, so nothing is read in place; of the rest there are megabytes of addresses.
+    server.publish("wide", pa.Table.from_batches([pa.record_batch(small), *[pa.record_batch(large)] * 400]))
+    uri, ticket = server.locations("wide")[0], server.ticket("wide")
+    reader = dis.open_stream(uri, ticket)
+    kept = [reader.read_next_batch() for _ in range(2)]
+    assert server.connections == 1
+    del reader  # the server is in the middle of sending
+    assert kept[1].num_rows == 100
+    del kept
+    assert connections_left(server) == 0
+    assert len(held) == 1
+    assert held[0] >= 400
+    assert dis.open_stream(uri, ticket).read_all().num_rows == 40_001

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+
+import pytest
+
+from dissociated.errors import RemoteProtocolError
+from dissociated.protocol.message import Message
+from dissociated.transport.base import Listener
+from dissociated.transport.native import _ofi
+from dissociated.transport.native.fabric import FabricConnection, Kind
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+from helpers import PATIENCE, complaint, leaving_nothing
+
+pytestmark = pytest.mark.needs("libfabric")
+
+SERVE = "dis.Server(['fabric:'], catalog=None)"
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+@pytest.mark.parametrize(
+    ("library", "sentence"),
+    [
+        (
+            "/nowhere/libfabric.so.1",
+            "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]'",
+        ),
+        ("libc.so.6", "libc.so.6 is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"),
+    ],
+    ids=["no library", "no libfabric"],
+)
+def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, sentence: str) -> None:
+    script = SERVE if side == "server" else "dis.open_stream('fabric://127.0.0.1:1?want_data=1', b'')"
+    assert sentence in complaint(script, DISSOCIATED_FABRIC_LIBRARY=library)
+
+
+def test_a_library_that_is_too_old_is_refused() -> None:
+    old = "from dissociated.transport.native.connection import _ofi\n_ofi._OLDEST = (99, 0)\n"
+    assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in complaint(old + SERVE)
+
+
+def test_a_library_with_other_structures_is_refused() -> None:
+    other = "from dissociated.transport.native.connection import _ofi\n_ofi._SIZES['struct fi_msg'] += 8\n"
+    assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in complaint(other + SERVE)
+
+
+def test_without_cffi_it_is_said_what_to_install() -> None:
+    assert complaint("import sys\nsys.modules['cffi'] = None\n" + SERVE) == (
+        "fabric: needs cffi: pip install 'dissociated[fabric]'"
+    )
+
+
+def test_the_library_that_is_named_comes_before_the_systems_and_that_before_the_wheels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DISSOCIATED_FABRIC_LIBRARY", raising=False)
+    assert list(_ofi._candidates()) == ["libfabric.so.1", *map(str, _ofi.wheel_libraries())]
+    monkeypatch.setenv("DISSOCIATED_FABRIC_LIBRARY", "/opt/libfabric.so.1")
+    assert list(_ofi._candidates()) == ["/opt/libfabric.so.1"]
+
+
+def connected(listener: Listener) -> tuple[FabricConnection, FabricConnection]:
+    """A client's end, and the server's."""
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(transport("fabric").connect, listener.uri, PATIENCE)
+        server = listener.accept()
+        assert isinstance(server, FabricConnection)
+        while not connecting.done():
+            server.arrived()
+        client = connecting.result()
+        assert isinstance(client, FabricConnection)
+        return client, server
+
+
+@pytest.mark.parametrize(
+    ("told", "more"), [([1 << 15, 1 << 14, 0], False), ([1 << 14, 1 << 40], True)], ids=["late", "too much"]
+)
+def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it_was_sent(
+    told: list[int], more: bool
+) -> None:
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+        client, server = connected(listener)
+        with client, server:
+            server.send([Message(1, (b"",))] * 2, PATIENCE)
+            for consumed in told:
+                client._say(Kind.CREDIT, struct.pack("<Q", consumed))
+            client.send([Message(2, (b"said",))], PATIENCE)
+            with pytest.raises(RemoteProtocolError, match="consumed more than it was sent") if more else nullcontext():
+                assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
+                server.send([Message(1, (b"",))], PATIENCE)
+
+
+@pytest.fixture(params=["fabric:", pytest.param("fabric:?provider=tcp", marks=pytest.mark.needs("libfabric 2"))])
+def where(request: pytest.FixtureRequest) -> Uri:
+    return Uri.parse(request.param)
+
+
+def talk(client: FabricConnection, count: int) -> None:
+    """Let the client say that it consumed nothing, so often that more has arrived than there are receives for."""
+    sent = [client._say(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
+    while not all(one.ended for one in sent):
+        client.arrived()
+
+
+def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_once(where: Uri) -> None:
+    """A server that took it for one would wait for the message, and its client for the server."""
+    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
+        client, server = connected(listener)
+        with client, server:
+            for _ in range(5):
+                talk(client, 400)
+                assert not any(server.arrived() for _ in range(500))
+            client.send([Message(2, (b"said",))], PATIENCE)
+            arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
+            assert arrived is not None
+            assert bytes(arrived.data) == b"said"
+
+
+@pytest.mark.parametrize("before", [0, 8], ids=["where it is waited for", "where nobody waits for it"])
+@pytest.mark.parametrize("size", [5_000, 100_000], ids=["whole", "to be fetched"])
+def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size: int, before: int) -> None:
+    with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
+        client, server = connected(listener)
+        with client, server:
+            assert client._to is not None
+            tag, much = 0xFE44_4953_534F_0000 | Kind.CREDIT, [client._ffi.from_buffer(bytes(size))]
+            talk(client, before)  # there are receives for so much
+            for _ in range(24 if before else 1):
+                while not client._endpoint.send(client._to, tag, much, lambda completion: None):
+                    client.arrived()
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end:
+                client.arrived()  # so that all of it arrives at once
+            with ThreadPoolExecutor(1) as pool:
+                receiving = pool.submit(server.receive, PATIENCE, lambda tag, length: bytearray(length))
+                while not receiving.done():
+                    client.arrived()
+                if before and "provider" not in where.parameters:
+                    with pytest.raises(RemoteProtocolError, match=f"says {size} bytes beside the protocol"):
+                        receiving.result()
+                else:
+                    assert receiving.result() is None  # libfabric itself cuts it off

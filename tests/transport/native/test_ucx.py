@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pyarrow as pa
+import pytest
+
+from dissociated.errors import DeadlineExceeded, RemoteProtocolError, TransportError, UriError
+from dissociated.memory.region import Region
+from dissociated.memory.remote import Span, with_spans
+from dissociated.transport.base import Connection, Listener
+from dissociated.transport.native.ucx import _Worker
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+from helpers import PATIENCE, complaint, leaving_nothing
+
+pytestmark = pytest.mark.needs("ucx")
+
+UCX = transport("ucx")
+
+
+@contextmanager
+def attended(listener: Listener, uri: Uri) -> Iterator[Connection]:
+    """A client's connection, whose other end is looked after as a server does."""
+
+    def attend() -> None:
+        accepted = listener.accept()
+        assert accepted is not None
+        with accepted:
+            accepted.receive(PATIENCE, lambda tag, length: bytearray(length))  # until the client closes
+
+    with ThreadPoolExecutor(1) as pool:
+        attending = pool.submit(attend)
+        with UCX.connect(uri, PATIENCE) as client:
+            yield client
+        attending.result(PATIENCE)
+
+
+SERVE = "dis.Server(['ucx:'], catalog=None)"
+OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
+
+
+@pytest.mark.parametrize("script", [SERVE, OPEN], ids=["server", "client"])
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "needs libucp, and there is none: pip install"),
+        ({"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "libc.so.6 is no libucp"),
+        ({"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
+        ({"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
+    ],
+    ids=["no library", "no libucp", "no tcp", "tcp excluded"],
+)
+def test_what_is_missing_is_said_in_one_sentence(script: str, environment: dict[str, str], said: str) -> None:
+    line = complaint(script, **environment)
+    assert said in line
+    assert "\n" not in line
+
+
+def test_a_library_that_is_too_old_is_refused() -> None:
+    old = "from dissociated.transport.native.connection import _ucp\n_ucp._OLDEST = (99, 0)\n"
+    line = complaint(old + SERVE)
+    assert "is too old: install 99.0 or later" in line
+
+
+def test_without_cffi_it_is_said_what_to_install() -> None:
+    line = complaint("import sys\nsys.modules['cffi'] = None\n" + SERVE)
+    assert line == "ucx: needs cffi: pip install 'dissociated[ucx]'"
+
+
+def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:
+    with pytest.raises(TransportError, match=r"has UCX 1\.13\.1 and this process [0-9.]+, which do not work together"):
+        UCX.connect(Uri.parse("ucx://127.0.0.1:1?ucx=1.13.1"), PATIENCE)
+
+
+def test_connecting_has_a_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something always happens, and nothing comes of it."""
+    progress = _Worker.progress
+    monkeypatch.setattr(_Worker, "progress", lambda worker: progress(worker) or True)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = Uri("ucx", host="127.0.0.1", port=silent.getsockname()[1])
+        with pytest.raises(DeadlineExceeded, match=r"no answer for 0\.3 s"):
+            UCX.connect(uri, 0.3)
+
+
+def test_loading_ucx_leaves_signals_and_environment_alone() -> None:
+    script = """
+        import os, signal
+        before = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGSEGV, signal.SIGHUP, signal.SIGINT)]
+        from dissociated.transport.registry import transport
+        from dissociated.uri import Uri
+        transport("ucx").listen(Uri.parse("ucx:")).close()
+        caught = open("/proc/self/status").read().partition("SigCgt:")[2].split()[0]
+        assert not int(caught, 16) & (1 << 10 | 1 << 6 | 1 << 0), caught  # SEGV, BUS, HUP
+        after = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGSEGV, signal.SIGHUP, signal.SIGINT)]
+        assert before == after
+        """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_a_listener_names_the_real_port_and_its_version() -> None:
+    with leaving_nothing(), closing(UCX.listen(Uri.parse("ucx:?err_mode=none"))) as listener:
+        assert listener.uri.host == "127.0.0.1"
+        assert listener.uri.port
+        assert listener.uri.parameters["err_mode"] == "none"
+        assert listener.uri.parameters["ucx"].startswith("1.")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with closing(UCX.listen(Uri.parse("ucx:"))) as taken, leaving_nothing():
+        place = f"127.0.0.1:{taken.uri.port}"
+        with pytest.raises(TransportError, match=f"listening on {place}"):
+            UCX.listen(Uri.parse(f"ucx://{place}"))
+
+
+@pytest.mark.parametrize("mode", ["peer", "none"])
+def test_a_port_where_nobody_listens_is_named(mode: str) -> None:
+    with leaving_nothing(), pytest.raises(TransportError, match=r"the ucx server 127\.0\.0\.1:1: .* is it there"):
+        UCX.connect(Uri.parse(f"ucx://127.0.0.1:1?err_mode={mode}"), PATIENCE)
+
+
+def test_a_host_that_does_not_exist_is_named() -> None:
+    with pytest.raises(TransportError, match=r"'no-such-host\.invalid' cannot be found"):
+        UCX.connect(Uri.parse("ucx://no-such-host.invalid:1"), PATIENCE)
+
+
+@pytest.mark.parametrize("uri", ["ucx:", "ucx://127.0.0.1", "ucx://127.0.0.1:1?err_mode=some"])
+def test_a_uri_that_cannot_be_used(uri: str) -> None:
+    with pytest.raises(UriError, match=r"ucx://HOST:PORT|err_mode=some .* peer and none"):
+        UCX.connect(Uri.parse(uri), PATIENCE)
+
+
+@pytest.mark.parametrize("mode", ["peer", "none"])
+def test_heap_and_mapped_memory_can_be_fetched_but_nothing_beside_it(mode: str) -> None:
+    heap = pa.py_buffer(bytes(range(256)) * 4096)
+    regions = [Region(heap.address, heap), Region((other := pa.py_buffer(b"0123456789abcdef")).address, other)]
+    with leaving_nothing(), closing(UCX.listen(Uri.parse(f"ucx:?err_mode={mode}&rma=allow"))) as listener:
+        spans = [listener.expose(region) for region in regions]
+        assert [listener.expose(region) for region in regions] == spans
+        assert [(span.base, span.size) for span in spans] == [(heap.address, 1 << 20), (other.address, 16)]
+        with attended(listener, with_spans(listener.uri, spans)) as client:
+            assert client.fetches
+            into = bytearray(1 << 20)
+            client.fetch([(heap.address, 1000, 0), (heap.address + 256, 999_000, 1000)], into, PATIENCE)
+            client.fetch([(other.address + 1, 15, 1_000_001)], into, PATIENCE)
+            assert into[:1000] == bytes(heap)[:1000]
+            assert into[1000:1_000_000] == bytes(heap)[256 : 256 + 999_000]
+            assert into[1_000_001:1_000_016] == b"123456789abcdef"
+            for address, length in ((heap.address - 1, 8), (heap.address + (1 << 20) - 7, 8), (0, 1)):
+                with pytest.raises(RemoteProtocolError, match="lies in no memory that its URI names"):
+                    client.fetch([(address, length, 0)], into, PATIENCE)
+        del regions
+
+
+def test_memory_is_exposed_only_where_that_is_allowed() -> None:
+    with closing(UCX.listen(Uri.parse("ucx:"))) as listener:
+        assert not listener.exposes_memory
+        memory = pa.py_buffer(b"12345678")
+        with pytest.raises(TransportError, match="allow_rma"):
+            listener.expose(Region(memory.address, memory))
+
+
+def test_a_remote_handle_that_is_none_is_refused() -> None:
+    with closing(UCX.listen(Uri.parse("ucx:?rma=allow"))) as listener:
+        uri = with_spans(listener.uri, [Span(4096, 8, b"\xff")])
+        with attended(listener, uri) as client, pytest.raises(TransportError):
+            client.fetch([(4096, 8, 0)], bytearray(8), PATIENCE)
