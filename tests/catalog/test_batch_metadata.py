@@ -100,7 +100,7 @@ def test_through_put_nodes_and_get(kind: str, tmp_path: Path) -> None:
     """A put by way of a catalog, in two parts on one node each; read by way of the catalog, and copied into a file."""
     pairs = STREAMS[kind]
     with ExitStack() as running:
-        catalog = running.enter_context(closing(CatalogService(None, "grpc://127.0.0.1:0"))).uri
+        catalog = running.enter_context(closing(CatalogService("grpc://127.0.0.1:0"))).uri
         running.enter_context(Node(Store(tmp_path / "store"), catalog=catalog))
         client = running.enter_context(dis.connect(catalog))
         plain = running.enter_context(flight.FlightClient(catalog))

@@ -13,8 +13,8 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
+from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.locations import Endpoint, locations
-from dissociated.catalog.service import REUSE_CONNECTION
 from dissociated.store.segment import SegmentWriter
 from dissociated.uri import Uri
 

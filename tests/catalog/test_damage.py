@@ -116,7 +116,7 @@ def test_a_catalog_does_not_believe_what_a_node_sends() -> None:
         for name in names:
             schema = pa.ipc.open_stream(DAMAGED[name]).schema.serialize().to_pybytes()
             database.publish(name, name, schema, [Part(name, "liar", name.encode(), 2, 9)])
-        with closing(CatalogService(None, "grpc://127.0.0.1:0", database=database)) as catalog:
+        with closing(CatalogService("grpc://127.0.0.1:0", database=database)) as catalog:
             client = flight.FlightClient(catalog.uri)
             for name in names:
                 with pytest.raises(flight.FlightServerError, match="a record batch is not valid"):

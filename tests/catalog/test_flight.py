@@ -16,7 +16,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
-from dissociated.catalog.service import REUSE_CONNECTION, CatalogService
+from dissociated.catalog.listing import REUSE_CONNECTION
+from dissociated.catalog.service import CatalogService
 from dissociated.host import boot_id
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -47,7 +48,7 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[flight.
         elif request.param == "node":
             uri = running.enter_context(Node(Store(tmp_path / "store"))).uri
         else:
-            uri = running.enter_context(closing(CatalogService(None, "grpc://127.0.0.1:0"))).uri
+            uri = running.enter_context(closing(CatalogService("grpc://127.0.0.1:0"))).uri
             running.enter_context(Node(Store(tmp_path / "store"), catalog=uri))
         yield running.enter_context(flight.FlightClient(uri))
 
@@ -246,7 +247,7 @@ def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightCl
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[CatalogService, list[Node]]]:
     """A catalog that holds nothing, and two nodes of it. At the end nothing of theirs is open or mapped."""
-    catalog = CatalogService(None, "grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=RETAIN)
+    catalog = CatalogService("grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=RETAIN)
     nodes = []
     try:
         for name in "ab":

@@ -36,7 +36,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         store = tmp_path / "store"
         catalog = None
         if request.param == "catalog":
-            catalog = running.enter_context(closing(CatalogService(None, "grpc://127.0.0.1:0"))).uri
+            catalog = running.enter_context(closing(CatalogService("grpc://127.0.0.1:0"))).uri
         node = running.enter_context(Node(Store(store), catalog=catalog))
         uri = catalog or node.uri
         with dis.connect(uri) as client:

@@ -13,6 +13,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
+from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import CatalogError
 from dissociated.node.node import Node
@@ -29,7 +30,7 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-class Catalog(CatalogService):
+class Catalog(LocalCatalog):
     """Loses what nodes tell, or what it answers, while it is told to."""
 
     losing = ""
@@ -63,7 +64,9 @@ class Pair:
         """At the same place, with what it knew, unless a `fresh` one takes its place."""
         self._files += fresh
         database = Database(str(self._directory / f"catalog-{self._files}.db"))
-        self.catalog = Catalog(None, self._where, database=database)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dissociated.catalog.service.LocalCatalog", Catalog)
+            self.catalog = CatalogService(self._where, database=database)
         self._running.callback(self.catalog.close)
         self._where = self.catalog.uri
 
@@ -73,8 +76,8 @@ class Pair:
 
     def tell(self) -> None:
         """As with a heartbeat; and with one more, which says what became of what was told."""
-        self.node.service._heartbeat()
-        self.node.service._heartbeat()
+        self.node.service.catalog.catch_up()
+        self.node.service.catalog.catch_up()
 
     def check(self, expected: Mapping[str, int]) -> None:
         with dis.connect(self.catalog.uri) as client:
@@ -93,7 +96,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
     with ExitStack() as running:
         pair = Pair(memory, running)
         for number in range(60):
-            pair.catalog.losing = chance.choice(["", "", "message", "answer"])
+            Catalog.losing = chance.choice(["", "", "message", "answer"])
             for _ in range(chance.randrange(3)):
                 name = chance.choice("abcdef")
                 if name in expected and chance.random() < 0.4:
@@ -103,10 +106,10 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
                 else:
                     put(pair.node.uri, name, table(number))
                     expected[name] = number
-                steps.append((number, pair.catalog.losing, name, expected.get(name)))
+                steps.append((number, Catalog.losing, name, expected.get(name)))
             with suppress(CatalogError):
-                pair.node.service._heartbeat()
-            pair.catalog.losing = ""
+                pair.node.service.catalog.catch_up()
+            Catalog.losing = ""
             what = chance.choice(["", "node", "catalog", "fresh catalog", "both"])
             steps.append((number, "", what, None))
             if what == "fresh catalog":
@@ -159,11 +162,11 @@ def test_a_node_that_was_down_for_long_keeps_what_it_did_not_know_to_be_publishe
     with ExitStack() as running:
         pair = Pair(memory, running)
         put(pair.node.uri, "a", table(1))
-        pair.catalog.losing = "message"
+        Catalog.losing = "message"
         pair.node.close()
         monkeypatch.setattr("dissociated.catalog.database.ABANDONED", -1.0)
         pair.start_node()
-        pair.catalog.losing = ""
+        Catalog.losing = ""
         pair.tell()
         pair.check({"a": 1})
 
@@ -179,7 +182,7 @@ def test_a_part_of_a_dataset_is_not_taken_for_all_of_it(memory: Path) -> None:
         with closing(Node(store, ["shm:"], catalog=pair.catalog.uri, beat=SELDOM)) as other:
             put(other.uri, "d", table(2), mode="append")
             assert read(pair.catalog.uri, "d") == [1, 2]
-            other.service._heartbeat()
+            other.service.catalog.catch_up()
             pair.tell()
         pair.catalog.close()
         pair.start_catalog(fresh=True)

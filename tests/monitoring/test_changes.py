@@ -153,7 +153,7 @@ def test_what_goes_to_make_room(tmp_path: Path, told: list[tuple[Any, ...]], pol
 def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
     tmp_path: Path, told: list[tuple[Any, ...]]
 ) -> None:
-    catalog = CatalogService(None, "grpc://127.0.0.1:0")
+    catalog = CatalogService("grpc://127.0.0.1:0")
     try:
         store = Store(tmp_path / "store", 14 * MIB, Policy.EVICT)
         with Node(store, ["shm:"], catalog=catalog.uri, beat=0.1) as node:

@@ -318,7 +318,7 @@ def test_a_guarded_catalog(spark: SparkSession, certified: Certificates, tmp_pat
 
 
 def test_a_dataset_of_parts_on_two_nodes_has_a_partition_for_each(spark: SparkSession, tmp_path: Path) -> None:
-    catalog = CatalogService(None, "grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=60.0)
+    catalog = CatalogService("grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=60.0)
     listen = ["shm:", "tcp://127.0.0.1:0"]
     try:
         with (

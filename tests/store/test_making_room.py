@@ -144,7 +144,7 @@ def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) 
 
 @pytest.fixture
 def upstream() -> Iterator[CatalogService]:
-    catalog = CatalogService(None, "grpc://127.0.0.1:0")
+    catalog = CatalogService("grpc://127.0.0.1:0")
     yield catalog
     catalog.close()
 
@@ -185,7 +185,7 @@ def test_what_has_expired_makes_room_at_once(memory: Path) -> None:
 
 
 def test_a_catalog_that_is_gone_hides_no_full_store(memory: Path) -> None:
-    upstream = CatalogService(None, "grpc://127.0.0.1:0")
+    upstream = CatalogService("grpc://127.0.0.1:0")
     with Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"], catalog=upstream.uri, beat=600.0) as node:
         with dis.connect(node.uri) as client:
             for name in "ab":

@@ -15,8 +15,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.backend import StoreStock, Wanted
+from dissociated.access import Unsigned
+from dissociated.catalog.backend import StoreBackend, Wanted
 from dissociated.catalog.service import CatalogService
+from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.directory import Version
@@ -113,11 +115,11 @@ def test_few_are_open_that_nobody_reads(memory: Path, monkeypatch: pytest.Monkey
 
 def test_recent_ones_go_in_turn_and_one_stays_however_large(memory: Path) -> None:
     with Store(memory) as store:
-        stock = StoreStock(store)
+        backend = StoreBackend(store, Registry(Unsigned()))
         recent = Recent(cap=2)
         opened = {}
         for name in "abc":
-            with stock.writer(name, SCHEMA) as writer:
+            with backend.writer(name, SCHEMA) as writer:
                 writer.write(table(1).to_batches()[0])
             opened[name] = store.segments(store.commit(name, [name], key=name))
         for name in "ab":
@@ -175,12 +177,12 @@ def test_what_an_older_library_committed_is_served(memory: Path) -> None:
 def test_a_commit_that_nobody_could_read_leaves_nothing(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dissociated.datasets.static.MAX_REGIONS", 1)
     with Store(memory) as store:
-        stock = StoreStock(store)
+        backend = StoreBackend(store, Registry(Unsigned()))
         for name in ("a", "b"):
-            with stock.writer(name, SCHEMA) as writer:
+            with backend.writer(name, SCHEMA) as writer:
                 writer.write(table(1).to_batches()[0])
         with pytest.raises(DissociatedError, match="at most 1 can be shared"):
-            stock.prepare(Wanted("many", "key", ["a", "b"], SCHEMA))
+            backend.prepare(Wanted("many", "key", ["a", "b"], SCHEMA))
         assert store.versions() == []
 
 
@@ -244,12 +246,12 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
 def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it tells its catalog follows what has changed, and not how much there is."""
     with (
-        closing(CatalogService(None, "grpc://127.0.0.1:0")) as catalog,
+        closing(CatalogService("grpc://127.0.0.1:0")) as catalog,
         Node(Store(memory), catalog=catalog.uri, beat=600) as node,
     ):
         put(catalog.uri, "a", table(1))
-        node.service._heartbeat()  # which tells that, and hears that it is published
-        node.service._heartbeat()
+        node.service.catalog.catch_up()  # which tells that, and hears that it is published
+        node.service.catalog.catch_up()
         looked: list[object] = []
         versions = node.store.versions
 
@@ -258,10 +260,10 @@ def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypat
             return versions()
 
         monkeypatch.setattr(node.store, "versions", watched)
-        node.service._heartbeat()
+        node.service.catalog.catch_up()
         put(catalog.uri, "b", table(2))
-        node.service._heartbeat()
+        node.service.catalog.catch_up()
         put(node.uri, "a", table(3))
-        node.service._heartbeat()
+        node.service.catalog.catch_up()
         assert looked == []
         assert (read(catalog.uri, "a"), read(catalog.uri, "b")) == ([3], [2])

@@ -1,12 +1,12 @@
-"""What a server can publish that writers on its host have prepared, and where they put it.
+"""Where writers on a host put segments, and what becomes of them there: the part of a catalog that keeps bytes.
 
-There are two: a stage, whose segments live as long as the server, and a store, whose versions outlive it.
+There are three: a stage, whose segments live as long as the server, a store, whose versions outlive it, and none, of a
+catalog that only knows what its nodes have.
 """
 
 from __future__ import annotations
 
 import secrets
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +19,9 @@ import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
+from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
-from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
 from dissociated.store.directory import Version
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.stage import Stage
@@ -57,7 +58,7 @@ class Wanted:
     ttl: float | None = None
 
 
-class Stock(ABC):
+class Backend(ABC):
     """See the module. Safe to use from many threads."""
 
     #: Tells the node that holds it from every other.
@@ -68,6 +69,16 @@ class Stock(ABC):
     max_metadata = MAX_METADATA
     #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
     handover = ""
+    #: Whether there is a stage: else writers need that of another node.
+    stages = True
+    #: How often what it keeps has changed.
+    changes = 0
+    #: Called with a version that was evicted.
+    lost: Callable[[Version], None] = staticmethod(lambda version: None)
+    #: Called with one that was spilled.
+    moved: Callable[[Prepared], None] = staticmethod(lambda prepared: None)
+    #: Called where there is no room: it confirms what has been published since, and removes what is over.
+    catch_up: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     @abstractmethod
@@ -91,6 +102,34 @@ class Stock(ABC):
 
         Raises StoreError, and SourceError where their schemas differ.
         """
+
+    def of(self, version: Version) -> Prepared:
+        """A version that is kept here, to be served. Raises SourceError where it cannot be read."""
+        raise StoreError(f"{version.name!r} is in no store")
+
+    def versions(self) -> list[Version]:
+        """Everything that outlives the process, in the order in which it was committed."""
+        return []
+
+    def unconfirmed(self) -> list[Version]:
+        """See Store.prepared."""
+        return []
+
+    def version(self, id: str) -> Version | None:
+        """See Store.version."""
+        return None
+
+    def changed(self, since: int) -> list[str] | None:
+        """See Store.changed."""
+        return []
+
+    def serial(self) -> int:
+        """See Store.serial."""
+        return 0
+
+    def usage(self) -> Usage | None:
+        """See Store.usage. None where there is no store."""
+        return None
 
     @abstractmethod
     def staged(self) -> list[str]:
@@ -117,7 +156,7 @@ class Stock(ABC):
         """Let go of the directory."""
 
 
-class StageStock(Stock):
+class StageBackend(Backend):
     """Segments in memory alone: gone with the server, however it ends."""
 
     def __init__(self) -> None:
@@ -159,22 +198,50 @@ class StageStock(Stock):
         self._stage.close()
 
 
-class StoreStock(Stock):
-    """Versions in a store, opened when they are read.
+class NoBackend(Backend):
+    """None: of a catalog that only knows what its nodes have."""
 
-    `lost` is called with one that was evicted, `moved` with one that was spilled. `catch_up` is called where there is
-    no room: it confirms what has been published since, and removes what is over, so that there may be.
-    """
+    stages = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+
+    @property
+    def directory(self) -> Path:
+        raise CatalogError("this catalog has no stage of its own: ask one of its nodes")
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        raise CatalogError("this catalog has no stage of its own: ask one of its nodes")
+
+    def reserve(self, name: str, size: int, wish: int) -> int:
+        raise CatalogError("this catalog has no stage of its own: ask the node that the segment is on")
+
+    def prepare(self, wanted: Wanted) -> Prepared:
+        raise CatalogError("this catalog holds no segments: ask one of its nodes")
+
+    def staged(self) -> list[str]:
+        return []
+
+    def discard(self, names: Iterable[str]) -> None: ...
+
+    def remove(self, ids: Iterable[str]) -> None: ...
+
+    def confirm(self, published: Mapping[str, bool]) -> None: ...
+
+    def tidy(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StoreBackend(Backend):
+    """Versions in a store, opened when they are read. What is served of them is in `registry`."""
+
+    limited = True
+
+    def __init__(self, store: Store, registry: Registry) -> None:
         self.id = store.id
-        self.limited = True
-        self.lost: Callable[[Version], None] = lambda version: None
-        self.moved: Callable[[Prepared], None] = lambda prepared: None
-        self.catch_up: Callable[[], None] = lambda: None
         self._store = store
-        self._lock = threading.Lock()
-        self._datasets: dict[str, StoredDataset] = {}
+        self._registry = registry
         store.in_use = self._in_use
         store.removed = self._removed
         store.moved = self._moved
@@ -232,15 +299,16 @@ class StoreStock(Stock):
 
         Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
         """
-        with self._lock:
-            known = self._datasets.get(version.id)
+        known = self._registry.part(version.id)
         if known is None:
-            known = StoredDataset(
+            made = StoredDataset(
                 version.name, self._schema(version), version.rows, version.nbytes, partial(self._opened, version)
             )
-            known.ticket = version.ticket
-            with self._lock:
-                known = self._datasets.setdefault(version.id, known)
+            made.ticket = version.ticket
+            known = self._registry.serve(version.id, made)
+            if self._store.version(version.id) is None:  # it was removed meanwhile
+                self._registry.withdraw_parts([version.id])
+        assert isinstance(known, StoredDataset)
         return Prepared(version.id, known, version.number)
 
     def _schema(self, version: Version) -> pa.Schema:
@@ -259,32 +327,25 @@ class StoreStock(Stock):
             raise SourceError(f"{version.name!r} cannot be read: {error}") from error
 
     def versions(self) -> list[Version]:
-        """Everything that is in the store, in the order in which it was committed."""
         return self._store.versions()
 
     def unconfirmed(self) -> list[Version]:
-        """See Store.prepared."""
         return self._store.prepared()
 
     @property
-    def changes(self) -> int:
-        """See Store.changes."""
+    def changes(self) -> int:  # type: ignore[override]  # which nobody writes
         return self._store.changes
 
     def changed(self, since: int) -> list[str] | None:
-        """See Store.changed."""
         return self._store.changed(since)
 
     def version(self, id: str) -> Version | None:
-        """See Store.version."""
         return self._store.version(id)
 
     def serial(self) -> int:
-        """See Store.serial."""
         return self._store.serial()
 
     def usage(self) -> Usage:
-        """See Store.usage."""
         return self._store.usage()
 
     def hand_over(self, descriptor: int) -> str:
@@ -298,11 +359,7 @@ class StoreStock(Stock):
         self._store.discard(names)
 
     def remove(self, ids: Iterable[str]) -> None:
-        gone = {*ids}
-        with self._lock:
-            for id in gone:
-                self._datasets.pop(id, None)
-        known = (self._store.version(id) for id in gone)
+        known = (self._store.version(id) for id in {*ids})
         self._store.remove(*sorted((one for one in known if one is not None), key=lambda one: one.number))
 
     def confirm(self, published: Mapping[str, bool]) -> None:
@@ -315,25 +372,19 @@ class StoreStock(Stock):
         self._store.sweep()
 
     def _in_use(self, version: Version) -> bool:
-        with self._lock:
-            dataset = self._datasets.get(version.id)
+        dataset = self._registry.part(version.id)
         return dataset is not None and dataset.readers > 0
 
     def _removed(self, version: Version) -> None:
-        with self._lock:
-            self._datasets.pop(version.id, None)
         self.lost(version)
 
     def _moved(self, version: Version) -> None:
-        with self._lock:
-            dataset = self._datasets.get(version.id)
-        if dataset is not None:
+        dataset = self._registry.part(version.id)
+        if isinstance(dataset, StoredDataset):
             dataset.moved()
         self.moved(self.of(version))
 
     def close(self) -> None:
-        with self._lock:
-            self._datasets.clear()
         self._store.close()
 
 

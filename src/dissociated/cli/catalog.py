@@ -45,7 +45,6 @@ def run(arguments: argparse.Namespace) -> None:
     guarded = security(**access.serving(arguments, peers=True), peers=True)
     _, flight = access.places(arguments)
     service = CatalogService(
-        None,
         arguments.listen or f"{flight}:8815",
         database=Database(arguments.db),
         retain=arguments.retain,

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
     ) as node:
         usage = store.usage()
         print(f"store    {store.directory}, {len(store.versions())} versions, {text.size(usage.total)}")
-        for uri in node.server.listening():
+        for uri in node.server.endpoints.listening():
             print(f"listens  {uri.partition('?')[0]}")
         if arguments.metrics:
             print(f"metrics  {node.server.metrics_uri}")

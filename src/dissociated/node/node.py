@@ -12,7 +12,7 @@ from types import TracebackType
 
 from dissociated.access import Authorize, security
 from dissociated.buffers import MAX_METADATA
-from dissociated.catalog.backend import StoreStock
+from dissociated.catalog.backend import StoreBackend
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.fork import belongs, disown
@@ -62,10 +62,7 @@ class Node:
     ) -> None:
         self.store = store
         with ExitStack() as undo:
-            stock = StoreStock(store)
-            undo.callback(stock.close)
-            self._handover = undo.enter_context(closing(HandOver(self._socket(_MEMFDS), stock.hand_over)))
-            stock.handover = str(self._handover.path)
+            undo.callback(store.close)
             guarded = security(
                 ticket_lifetime=ticket_lifetime,
                 secret=secret,
@@ -75,8 +72,6 @@ class Node:
                 tls_roots=tls_roots,
                 peers=True,
             )
-            kept = Database(database)
-            undo.callback(kept.close)
             self.server = undo.enter_context(
                 Server(
                     [self._placed(uri) for uri in listen],
@@ -90,12 +85,14 @@ class Node:
                     max_metadata=max_metadata,
                 )
             )
+            backend = StoreBackend(store, self.server.registry)
+            self._handover = undo.enter_context(closing(HandOver(self._socket(_MEMFDS), backend.hand_over)))
+            backend.handover = str(self._handover.path)
             self.service = CatalogService(
-                self.server,
                 flight,
-                stock=stock,
-                database=kept,
-                outer=catalog,
+                self.server.holdings(backend),
+                database=Database(database),
+                upstream=catalog,
                 retain=retain,
                 beat=beat,
                 advertise=advertise,

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from dissociated.buffers import Buffer, too_long
 from dissociated.codec.split import SplitMessage, Splitter
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.blame import source_blamed
 from dissociated.datasets.broadcast import AT_ONCE, BYTES_AT_ONCE, SMALL, Broadcast, BroadcastColumns, Consumer, Part
+from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.streamed import StreamedDataset
 from dissociated.errors import (
@@ -29,6 +29,7 @@ from dissociated.errors import (
 from dissociated.format.message import buffer_extents
 from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveMemory, LiveRegion
+from dissociated.monitoring.status import Tally
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.message import Incoming, Message, Run
@@ -36,13 +37,10 @@ from dissociated.protocol.request import MAX_IDENTIFIER, Selection, parse_identi
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
+from dissociated.server.admission import Admission, Limits
 from dissociated.server.gathering import PACE, Gathering
 from dissociated.transport.base import Connection
 from dissociated.transport.framed.framing import MIN_RUN
-
-if TYPE_CHECKING:
-    from dissociated.monitoring.status import Tally
-    from dissociated.server.server import Server
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +70,12 @@ _TAGS = Tags(
 class Session:
     """One connection: a request, the stream, and the frees that come back."""
 
-    def __init__(self, server: Server, connection: Connection, tally: Tally) -> None:
-        self._server = server
+    def __init__(
+        self, registry: Registry, limits: Limits, admission: Admission, connection: Connection, tally: Tally
+    ) -> None:
+        self._registry = registry
+        self._limits = limits
+        self._admission = admission
         self._connection = connection
         self._sender = Sender(_TAGS)
         self._ledger = Ledger()
@@ -96,14 +98,14 @@ class Session:
                 return
             identifier, streams, packed = request
             ticket, selection = parse_identifier(identifier)
-            found, whole = self._server.granted(ticket)
+            found, whole = self._registry.resolve_ticket(ticket)
             self._tally.dataset = found
             with found.reading():
                 self._wanted = self._selected(whole.opened(), selection)  # counted first: so it is not evicted
                 self._answer(self._wanted, streams, packed)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
-                if not self._connection.finish(self._server.stall_timeout):
+                if not self._connection.finish(self._limits.stall_timeout):
                     raise ConnectionClosed("the client went before it had everything")
         except ConnectionClosed:
             raise  # there is nobody to tell
@@ -139,7 +141,7 @@ class Session:
         with suppress(DissociatedError):  # of one that breaks the rules, only its end is waited for
             self._sender.fail()
             self._drain(_FOREVER)
-            self._connection.last_words(self._server.stall_timeout)
+            self._connection.last_words(self._limits.stall_timeout)
 
     @property
     def _holds_live(self) -> bool:
@@ -167,14 +169,14 @@ class Session:
             # What it has been sent is used again once it is freed: until then the client may take its time.
             self._connection.farewell(told(error))
             self._sender.fail()
-        self._drain(self._server.lease_timeout)
-        self._connection.last_words(self._server.stall_timeout)
+        self._drain(self._limits.lease_timeout)
+        self._connection.last_words(self._limits.stall_timeout)
 
     def _request(self) -> tuple[bytes, Streams, bool] | None:
-        incoming = self._receive(self._server.handshake_timeout)
+        incoming = self._receive(self._limits.handshake_timeout)
         if incoming is None:
             return None
-        self._server.asked(self._connection)
+        self._admission.asked(self._connection)
         event = self._sender.receive(incoming.tag, bytes(incoming.data))
         assert isinstance(event, StreamRequested)  # the table allows nothing else first
         return event.identifier, event.streams, bool((incoming.tag or 0) & _PACKED)
@@ -187,7 +189,7 @@ class Session:
             return wanted.select(selection)
         except (ColumnNotFound, OptionError):
             schema = Splitter(wanted.schema).schema_message.header
-            self._connection.send(self._sender.send(schema, None), self._server.stall_timeout)
+            self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
             raise
 
     def _send(self, wanted: Dataset, streams: Streams, packed: bool) -> None:
@@ -199,7 +201,7 @@ class Session:
             self._send_live(wanted, streams, by_address and connection.shares_memory)
         elif isinstance(wanted, Broadcast | BroadcastColumns):
             self._send_broadcast(wanted, streams, by_address and connection.shares_memory)
-        self._connection.send(self._sender.end(), self._server.stall_timeout)
+        self._connection.send(self._sender.end(), self._limits.stall_timeout)
         self._tally.sent = True
 
     def _send_static(self, wanted: StaticDataset, streams: Streams, mapped: bool) -> None:
@@ -207,19 +209,19 @@ class Session:
             for segment in wanted.mapped()[1]:
                 region = segment.region
                 self._connection.share(segment.descriptor, region.base, region.size, segment.backing)
-        for group in wanted.groups(self._connection, streams, mapped, self._server.inline_limit or 0):
+        for group in wanted.groups(self._connection, streams, mapped, self._limits.inline_limit or 0):
             self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
             with self._tally.sending(self._connection, group.nbytes):
-                self._connection.send(group.prepared, self._server.stall_timeout)
+                self._connection.send(group.prepared, self._limits.stall_timeout)
             self._sender.sent(group.messages)
             self._tally.messages += group.messages
             self._take_frees()
 
     def _send_live(self, wanted: StreamedDataset, streams: Streams, mapped: bool) -> None:
         if mapped:
-            self._server.admit_live(wanted.name)
-        self._memory = LiveMemory(wanted.name, self._server.live_limit)
-        inline_limit = SMALL if self._server.inline_limit is None else self._server.inline_limit
+            self._admission.admit_live(wanted.name)
+        self._memory = LiveMemory(wanted.name, self._limits.live_limit)
+        inline_limit = SMALL if self._limits.inline_limit is None else self._limits.inline_limit
         gathers = streams is Streams.BOTH and self._connection.takes_runs
         with Gathering(lambda parts: self._send_gathered(wanted, parts)) as gathering:
             for message in _blamed(wanted):
@@ -238,7 +240,7 @@ class Session:
                         else self._place(region, message, message.body)
                     )
                 with self._tally.sending(self._connection, 0 if body is None else length):
-                    self._connection.send(self._numbered(wanted, message.header, body), self._server.stall_timeout)
+                    self._connection.send(self._numbered(wanted, message.header, body), self._limits.stall_timeout)
                 self._tally.messages += 1
                 self._take_frees()
 
@@ -253,7 +255,7 @@ class Session:
                 f"each connection has its own place in the live stream {wanted.name!r}: request all of it over one"
             )
         if mapped:
-            self._server.admit_live(wanted.name)
+            self._admission.admit_live(wanted.name)
         # One that maps nothing holds up others only by not taking what is being sent.
         cut = self._connection.wake if mapped else self._connection.interrupt
         self._consumer = consumer = wanted.join(self._connection.wake, cut)
@@ -303,7 +305,7 @@ class Session:
                 messages += self._numbered(wanted, part.header, self._body(part, mapped, unsent))
         nbytes = sum([part.nbytes for part in parts])
         with self._tally.sending(self._connection, nbytes):
-            self._connection.send(self._connection.prepare(messages), self._server.stall_timeout)
+            self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
         return nbytes
 
     def _numbered(self, wanted: Dataset, header: bytes, body: Body | None) -> list[Message]:
@@ -312,7 +314,7 @@ class Session:
         return self._sender.send(header, body)
 
     def _check(self, wanted: Dataset, header: bytes) -> None:
-        why = too_long(repr(wanted.name), len(header), self._server.max_metadata)
+        why = too_long(repr(wanted.name), len(header), self._limits.max_metadata)
         if why is not None:
             raise SourceError(why)
 
@@ -320,7 +322,7 @@ class Session:
         """The body of a message of a broadcast. What the client holds with it is taken out of `unsent`."""
         if part.body is None:
             return None
-        if mapped and part.region is not None and part.parsed.body_length > (self._server.inline_limit or 0):
+        if mapped and part.region is not None and part.parsed.body_length > (self._limits.inline_limit or 0):
             self._share(part.region)
             unsent -= part.addresses
             return self._leased(part.extents)
@@ -372,7 +374,7 @@ class Session:
 
     def _take_frees(self) -> None:
         while self._connection.arrived():
-            incoming = self._receive(self._server.stall_timeout)
+            incoming = self._receive(self._limits.stall_timeout)
             if incoming is None:
                 self._client_ended()
                 return

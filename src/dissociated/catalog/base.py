@@ -1,0 +1,304 @@
+"""A catalog, whichever it is: what there is, where it can be had, and how writers publish.
+
+There are two: `LocalCatalog` knows by itself, from its database; `UpstreamCatalog` is a node of another catalog, and
+says what that one says. What both do with what this process holds is here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from dissociated.access import Security
+from dissociated.catalog import schemas
+from dissociated.catalog.backend import Prepared, Wanted
+from dissociated.catalog.chunks import received
+from dissociated.catalog.database import Node
+from dissociated.catalog.holdings import Holdings
+from dissociated.catalog.messages import plain_part
+from dissociated.catalog.publication import Publication
+from dissociated.codec.split import Pair
+from dissociated.datasets.base import Dataset
+from dissociated.errors import DissociatedError
+from dissociated.host import boot_id, directory_id, host_name
+from dissociated.monitoring.status import NodeStatus, ServerStatus
+from dissociated.protocol.request import parse_identifier
+from dissociated.store.directory import Version
+
+_log = logging.getLogger(__name__)
+
+
+class Catalog(ABC):
+    """What Flight clients, writers and nodes ask of a catalog. Safe to use from many threads.
+
+    It owns `holdings`, what this process serves and keeps of it. `node` is this process, as nodes are told;
+    `security` says who may call, and how this one proves itself to others.
+    """
+
+    #: Seconds between two calls of `catch_up`.
+    interval = 1.0
+
+    def __init__(self, node: Node, holdings: Holdings, security: Security) -> None:
+        self.node = node
+        self.holdings = holdings
+        self.security = security
+        self._backend = holdings.backend
+        self._registry = holdings.registry
+        self._backend.lost = self._lost
+        self._backend.moved = self._moved
+        self._backend.catch_up = self.catch_up
+
+    # What there is
+
+    @abstractmethod
+    def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
+        """Every dataset that meets the criteria, JSON or empty."""
+
+    @abstractmethod
+    def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        """A dataset, and where its parts are. Raises DatasetNotFound."""
+
+    @abstractmethod
+    def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
+        """The schema of a dataset. Raises DatasetNotFound."""
+
+    @abstractmethod
+    def versions(self, name: str) -> Sequence[dict[str, Any]]:
+        """Every version of a dataset that can still be read."""
+
+    @abstractmethod
+    def nodes(self) -> Sequence[dict[str, Any]]:
+        """Every node."""
+
+    @abstractmethod
+    def renew(self, request: bytes) -> bytes:
+        """The endpoint in this message of Flight.proto, good for longer, as another.
+
+        Raises DatasetNotFound where it is over, AccessDenied where it has expired.
+        """
+
+    def open(self, ticket: bytes) -> pa.RecordBatchReader:
+        """The stream of a ticket, from here or from where it is. Raises DatasetNotFound and AccessDenied."""
+        identifier = self._registry.tickets.check(parse_identifier(ticket)[0], time.time()).identifier
+        if self._registry.find(identifier) is not None:
+            return self.holdings.open(ticket)
+        return self._open_elsewhere(identifier, ticket)
+
+    @abstractmethod
+    def _open_elsewhere(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
+        """The same for what is not here."""
+
+    # Publishing
+
+    @abstractmethod
+    def published(self, made: Dataset) -> None:
+        """This process has published this by itself, and serves it already."""
+
+    @abstractmethod
+    def commit(self, body: Mapping[str, Any]) -> None:
+        """Publish segments, on whichever nodes they are, as one dataset, whole and at once."""
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Make a dataset unavailable. Raises DatasetNotFound."""
+
+    @abstractmethod
+    def abort(self, key: str) -> None:
+        """There shall be no commit with this key. One that is under way comes first."""
+
+    @abstractmethod
+    def committed(self, key: str) -> bool:
+        """Whether there was a commit with this key."""
+
+    @abstractmethod
+    def over(self, keys: Sequence[str]) -> Sequence[str]:
+        """Those of `keys` that were committed or aborted."""
+
+    def put(self, asked: Mapping[str, Any], reader: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
+        """Write a stream that a Flight client sends, and publish it unless it asks for that to wait.
+
+        What breaks off, which `cancelled` tells or an end that is missing, leaves nothing.
+        """
+        Publication.parse(asked)  # before anything moves
+        return self._put(asked, reader.schema, received(reader, cancelled, bool(asked.get("end"))))
+
+    def _put(self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[Pair]) -> dict[str, Any]:
+        segment = f"{secrets.token_hex(16)}.arrows"
+        if isinstance(size := asked.get("nbytes"), int):
+            self._backend.expect(asked["name"], size)
+        with self._backend.writer(segment, schema) as writer:
+            for batch, metadata in pairs:
+                writer.write_batch(batch, metadata)
+        told = {"node": self.node.id, "segment": segment}
+        if not asked.get("staged"):
+            try:
+                self._commit_put(asked, schema, told)
+            except BaseException:
+                self.discard([segment])
+                raise
+        return {**told, "rows": writer.rows}
+
+    def _commit_put(self, asked: Mapping[str, Any], schema: pa.Schema, segment: Mapping[str, str]) -> None:
+        self.commit(
+            {
+                "name": asked["name"],
+                "segments": [segment],
+                "append": asked.get("mode") == "append",
+                "schema": schemas.plain(schema),
+                "key": asked.get("key"),
+                "tags": asked.get("tags"),
+                "ttl": asked.get("ttl"),
+            }
+        )
+
+    def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make segments on this node ready to be published by a catalog."""
+        prepared = self._backend.prepare(
+            Wanted(
+                str(body["name"]),
+                str(body["key"]),
+                [str(one) for one in body["segments"]],
+                schemas.parsed(body["schema"]),
+                whole=False,
+                tags=body.get("tags") or {},
+                ttl=body.get("ttl"),
+            )
+        )
+        self.holdings.hold(prepared)
+        return {"part": plain_part(self.holdings.part(prepared)), "schema": schemas.plain(prepared.dataset.schema)}
+
+    # What writers ask
+
+    def stage(self, asking: Mapping[str, Any]) -> dict[str, Any]:
+        """Where writers put segments: on the host that asks, if there is a node."""
+        directory = self._backend.directory
+        return {
+            "directory": str(directory),
+            "host": host_name(),
+            "boot_id": boot_id(),
+            "node": self.node.id,
+            "flight": self.node.flight,
+            "limited": self._backend.limited,
+            "inode": directory_id(directory),
+            "handover": self._backend.handover,
+        }
+
+    def reserve(self, segment: str, size: int, wish: int) -> int:
+        """Room for a segment in the stage."""
+        return self._backend.reserve(segment, size, wish)
+
+    def discard(self, segments: Sequence[str]) -> None:
+        """Remove segments from the stage."""
+        self._backend.discard(segments)
+
+    def clear(self, over: Sequence[str] | None = None) -> None:
+        """Remove from the stage what was written for commits that are `over`: have been, or will never be.
+
+        Left out, `over` is asked of the catalog.
+        """
+        staged = [name for name in self._backend.staged() if "-" in name]
+        keys = sorted({_key_of(name) for name in staged})
+        if keys and over is None:
+            over = self.over(keys)
+        self._backend.discard(name for name in staged if _key_of(name) in (over or ()))
+
+    # What nodes tell
+
+    @abstractmethod
+    def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A node tells everything."""
+
+    @abstractmethod
+    def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A node lives, and tells what has changed since the last time."""
+
+    @abstractmethod
+    def leave(self, node: str) -> None:
+        """A node ends."""
+
+    # Time
+
+    def start(self) -> None:
+        """Serve what the store holds."""
+        for version in self._backend.versions():
+            try:
+                prepared = self._backend.of(version)
+            except DissociatedError as error:
+                _log.error("%s is in the store and cannot be served: %s", version.name, error)
+                continue
+            self.holdings.hold(prepared)
+            self._found(version, prepared)
+
+    @abstractmethod
+    def _found(self, version: Version, prepared: Prepared) -> None:
+        """This version is in the store, from before."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Learn what has been published, and let go of what is over."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """This process ends. The holdings stay until `release`."""
+
+    def release(self) -> None:
+        """Nobody asks any more: let go of what is kept."""
+        self._backend.close()
+
+    def _lost(self, version: Version) -> None:
+        """A version was evicted; or what was prepared and never published is gone."""
+        number = self._version_of(version.id)
+        self._registry.withdraw_parts([version.id])
+        if not version.prepared:
+            self.holdings.changed("evicted", version.name, number, version.rows, version.nbytes)
+        self._gone([version.id])
+
+    def _moved(self, prepared: Prepared) -> None:
+        """A version was spilled."""
+        made = prepared.dataset
+        self.holdings.changed("spilled", made.name, self._version_of(prepared.id), made.rows, made.nbytes)
+
+    @abstractmethod
+    def _version_of(self, part: str) -> int | None:
+        """The number of the version that has this part, where that is known here."""
+
+    @abstractmethod
+    def _gone(self, parts: Sequence[str]) -> None:
+        """These parts are not here any more."""
+
+    # What comes of it
+
+    @abstractmethod
+    def node_status(self) -> Sequence[NodeStatus]:
+        """The nodes of this catalog, itself left out."""
+
+    def status(self) -> ServerStatus:
+        """What is served here, who reads it, and what was sent."""
+        return self.holdings.activity.status(
+            self.node.flight,
+            self.holdings.places.listeners(),
+            self._registry.datasets(),
+            [*self.node_status()],
+            self.holdings.store_status(),
+        )
+
+
+def commit_key(name: str, segments: Sequence[tuple[str, str]]) -> str:
+    """A repeated call of a client that gives no key names the same segments, which nobody writes twice."""
+    if not segments:
+        return secrets.token_hex(16)
+    return hashlib.sha256(json.dumps([name, segments]).encode()).hexdigest()
+
+
+def _key_of(segment: str) -> str:
+    """The key of the commit that a segment was written for, by its name."""
+    return segment.partition("-")[0]

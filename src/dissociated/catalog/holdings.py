@@ -1,0 +1,137 @@
+"""What this process holds of the datasets of a catalog: what it serves, and where writers put more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from dissociated.access import Signer, Unsigned
+from dissociated.catalog import schemas
+from dissociated.catalog.backend import Backend, NoBackend, Prepared
+from dissociated.catalog.database import Announced, Part
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.split import Pair, batches
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.registry import Registry
+from dissociated.errors import DissociatedError
+from dissociated.monitoring.changes import Change
+from dissociated.monitoring.status import Activity, StoreStatus
+from dissociated.protocol.request import parse_identifier
+from dissociated.store.directory import Version
+
+_log = logging.getLogger(__name__)
+
+
+class Places(Protocol):
+    """Where what is served here can be requested."""
+
+    def listeners(self) -> list[str]:
+        """The URIs that listeners have themselves."""
+
+    def listening(self) -> list[str]:
+        """The URIs that any dataset can be requested at."""
+
+    def alternatives(self, found: Dataset) -> list[str]:
+        """The locations of a dataset."""
+
+    def reference_locations(self, found: Dataset) -> list[str]:
+        """The two URIs that the C++ reference expects; none without a place for it."""
+
+
+class Nowhere:
+    """The places of a process that serves nothing."""
+
+    def listeners(self) -> list[str]:
+        return []
+
+    def listening(self) -> list[str]:
+        return []
+
+    def alternatives(self, found: Dataset) -> list[str]:
+        return []
+
+    def reference_locations(self, found: Dataset) -> list[str]:
+        return []
+
+
+class Holdings:
+    """The datasets in `registry`, whose segments `backend` keeps, requested at `places`, counted by `activity`.
+
+    Owns the backend. Safe to use from many threads.
+    """
+
+    def __init__(self, registry: Registry, backend: Backend, places: Places, activity: Activity) -> None:
+        self.registry = registry
+        self.backend = backend
+        self.places = places
+        self.activity = activity
+
+    @classmethod
+    def none(cls, tickets: Signer | Unsigned) -> Holdings:
+        """Those of a catalog alone, which only knows what its nodes have."""
+        return cls(Registry(tickets), NoBackend(), Nowhere(), Activity())
+
+    def hold(self, prepared: Prepared, named: bool = False) -> None:
+        """Serve this, from now on; `named` if it is a dataset and not a part of one."""
+        self.registry.serve(prepared.id, prepared.dataset, named)
+
+    def part(self, prepared: Prepared, number: int = 0) -> Part:
+        """What a catalog is told of it: part `number` of a version."""
+        made = prepared.dataset
+        return Part(prepared.id, self.backend.id, made.ticket, made.rows, made.nbytes, number, prepared.serial)
+
+    def announced(self, versions: Iterable[Version]) -> list[Announced]:
+        """What a catalog is told of versions in the store."""
+        return [self._announced(version) for version in versions]
+
+    def _announced(self, version: Version) -> Announced:
+        try:
+            schema = schemas.encoded(self.backend.of(version).dataset.schema)
+        except DissociatedError as error:
+            _log.warning("%s is in the store and cannot be read now: %s", version.name, error)
+            schema = b""
+        return Announced(
+            Part(version.id, self.backend.id, version.ticket, version.rows, version.nbytes, 0, version.number),
+            version.name,
+            version.key,
+            schema,
+            version.created,
+            version.prepared,
+            version.whole,
+            version.tags,
+            version.ttl,
+            version.before,
+        )
+
+    def delete(self, parts: Sequence[str]) -> None:
+        """Serve these parts no more, and keep them no more."""
+        self.registry.withdraw_parts(parts)
+        self.backend.remove(parts)
+
+    def open(self, ticket: bytes) -> pa.RecordBatchReader:
+        """A reader over what a ticket is for, or a selection of that, for Flight.
+
+        Raises as `Registry.resolve_ticket` does, ColumnNotFound and SourceError.
+        """
+        ticket, selection = parse_identifier(ticket)
+        found, whole = self.registry.resolve_ticket(ticket)
+        reader = (whole if selection is None else whole.select(selection)).open_reader()
+        self.activity.flight()
+
+        def pairs() -> Iterator[Pair]:
+            with found.reading():
+                yield from batches(reader)
+
+        return BatchReader(reader.schema, pairs())
+
+    def changed(self, kind: str, name: str, number: int | None, rows: int | None, nbytes: int | None) -> None:
+        """What the store did to a part, to make room."""
+        self.activity.changes.add(Change(kind, name, number, rows, nbytes, "the store had to make room"))
+
+    def store_status(self) -> StoreStatus | None:
+        """What the store holds, if there is one."""
+        usage = self.backend.usage()
+        return None if usage is None else StoreStatus(usage.total, usage.limit)

@@ -1,0 +1,107 @@
+"""What Flight says of datasets: a FlightInfo of a version, an endpoint of each of its parts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from dissociated.access import Granted
+from dissociated.catalog.database import Held, Node, Record
+from dissociated.catalog.holdings import Holdings
+from dissociated.catalog.schemas import decoded
+from dissociated.datasets.streamed import LiveDataset
+from dissociated.host import boot_id, host_name
+
+#: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
+REUSE_CONNECTION = "arrow-flight-reuse-connection://?"
+
+_SAME_HOST = ("shm", "inproc")
+
+
+class Listing:
+    """Tells versions as a node with these `holdings` does, of which it knows what is here."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._registry = holdings.registry
+
+    def info(self, record: Record, asking: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
+        """What Flight says of a version."""
+        about = {
+            "host": host_name(),
+            "boot_id": boot_id(),
+            "version": record.version,
+            "created": record.created,
+            "expires": record.expires,
+            "began": record.began,
+            "tags": dict(record.tags),
+        }
+        return flight.FlightInfo(
+            decoded(record.schema),
+            flight.FlightDescriptor.for_path(record.name),
+            [self.endpoint(part, asking, sooner(expires, record.expires)) for part in record.parts],
+            -1 if record.rows is None else record.rows,
+            -1 if record.nbytes is None else record.nbytes,
+            ordered=True,
+            app_metadata=json.dumps(about),
+        )
+
+    def reference_info(self, record: Record, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
+        """What the C++ reference expects, whose command is a name; None where this server has no place for it."""
+        mine = self._registry.find(record.parts[0].ticket) if len(record.parts) == 1 else None
+        pair = [] if mine is None else self._holdings.places.reference_locations(mine)
+        if mine is None or not pair:
+            return None
+        ticket = self._registry.issue_ticket(mine)
+        endpoint = flight.FlightEndpoint(ticket.data, pair)
+        return flight.FlightInfo(decoded(record.schema), descriptor, [endpoint], -1, -1)
+
+    def endpoint(
+        self,
+        part: Held,
+        asking: Mapping[str, Any],
+        expires: float | None,
+        columns: tuple[str, ...] | None = None,
+    ) -> flight.FlightEndpoint:
+        """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out."""
+        host, boot = asking.get("host"), asking.get("boot_id")
+        mine = self._registry.find(part.ticket)
+
+        def distance(node: Node) -> int:
+            return 0 if node.boot_id == boot else 1 if node.host == host else 2
+
+        locations: list[str] = []
+        own = self._holdings.backend.id
+        for node in sorted(part.nodes, key=distance):
+            if node.alive:
+                near = boot is None or node.boot_id == boot
+                here = mine if node.id == own else None
+                offered = node.locations if here is None else self._holdings.places.alternatives(here)
+                locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
+                if node.id != own:
+                    locations.append(node.flight)
+        if locations:
+            locations.append(REUSE_CONNECTION)
+        about = [
+            {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
+        ]
+        if isinstance(mine, LiveDataset):
+            expires = None  # whoever asks again may get nothing, or another stream
+        ticket = self._registry.tickets.sign(Granted(part.ticket, columns), time.time())
+        ends = [end for end in (expires, ticket.expires) if end is not None]
+        return flight.FlightEndpoint(
+            ticket.data,
+            locations,
+            None if not ends else pa.scalar(int(min(ends) * 1e6), pa.timestamp("us", "UTC")),
+            json.dumps({"nodes": about, "rows": part.rows}),
+        )
+
+
+def sooner(promised: float | None, expires: float | None) -> float | None:
+    """When what is promised, if anything is, ends for a dataset that expires."""
+    return promised if promised is None or expires is None else min(promised, expires)

@@ -1,0 +1,147 @@
+"""What one process serves: the one owner of ticket -> dataset, and of name -> dataset.
+
+Publishing, replacing, dropping, expiry and eviction each come here once. What a catalog says a dataset *is*, its
+versions and parts, is in the catalog's database; this says what is served here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from dissociated.access import Granted, Signer, Ticket, Unsigned
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.sources import confined
+from dissociated.errors import DatasetNotFound, DissociatedError
+from dissociated.protocol.request import Selection
+
+
+class Registry:
+    """The datasets that a process serves, by the identifiers that `tickets` are made for, and by name.
+
+    A part of a catalog's version is found by its id too, and need not have a name here. Whoever withdraws a dataset
+    drops it: streams of it go on, but for a live one. Safe to use from many threads.
+    """
+
+    def __init__(self, tickets: Signer | Unsigned) -> None:
+        self.tickets = tickets
+        self._lock = threading.Lock()
+        self._closed = False
+        self._named: dict[str, Dataset] = {}
+        self._identified: dict[bytes, Dataset] = {}
+        self._parts: dict[str, Dataset] = {}
+
+    def publish(self, new: Dataset) -> Dataset | None:
+        """Serve `new` under its name. Returns what had the name, which is served by its own ticket until withdrawn.
+
+        Raises DissociatedError where another dataset has the ticket, or the registry is closed.
+        """
+        with self._lock:
+            self._check_open()
+            old = self._named.get(new.name)
+            if self._identified.get(new.ticket, old) is not old:
+                raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
+            self._named[new.name] = self._identified[new.ticket] = new
+            return old
+
+    def serve(self, part: str, held: Dataset, named: bool = False) -> Dataset:
+        """Serve the part of that id to whoever has its ticket: `held`, or what is served so already. Returns which.
+
+        With `named` it is what has its name here, too. Raises DissociatedError where the registry is closed.
+        """
+        with self._lock:
+            self._check_open()
+            held = self._parts.setdefault(part, held)
+            known = self._named.get(held.name)
+            self._identified[held.ticket] = held
+            if named or (known is not None and known.ticket == held.ticket):
+                self._named[held.name] = held
+            return held
+
+    def number(self, part: str, held: Dataset) -> None:
+        """What is published already is the part of that id."""
+        with self._lock:
+            self._parts[part] = held
+
+    def part(self, part: str) -> Dataset | None:
+        """What is served as the part of that id."""
+        with self._lock:
+            return self._parts.get(part)
+
+    def withdraw(self, held: Dataset) -> None:
+        """Serve `held` no more."""
+        with self._lock:
+            if self._identified.get(held.ticket) is held:
+                del self._identified[held.ticket]
+            if self._named.get(held.name) is held:
+                del self._named[held.name]
+        held.drop()
+
+    def withdraw_parts(self, parts: Iterable[str]) -> None:
+        """Serve the parts of these ids no more, as far as they are served."""
+        with self._lock:
+            gone = [self._parts.pop(part, None) for part in parts]
+        for one in gone:
+            if one is not None:
+                self.withdraw(one)
+
+    def named(self, name: str) -> Dataset:
+        """What is published under `name`. Raises DatasetNotFound."""
+        with self._lock:
+            found = self._named.get(name)
+        if found is None:
+            raise DatasetNotFound(f"no dataset {name!r} is published here")
+        return found
+
+    def find(self, identifier: bytes) -> Dataset | None:
+        """The publication that tickets are made for, if it is served here."""
+        with self._lock:
+            return self._identified.get(identifier)
+
+    def resolve_ticket(self, ticket: bytes) -> tuple[Dataset, Dataset]:
+        """What was published, and what of it this ticket is for.
+
+        Raises DatasetNotFound, and AccessDenied for what is no ticket of this process, or not any more.
+        """
+        identifier, columns = self.tickets.check(ticket, time.time())
+        found = self.find(identifier)
+        if found is None:
+            raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
+        return found, found if columns is None else confined(found, columns)
+
+    def issue_ticket(self, held: Dataset, columns: Sequence[str] | None = None) -> Ticket:
+        """A ticket for a publication, or for these columns of it, and when it expires.
+
+        Raises ColumnNotFound, and OptionError where tickets say nothing of columns.
+        """
+        if columns is not None:
+            Selection(tuple(columns)).indices(held.schema.names)
+        return self.tickets.sign(Granted(held.ticket, None if columns is None else tuple(columns)), time.time())
+
+    def names(self) -> list[str]:
+        """The names of all datasets, sorted."""
+        with self._lock:
+            return sorted(self._named)
+
+    def datasets(self) -> dict[str, list[Dataset]]:
+        """All that is served, by name, sorted; older versions that still are with the present one."""
+        found: dict[str, list[Dataset]] = {}
+        with self._lock:
+            for held in self._identified.values():
+                found.setdefault(held.name, []).append(held)
+        return dict(sorted(found.items()))
+
+    def close(self) -> list[Dataset]:
+        """Serve nothing from now on. Returns what was served, which the caller closes."""
+        with self._lock:
+            self._closed = True
+            served = [*self._identified.values()]
+            self._named.clear()
+            self._identified.clear()
+            self._parts.clear()
+        return served
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DissociatedError("the server is closed")

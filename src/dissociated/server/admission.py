@@ -1,0 +1,82 @@
+"""Who may be served: the limits of a server, and the connections that have not yet said what they want."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from dissociated.buffers import MAX_METADATA
+from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
+from dissociated.monitoring.status import Activity
+from dissociated.transport.base import Connection
+
+
+class Full(DissociatedError):
+    """There are as many connections as there may be."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may take of a server, in seconds and bytes: see Server."""
+
+    handshake_timeout: float
+    stall_timeout: float
+    lease_timeout: float
+    live_limit: int
+    kept_limit: int
+    inline_limit: int | None = None
+    max_metadata: int = MAX_METADATA
+    max_connections: int = 1024
+    max_asking: int = 128
+
+
+class Admission:
+    """Counts connections from when they begin to when they are gone. Safe to use from many threads."""
+
+    def __init__(self, limits: Limits, activity: Activity) -> None:
+        self._limits = limits
+        self._activity = activity
+        self._lock = threading.Lock()
+        self._served: set[Connection] = set()  # those that have said what they want
+        self._asking: dict[Connection, None] = {}  # those that have not, the oldest first
+
+    def make_room(self) -> None:
+        """Of those who have not said what they want, the one that has had most time goes, if there are too many."""
+        with self._lock:
+            slowest = next(iter(self._asking)) if len(self._asking) >= self._limits.max_asking else None
+            if slowest is not None:
+                del self._asking[slowest]
+        if slowest is not None:
+            slowest.interrupt()
+
+    def begin(self, connection: Connection) -> None:
+        """It has been accepted."""
+        with self._lock:
+            self._asking[connection] = None
+
+    def asked(self, connection: Connection) -> None:
+        """It has said what it wants. Raises ConnectionClosed where it was too slow, Full where there are too many."""
+        with self._lock:
+            if connection not in self._asking:
+                raise ConnectionClosed("it had not said what it wants when others wanted its place")
+            del self._asking[connection]
+            connection.due = None
+            self._served.add(connection)
+            if len(self._served) > self._limits.max_connections:
+                raise Full("the server takes no more connections now: try again later")
+
+    def gone(self, connection: Connection) -> None:
+        """It is over."""
+        with self._lock:
+            self._served.discard(connection)
+            self._asking.pop(connection, None)
+
+    def admit_live(self, name: str) -> None:
+        """Raise SourceError where those who were sent away hold so much that nobody else may hold memory."""
+        kept, limit = self._activity.kept, self._limits.kept_limit
+        if kept >= limit:
+            raise SourceError(
+                f"the live stream {name!r} takes no new reader over shared memory: readers that were cut off still "
+                f"hold {kept:,} bytes, and may hold {limit:,} (kept_limit). Wait until they let go, or end "
+                "them (dissociated status shows them); or read over tcp, or with bodies packed"
+            )

@@ -1,0 +1,77 @@
+"""Where datasets can be requested: the URIs of a server's listeners, with what each says of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.static import StaticDataset
+from dissociated.errors import DatasetNotFound, SourceError
+from dissociated.memory.remote import with_spans
+from dissociated.protocol.events import Streams
+from dissociated.protocol.request import PARAMETER
+from dissociated.server.session import FREE_DATA, want_tag
+from dissociated.transport.base import Listener
+from dissociated.transport.registry import transport
+from dissociated.uri import ANY_INTERFACE, PACKED, Uri
+
+_APART = (Streams.METADATA, Streams.BODIES)
+
+
+class Endpoints:
+    """The locations that `listeners` have; those on all interfaces name the host `advertise`."""
+
+    def __init__(self, listeners: Sequence[Listener], advertise: str) -> None:
+        self._listeners = listeners
+        self._advertise = advertise
+
+    def listeners(self) -> list[str]:
+        """The URIs that the listeners have themselves."""
+        return [str(listener.uri) for listener in self._listeners]
+
+    def listening(self) -> list[str]:
+        """The URIs that any dataset can be requested at."""
+        return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
+
+    def locations(self, found: Dataset, streams: Streams, packed: bool) -> list[str]:
+        """The URIs that `found` can be requested at, one for each listener."""
+        return [str(self._location(one, found, streams, packed)) for one in self._listeners]
+
+    def alternatives(self, found: Dataset) -> list[str]:
+        """The locations of `found`; those that let clients fetch from memory are followed by one that does not."""
+        ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
+        return [str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways]
+
+    def reference_locations(self, found: Dataset) -> list[str]:
+        """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
+
+        It needs UCX without error handling: `ucx:?err_mode=none`. There are none for what two connections cannot share.
+        """
+        if not found.divisible:
+            return []
+        places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
+        return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _APART]
+
+    def _location(self, listener: Listener, found: Dataset | None, streams: Streams, packed: bool) -> Uri:
+        uri = listener.uri
+        by_address = not packed and bool(streams & Streams.BODIES)
+        memory = None
+        if found is not None and by_address and listener.exposes_memory:
+            with suppress(SourceError, DatasetNotFound):  # what is damaged is an error for who reads it, not who lists
+                memory = found.exposed()
+        exposed = isinstance(memory, StaticDataset)
+        located = Uri(
+            uri.scheme,
+            host=self._advertise if uri.host in ANY_INTERFACE else uri.host,
+            port=uri.port,
+            path=uri.path,
+            want_data=want_tag(streams, packed),
+            free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
+            parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
+        )
+        if by_address and transport(uri.scheme).shares_memory:
+            located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
+        if isinstance(memory, StaticDataset):
+            located = with_spans(located, [listener.expose(segment.region) for segment in memory.mapped()[1]])
+        return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())
