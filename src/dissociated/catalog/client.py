@@ -210,11 +210,14 @@ class CatalogClient:
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
     ) -> int:
-        """Publish everything that `source` gives under `name`, by DoPut, whole and at once. Returns the rows.
+        """Publish everything that `source` gives under `name`, by DoPut, whole and at once. Returns the number of rows.
 
-        A source is whatever `Server.publish` takes, but for tensors. `mode` is "overwrite" or "append"; after `ttl`
-        seconds the dataset is gone. Where this fails or is interrupted, also by the end of this process, what had that
-        name stays as it was.
+        - `source`: whatever `Server.publish` takes, but for tensors.
+        - `mode`: "overwrite" or "append".
+        - `tags`: kept with the dataset; `list` can ask for them.
+        - `ttl`: after so many seconds the dataset is gone. None: it stays.
+
+        Where this fails or is interrupted, also by the end of this process, what had that name stays as it was.
 
         Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
         """
@@ -246,10 +249,12 @@ class CatalogClient:
         return int(self.act("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
 
     def hand_over(self, descriptor: int) -> dict[str, str]:
-        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
+        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file. The node serves it where it
+        lies.
 
         Returns what `commit` takes as a segment. The descriptor stays yours: close it when you like. The memfd must be
-        sealed against writing, shrinking and growing; it counts against the node's limit, and goes when the node ends.
+        sealed against writing, shrinking and growing. It counts against the node's limit, and goes when the node ends.
+
         Raises StoreError where the node refuses it, CatalogError where there is none on this host, AccessDenied,
         TransportError and DeadlineExceeded.
         """
@@ -271,12 +276,17 @@ class CatalogClient:
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
     ) -> None:
-        """Publish segments in the stage under `name`, in this order, whole and at once; a repeated call does nothing.
+        """Publish segments in the stage under `name`, in this order, whole and at once. A repeated call does nothing.
 
-        `mode` is "overwrite" or "append". `schema` is that of all segments, and counts where there is none. A segment
-        that is on another node than the catalog's own is `{"node": ..., "segment": ...}`. `key` tells this commit
-        from every other; left out, the segments do. Segments whose names begin with the key and "-", and that are not
-        among these, are removed: what attempts have left that failed or were not needed.
+        - `segments`: names of segments. One that is on another node than the catalog's own is `{"node": ..., "segment":
+          ...}`, as `hand_over` returns it.
+        - `mode`: "overwrite" or "append".
+        - `schema`: that of all segments. It is the dataset's schema also where there is no segment.
+        - `key`: tells this commit from every other. Left out, the segments do.
+        - `tags`, `ttl`: as for `put`.
+
+        Segments whose names begin with the key and "-", and that are not among these, are removed: attempts that failed
+        or were not needed have left them.
         """
         asked = Publication(name, mode, dict(tags or {}), ttl)
         body = {

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A part of a dataset: the identifier to ask with, and the locations that can be asked, the nearest first.
+    """A part of a dataset.
 
-    There are none where its node, which is on `hosts`, says nothing any more. `rows` is None where the catalog does
-    not know how many it has.
+    - `ticket`: the identifier to ask with. Whoever has it can read.
+    - `locations`: the URIs that can be asked, the nearest first. None of them where its node says nothing any more.
+    - `hosts`: where that node is.
+    - `rows`: how many it has. None where the catalog does not know.
     """
 
     ticket: bytes = field(repr=False)  # whoever has it can read
@@ -35,10 +37,15 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a catalog says of a dataset. `rows` and `nbytes` are None where it does not know.
+    """What a catalog says of a dataset.
 
-    `created` and `expires` are seconds since the epoch; one without a time to live never expires. What is appended
-    changes the version, and neither `began` nor the rows before; a dataset that is replaced has another one.
+    - `rows`, `nbytes`: how many rows and bytes it has. None where the catalog does not know.
+    - `endpoints`: its parts, in order.
+    - `version`: changes with everything that is appended.
+    - `created`, `expires`: seconds since the epoch. `expires` is None for a dataset without a time to live.
+    - `tags`: as they were given to `Client.put`.
+    - `began`: changes when the dataset is replaced or dropped, and not when something is appended. While it stays, rows
+      keep their positions.
     """
 
     name: str

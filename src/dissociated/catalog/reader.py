@@ -58,11 +58,15 @@ class Client(CatalogClient):
     ) -> pa.RecordBatchReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
 
-        `version` is one that was replaced and is still there; `rows` are those that are wanted, as in `range(10, 20)`:
-        parts of the dataset that have none of them are not opened. `transport` is a scheme: "shm", "tcp", or "grpc" for
-        Flight's own DoGet. `columns` keeps only these top-level columns, in the order of the schema; `options` say
-        how batches are decoded. `allow_rma` as for `open_stream`. Raises DatasetNotFound, ColumnNotFound, and what
-        `open_stream` raises.
+        - `transport`: a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet.
+        - `columns`: read only these top-level columns, in the order of the schema.
+        - `version`: one that was replaced and is still there.
+        - `rows`: those that are wanted, as in `range(10, 20)`. Parts of the dataset that have none of them are not
+          opened.
+        - `options`: how batches are decoded.
+        - `max_body`, `allow_rma`: as for `open_stream`.
+
+        Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
 
         def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
@@ -299,14 +303,19 @@ def connect(
     max_metadata: int = MAX_METADATA,
     trusted_files: bool = False,
 ) -> Client:
-    """A client of the catalog at `catalog_uri`, grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
+    """A client of the catalog at `catalog_uri`: grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
 
-    `timeout` is how many seconds it may be silent. `token` is sent with each call. `tls_roots` is a PEM file with the
-    certificates to trust, for the catalog and for data over tls:, in place of the system's. `trusted_users` are names
-    or numbers of users whose servers' memory is mapped, beside this one's and root's, over shm. With `trusted_files`
-    their files are, too, which they could cut short under this process; without it these come another way.
-    `max_metadata` is as for `open_stream`.
+    - `timeout`: how many seconds the catalog, or a server, may be silent.
+    - `token`: sent with each call.
+    - `tls_roots`: a PEM file with the certificates to trust, for the catalog and for data over tls:. Left out: the
+      system's.
+    - `trusted_users`: names or numbers of users whose servers' memory is mapped over shm, beside this user's and
+      root's.
+    - `trusted_files`: map their files, too. They could cut a file short under this process. Without it, what lies in
+      such files comes another way.
+    - `max_metadata`: as for `open_stream`.
 
-    Raises UriError, OptionError; and CatalogError, AccessDenied or DeadlineExceeded from its calls.
+    Nothing is called yet. Raises UriError and OptionError. The client's calls raise CatalogError, AccessDenied and
+    DeadlineExceeded.
     """
     return Client(catalog_uri, timeout, token, tls_roots, trusted_users, max_metadata, trusted_files)

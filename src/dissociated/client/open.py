@@ -50,17 +50,22 @@ def open_stream(
 ) -> pa.RecordBatchReader:
     """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
 
-    Batches are read as they are asked for. Where bodies come by address, arrays lie in the server's memory, which
-    is given back when the last of them is collected; the connection stays open until then. Dropping the reader
-    ends the stream.
+    Batches are read as they are asked for. Where bodies come by address, arrays lie in the server's memory. That memory
+    is given back when the last of them is collected, and the connection stays open until then. Dropping the reader ends
+    the stream.
 
-    `columns` asks for these top-level columns alone, in the order of the schema; so does `included_fields` of
-    `options`, which say how batches are decoded. `batches` asks for those from the first number up to the second.
-    A server whose URI does not say that it can choose sends everything, and the rest is dropped here. `timeout` is how
-    many seconds the server may be silent, `max_body` the largest body that is taken, in bytes, and `max_metadata` the
-    longest metadata of one message. As much may wait for what it has overtaken; at least 4 GiB of bodies, 256 MiB of
-    metadata. `allow_rma` lets this process fetch from the server's memory where a URI has a remote_handle; the server
-    could then write to ours.
+    - `columns`: read only these top-level columns, in the order of the schema. `included_fields` of `options` does the
+      same by position.
+    - `batches`: read the batches from the first number up to the second.
+    - `options`: how batches are decoded.
+    - `timeout`: how many seconds the server may be silent.
+    - `max_body`: the largest body that is taken, in bytes. As much may wait for its metadata; at least 4 GiB.
+    - `max_metadata`: the longest metadata of one message, in bytes. As much may wait for its body; at least 256 MiB.
+    - `allow_rma`: this process may fetch from the server's memory where a URI has a remote_handle. The server could
+      then write to ours.
+
+    A server whose URI does not say that it can choose columns and batches sends everything, and the rest is dropped
+    here.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,

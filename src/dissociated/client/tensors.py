@@ -41,13 +41,15 @@ def open_tensors(
 ) -> TensorReader:
     """Request the tensors `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
 
-    Each is a pyarrow.Tensor, SparseCOOTensor, SparseCSRMatrix, SparseCSCMatrix or SparseCSFTensor, and is read as it
-    is asked for. Where bodies come by address, its arrays lie in the server's memory, which is given back when the
-    last of them is collected; the connection stays open until then. Dropping the reader ends the stream.
+    Each is a pyarrow.Tensor, SparseCOOTensor, SparseCSRMatrix, SparseCSCMatrix or SparseCSFTensor, and is read as it is
+    asked for. Where bodies come by address, its arrays lie in the server's memory. That memory is given back when the
+    last of them is collected, and the connection stays open until then. Dropping the reader ends the stream.
 
-    `timeout` is how many seconds the server may be silent, `max_body` the largest body that is taken, in bytes.
-    `max_metadata` and `allow_rma` as for `open_stream`. Raises what that raises, and WrongKind where the stream holds
-    record batches.
+    - `timeout`: how many seconds the server may be silent.
+    - `max_body`: the largest body that is taken, in bytes.
+    - `max_metadata`, `allow_rma`: as for `open_stream`.
+
+    Raises what `open_stream` raises, but WrongKind where the stream holds record batches.
     """
     stream, first, rest = begun(located(uri), ticket, timeout, max_body, max_metadata, allow_rma=allow_rma)
     return TensorReader(stream.each(again([first], rest), partial(_tensor, stream)))

@@ -60,34 +60,47 @@ _PAUSE = 0.2  # seconds, before the next try to accept
 class Server:
     """Serves datasets over any number of transports, with a catalog beside them.
 
-    `listen` are URIs of transports; parts that are left out are chosen: `shm:`, `tcp://127.0.0.1:0`. `catalog` is
-    where Arrow Flight listens, None for no catalog. Times are in seconds: `handshake_timeout` for a client to have said
-    what it wants, whatever it says before, `stall_timeout` for one that takes nothing, `lease_timeout` for one that
-    holds memory and says nothing. `max_connections` are served at a time. Beside them `max_asking` may not have said
-    what they want yet: where more come, the one that has had most time is closed. `live_limit` is how many bytes of a
-    live stream one client may hold in shared memory. Who was sent away for being too slow keeps what he holds until he
-    lets go: while all of these hold `kept_limit` bytes, four times `live_limit` unless you say otherwise, nobody new
-    may read a live stream over shared memory. `inline_limit` is up to which size bodies are sent inline where they
-    could be shared: left out, 16 KiB for live streams, and none for what is static. What has more than `max_metadata`
-    bytes of metadata in one message, a schema above all, is not published: clients take no more either, unless they
-    say so.
+    Use it as a context manager, or `close` it. Times are in seconds, sizes in bytes.
 
-    With `allow_rma`, clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory by
-    themselves. UCX then lets every client that connects read and write all of that memory, libfabric read what is
-    published: only for networks and peers you trust.
+    What it listens at:
 
-    With `ticket_lifetime`, in seconds, tickets are signed and expire; servers with the same `secret` accept each
-    other's tickets for what was published with the same one. `authorize` guards the catalog: tokens, or a callable
-    that is given one and says whose it is, or something false. `tls_cert` and `tls_key` are PEM files for a catalog
-    at grpc+tls: and for listeners of tls:. `metrics` is HOST:PORT, where Prometheus may ask for /metrics, and anybody
-    else. See docs/access.md.
+    - `listen`: URIs of transports. Parts that are left out are chosen: `shm:`, `tcp://127.0.0.1:0`.
+    - `catalog`: where the catalog, Arrow Flight, listens. None for no catalog.
+    - `advertise`: the host that locations name where the server listens on all interfaces. Left out: this host's name.
+    - `metrics`: HOST:PORT. Whoever reaches it can ask for /metrics, as Prometheus does.
 
-    `retain` is for how many seconds tickets that the catalog gives out stay good, and so for how long what they are for
-    stays in memory after it has been replaced: the expiry of endpoints that Flight knows. With 0 nothing is promised.
+    How long it waits:
 
-    Locations of a server that listens on all interfaces name the host `advertise`, or else this host's own name.
+    - `handshake_timeout`: for a client's request, whatever arrives before that.
+    - `stall_timeout`: for a client that takes nothing.
+    - `lease_timeout`: for a client that holds memory and says nothing.
+    - `retain`: how long tickets that the catalog gives out stay good, and so how long their datasets stay in memory
+      after they have been replaced. Flight knows it as the expiration time of endpoints. With 0 nothing is promised.
 
-    Use it as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen.
+    What it takes and keeps at most:
+
+    - `max_connections`: clients that have sent their request.
+    - `max_asking`: clients that have not. Where more come, the oldest of them is closed.
+    - `live_limit`: bytes of a live stream that one client may hold in shared memory.
+    - `kept_limit`: bytes that clients who were cut off for being slow may still hold together. Beyond it, nobody new
+      may read a live stream over shared memory. Left out: four times `live_limit`.
+    - `inline_limit`: bodies of up to this size are sent inline where they could be shared. Left out: 16 KiB for live
+      streams, and none for static datasets.
+    - `max_metadata`: the longest metadata of one message, a schema above all. What has more is not published. Clients
+      take no more either, unless they say so.
+
+    Who may read (see docs/access.md):
+
+    - `ticket_lifetime`: tickets are signed, and expire after so many seconds.
+    - `secret`: servers with the same one accept each other's signed tickets for what was published with one `ticket`.
+    - `authorize`: guards the catalog. It is tokens, or a callable that is given a token and returns whose it is, or
+      something false.
+    - `tls_cert`, `tls_key`: PEM files for a catalog at grpc+tls: and for listeners of tls:.
+    - `allow_rma`: clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory. UCX then
+      lets every client that connects read and write all of that memory; libfabric lets it read what is published. Only
+      for networks and peers you trust.
+
+    Raises UriError and TransportError where it cannot listen.
     """
 
     def __init__(
