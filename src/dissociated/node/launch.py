@@ -73,13 +73,19 @@ def ensure(
 ) -> Address:
     """The node of the store in `directory`, which is started where there is none.
 
-    The node is a process of its own, that goes on when this one ends; all options but `directory` and `timeout` are
-    for one that is started. `starter` is the end of a pipe that is read from, and stays yours: when its other end has
-    been closed everywhere, a node that was started ends, too, if nothing has been committed and nobody is there. With
-    `idle_exit` it ends when nobody has read or written for so many seconds; what is
-    committed stays. `options` are further ones of the command `dissociated node`, as those for access. However many
-    processes ask at once, one node is started. Raises StoreError where none answers
-    within `timeout` seconds, with what it said.
+    The node is a process of its own, that goes on when this one ends. However many processes ask at once, one node is
+    started. All options but `directory` and `timeout` are for a node that is started.
+
+    - `catalog`: the upstream that it is a node of, if any.
+    - `limit`, `policy`, `spill`: what the store may take, in bytes, and what happens at the limit.
+    - `listen`, `flight`: where it serves, and where its own catalog answers.
+    - `idle_exit`: end when nobody has read or written for so many seconds. What is committed stays.
+    - `options`: further options of the command `dissociated node`, as those for access.
+    - `starter`: the end of a pipe that is read from, and stays yours. When its other end has been closed everywhere,
+      the node ends, too, if nothing has been committed and nobody is there.
+    - `timeout`: seconds in which it must answer.
+
+    Raises StoreError where none answers in time, with what it said.
     """
     store = Path(directory or default_store()).absolute()
     arguments = ["--store", str(store), "--flight", flight, "--policy", policy.value]

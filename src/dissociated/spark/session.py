@@ -28,11 +28,13 @@ def session(
 ) -> SparkSession:
     """Start Spark, or take the session that runs already, with the settings that matter for Arrow.
 
-    `remote` asks for a session of Spark Connect, in place of `master`: of a server that runs already, at
-    "sc://HOST:PORT", which is to have `dissociated` installed; or of one that is started here, by "local[*]". Any other
-    setting goes by its own name, and wins over those of this function: `session(**{"spark.driver.memory": "16g"})`.
+    - `app_name`, `master`: as Spark has them.
+    - `remote`: a session of Spark Connect, in place of `master`. "sc://HOST:PORT" is a server that runs already, which
+      must have `dissociated` installed. "local[*]" starts one here.
+    - `conf`: any other setting, by its own name. It wins over those of this function:
+      `session(**{"spark.driver.memory": "16g"})`.
 
-    Finds a Java by itself; raises JavaNotFound where there is none, and one is to be started.
+    Finds a Java by itself. Raises JavaNotFound where there is none, and one is to be started.
     """
     from pyspark.sql import SparkSession
 
@@ -58,9 +60,13 @@ def publish(
 ) -> None:
     """Publish `df` as the dataset `name` of the catalog at the URI `catalog`.
 
-    Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The
-    dataset changes at once and whole, or not at all. `mode` is "overwrite" or "append"; `token_file` and `tls_roots`
-    are for a catalog that is guarded. This does what `df.write.format("dissociated")` does, and takes Spark less time.
+    Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The dataset
+    changes at once and whole, or not at all. This does what `df.write.format("dissociated")` does, and takes Spark less
+    time.
+
+    - `mode`: "overwrite" or "append".
+    - `token_file`, `tls_roots`: for a catalog that is guarded. Every host must have these files.
+
     Raises SourceError for a type that Arrow cannot carry, CatalogError and AccessDenied where the catalog refuses, and
     what Spark raises where a task fails.
     """
@@ -86,11 +92,13 @@ def read(
     filters: Sequence[Any] | None = None,
     **options: str | int,
 ) -> DataFrame:
-    """The dataset `name` of the catalog at the URI `catalog` as a DataFrame; `columns` of it, in this order.
+    """The dataset `name` of the catalog at the URI `catalog`, as a DataFrame.
 
-    `filters` are `(column, operator, value)`, which must all be true for a row to be read, or lists of these, of one of
-    which all must be true; they are decided as Spark does, before rows come to Spark. `options` are those of the data
-    source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`, `tls_roots`.
+    - `columns`: read only these, in this order.
+    - `filters`: conditions `(column, operator, value)`, which must all be true for a row to be read; or lists of such
+      conditions, of which one list must be true. They are decided as Spark decides, before rows come to it.
+    - `options`: those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
+      `tls_roots`.
     """
     reader = spark.read.format("dissociated").option("catalog", catalog).options(**options)
     if columns is not None:
