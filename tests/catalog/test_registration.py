@@ -139,7 +139,8 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
         for name in "ab":
             version = store.current(name)
             assert version is not None
-            store._give_up(version)
+            with store._lock:
+                store.eviction.give_up(version)
         pair.tell()
         pair.check({"c": 1})
 

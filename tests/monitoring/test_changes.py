@@ -17,7 +17,8 @@ from dissociated.errors import DatasetNotFound
 from dissociated.monitoring.log import fields
 from dissociated.monitoring.status import Changed
 from dissociated.node.node import Node
-from dissociated.store.store import Policy, Store
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
 from helpers import Serve, wait_until
 
 MIB = 1 << 20

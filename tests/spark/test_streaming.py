@@ -24,7 +24,8 @@ from dissociated.node.node import Node
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.reader import Request
 from dissociated.spark.streaming import Rows, StreamOptions, StreamReader
-from dissociated.store.store import Policy, Store
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
 from helpers import PATIENCE, connections_left, wait_until
 from processes import Process, Start, free_port
 

@@ -16,7 +16,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.node.node import Node
-from dissociated.store.store import Policy, Store
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
 from helpers import case, clients_end, connections_left, wait_until
 from nodes import MIB, put
 

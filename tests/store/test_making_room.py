@@ -14,7 +14,8 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import CatalogError, DissociatedError, StoreError
 from dissociated.node.node import Node
 from dissociated.store.directory import Version
-from dissociated.store.store import Policy, Store
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
 from helpers import wait_until
 from nodes import MIB, small_file_system
 from processes import Start
@@ -40,7 +41,7 @@ def test_what_would_not_be_enough_is_left_alone(memory: Path, tmp_path: Path, po
     spill = tmp_path / "disk" if policy is Policy.SPILL else None
     with Store(memory / "store", 14 * MIB, policy, spill) as store:
         a, b, c = (put(store, name, 4) for name in "abc")
-        store.in_use = lambda version: version == b
+        store.eviction.in_use = lambda version: version == b
         (store.staging / "w").touch(0o600)
         with pytest.raises(StoreError, match="is being read"):
             store.reserve("w", 11 * MIB)  # a and c have 8 MiB, and 2 are free
@@ -58,12 +59,12 @@ def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memor
         first = put(store, "a", 6)
         second = put(store, "a", 2, append=True)
         other = put(store, "b", 2)
-        store.in_use = lambda version: version == second
+        store.eviction.in_use = lambda version: version == second
         (store.staging / "w").touch(0o600)
         with pytest.raises(StoreError, match="is being read"):
             store.reserve("w", 9 * MIB)  # the first alone has nothing, and b too little
         assert store.versions() == [first, second, other]
-        store.in_use = lambda version: False
+        store.eviction.in_use = lambda version: False
         store.reserve("w", 9 * MIB)
         assert names(store) == ["b"]
 

@@ -22,8 +22,9 @@ from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.directory import Version
+from dissociated.store.eviction import Policy
 from dissociated.store.recent import Opened, Recent
-from dissociated.store.store import Policy, Store
+from dissociated.store.store import Store
 from helpers import PATIENCE
 from nodes import MIB, SCHEMA, put, read, table
 

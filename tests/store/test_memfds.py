@@ -20,8 +20,9 @@ import dissociated as dis
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, StoreError, TransportError
 from dissociated.memory.shared import Backing
 from dissociated.node.node import Node
+from dissociated.store.eviction import Policy
 from dissociated.store.handover import hand_over
-from dissociated.store.store import Policy, Store
+from dissociated.store.store import Store
 from helpers import PATIENCE, Serve, leaving_nothing, wait_until
 from memory.maps import origins
 from nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table

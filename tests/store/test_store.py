@@ -17,9 +17,10 @@ import pytest
 
 from dissociated.errors import StoreError
 from dissociated.store.directory import Version
+from dissociated.store.eviction import Policy
 from dissociated.store.files import claimed
 from dissociated.store.segment import SegmentWriter
-from dissociated.store.store import Policy, Store
+from dissociated.store.store import Store
 from helpers import PATIENCE, leaving_nothing
 from nodes import kill, small_file_system, spawn
 
@@ -126,7 +127,7 @@ def test_a_repeated_commit_does_nothing(memory: Path) -> None:
 def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory: Path) -> None:
     with Store(memory) as store:
         gone: list[Version] = []
-        store.removed = gone.append
+        store.eviction.removed = gone.append
         first = store.commit("some", [write(store, "a", 1)], key="k", prepared=True)
         assert store.commit("some", ["a"], key="k", prepared=True) == first  # the same attempt, repeated
         second = store.commit("some", [write(store, "b", 2)], key="k", prepared=True)
@@ -400,7 +401,7 @@ def test_what_was_written_without_reserving_is_not_committed(memory: Path) -> No
 def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:
     with Store(memory, limit=14 * MIB) as store:
         gone: list[Version] = []
-        store.removed = gone.append
+        store.eviction.removed = gone.append
         old = store.commit("a", [write_large(store, "1", 5)], key="1")
         new = store.commit("a", [write_large(store, "2", 5)], key="2")
         store.commit("b", [write_large(store, "3", 5)], key="3")
@@ -412,12 +413,12 @@ def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:
 def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
     with Store(memory, limit=14 * MIB, policy=Policy.EVICT) as store:
         gone: list[str] = []
-        store.removed = lambda version: gone.append(version.name)
-        store.in_use = lambda version: version.name == "a"
+        store.eviction.removed = lambda version: gone.append(version.name)
+        store.eviction.in_use = lambda version: version.name == "a"
         for name in "abc":
             store.commit(name, [write_large(store, name, 5)], key=name)
         assert gone == ["b"]
-        store.in_use = lambda version: True
+        store.eviction.in_use = lambda version: True
         with pytest.raises(StoreError, match="what is left is being read"):
             write_large(store, "d", 10)
         assert [version.name for version in store.versions()] == ["a", "c"]
@@ -428,7 +429,7 @@ def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path, tm
     disk = memory.with_name("store-disk")
     with Store(memory, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
         moved: list[str] = []
-        store.moved = lambda version: moved.append(version.name)
+        store.eviction.moved = lambda version: moved.append(version.name)
         a = store.commit("a", [write_large(store, "a", 5)], key="a")
         before = store.segments(a)[0].region.memory
         reader = pa.ipc.open_stream(before)
@@ -469,7 +470,8 @@ SMALL = """
 import os, sys
 import pyarrow as pa
 from dissociated.errors import StoreError
-from dissociated.store.store import Policy, Store
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
 
 schema = pa.schema([("n", pa.int64())])
 batch = pa.record_batch({"n": pa.array([7] * (1 << 17), pa.int64())})

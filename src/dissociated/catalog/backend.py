@@ -23,9 +23,10 @@ from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
 from dissociated.store.directory import Version
+from dissociated.store.places import Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.stage import Stage
-from dissociated.store.store import Store, Usage
+from dissociated.store.store import Store
 
 T = TypeVar("T")
 
@@ -242,9 +243,9 @@ class StoreBackend(Backend):
         self.id = store.id
         self._store = store
         self._registry = registry
-        store.in_use = self._in_use
-        store.removed = self._removed
-        store.moved = self._moved
+        store.eviction.in_use = self._in_use
+        store.eviction.removed = self._removed
+        store.eviction.moved = self._moved
 
     @property
     def directory(self) -> Path:

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `node`."""
     from dissociated.node.launch import default_store
     from dissociated.node.node import RETAIN
-    from dissociated.store.store import FORGOTTEN, Policy
+    from dissociated.store.eviction import Policy
+    from dissociated.store.store import FORGOTTEN
 
     parser.add_argument(
         "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
@@ -95,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     from dissociated.node.node import Node
-    from dissociated.store.store import Policy, Store
+    from dissociated.store.eviction import Policy
+    from dissociated.store.store import Store
 
     log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -18,7 +18,7 @@ from typing import IO
 from dissociated.catalog.client import CatalogClient
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.oserrors import explained
-from dissociated.store.store import Policy
+from dissociated.store.eviction import Policy
 
 _ADDRESS = "node.json"
 _LOG = "node.log"

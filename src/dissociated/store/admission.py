@@ -1,0 +1,115 @@
+"""Admission: what may be written into a store, under its limit and in its file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from dissociated.errors import StoreError, StoreFull
+from dissociated.memory.region import pages
+from dissociated.oserrors import explained
+from dissociated.store.eviction import Eviction, Policy
+from dissociated.store.files import open_regular
+from dissociated.store.places import Places, Usage
+
+_ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
+_ADVICE = {
+    Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",
+    Policy.EVICT: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
+    Policy.SPILL: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
+}
+
+
+class Admission:
+    """Admits what is written to a store, which may take `limit` bytes; evicts for it where there is no room.
+
+    Not safe to use from many threads: the store has a lock.
+    """
+
+    def __init__(self, places: Places, eviction: Eviction, limit: int | None) -> None:
+        self.limit = limit
+        self._places = places
+        self._eviction = eviction
+
+    def usage(self) -> Usage:
+        """What the store takes now."""
+        return self._places.usage(self.limit)
+
+    def reserve(self, name: str, size: int, wish: int) -> int:
+        """See Store.reserve."""
+        path = self._places.shelf.staged(name)
+        with explained(f"reserving room for {path}"):
+            descriptor = open_regular(path, os.O_WRONLY)
+            try:
+                has = os.fstat(descriptor).st_blocks * 512
+                size = pages(size)
+                if wish > size and self._fits(wish - has) and _allocate(descriptor, wish):
+                    return wish
+                self._grow(descriptor, name, size, size - has)
+                return size
+            finally:
+                os.close(descriptor)
+
+    def expect(self, name: str, size: int) -> None:
+        """See Store.expect."""
+        with explained(f"making room in {self._places.shelf.directory}"):
+            self.admit(repr(name), size, size)
+            if size > self._places.free():
+                self._eviction.make_room(lambda: size - self._places.free())
+            if size > self._places.free():
+                raise self._no_space(repr(name), size)
+
+    def admit(self, what: str, size: int, missing: int) -> None:
+        """Make room under the limit for `missing` of the `size` bytes of `what`.
+
+        Raises StoreFull where there is none now, and StoreError where it would never fit.
+        """
+        if self.limit is not None and size > self.limit:
+            raise StoreError(f"{self._full(what, missing)}: it would never fit")
+        if not self._fits(missing):
+            self._eviction.make_room(lambda: self.usage().total + missing - (self.limit or 0))
+        if not self._fits(missing):
+            raise StoreFull(f"{self._full(what, missing)}: {_ADVICE[self._eviction.policy]}")
+
+    def check(self, name: str) -> None:
+        """Raise StoreError where somebody has written what was not reserved."""
+        if self.limit is not None and (total := self.usage().total) > self.limit + _ROUNDING:
+            raise StoreError(
+                f"{name!r} is not committed: the store {self._places.shelf.directory} holds {total:,} bytes, and its "
+                f"limit is {self.limit:,}. Drop what is not needed; writers must reserve room before they write"
+            )
+
+    def _fits(self, missing: int) -> bool:
+        return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
+
+    def _grow(self, descriptor: int, name: str, size: int, missing: int) -> None:
+        self.admit(name, size, missing)
+        if not _allocate(descriptor, size):
+            self._eviction.make_room(lambda: missing - self._places.free())
+            if not _allocate(descriptor, size):
+                raise self._no_space(name, missing)
+
+    def _no_space(self, name: str, missing: int) -> StoreFull:
+        return StoreFull(
+            f"the file system of {self._places.shelf.directory} is full: {name} needs {missing:,} bytes more and "
+            f"{self._places.free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
+            "--shm-size), or choose another directory"
+        )
+
+    def _full(self, name: str, missing: int) -> str:
+        usage = self.usage()
+        return (
+            f"the store {self._places.shelf.directory} is full: it holds {usage.total:,} bytes of at most "
+            f"{self.limit:,}, and {name} needs {missing:,} more"
+        )
+
+
+def _allocate(descriptor: int, size: int) -> bool:
+    """Give a file blocks up to `size`. False where the file system is full."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return False
+        raise
+    return True

@@ -1,0 +1,153 @@
+"""Where the versions of a store lie, and what they take: its directory, memfds, and a directory on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from dissociated.errors import StoreError
+from dissociated.oserrors import explained
+from dissociated.store import trash
+from dissociated.store.contents import Blocks, Contents
+from dissociated.store.directory import Shelf, Version, file_name, sizes
+from dissociated.store.files import copy
+from dissociated.store.memfds import Memfds
+from dissociated.store.recent import Recent
+
+Place: TypeAlias = Shelf | Memfds
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a store takes, in bytes. `limit` is None where there is none."""
+
+    limit: int | None
+    committed: int
+    staged: int
+    trash: int
+    spilled: int
+
+    @property
+    def total(self) -> int:
+        """What counts against the limit."""
+        return self.committed + self.staged + self.trash
+
+
+class Places:
+    """Versions in `shelf`, the store's directory, in `memfds`, and on `disk`, if there is such a directory.
+
+    All but the disk take memory. Of the trash of `shelf`, `warm` bytes may be kept to be written over. Not safe to
+    use from many threads: the store has a lock.
+    """
+
+    def __init__(self, shelf: Shelf, memfds: Memfds, disk: Shelf | None, warm: int) -> None:
+        self.shelf = shelf
+        self.memfds = memfds
+        self.disk = disk
+        self.contents: Contents[Place] = Contents()
+        #: what is committed in each
+        self.blocks: dict[Place, Blocks] = defaultdict(Blocks)
+        self.recent = Recent()
+        self._warm = warm
+
+    def load(self) -> None:
+        """Find what was committed before."""
+        found: dict[str, tuple[Version, Shelf]] = {one.id: (one, self.shelf) for one in self.shelf.committed()}
+        if self.disk is not None:
+            for version in self.disk.committed():
+                if version.id in found:  # it has moved to disk, and its mover was killed before the last step
+                    self.shelf.remove(version)
+                found[version.id] = version, self.disk
+        for version, shelf in sorted(found.values(), key=lambda one: one[0].number):
+            self.put(version, shelf)
+
+    def find(self, version: Version) -> tuple[Version, Place]:
+        """What is known of a version now, and its place. Raises StoreError where it is gone."""
+        found = self.contents.get(version.id)
+        if found is None:
+            raise StoreError(f"{version.name!r} is not in {self.shelf.directory} any more")
+        return found
+
+    def in_memory(self, version: Version) -> bool:
+        """Whether a version takes memory."""
+        return self.find(version)[1] is not self.disk
+
+    def put(self, version: Version, place: Place) -> None:
+        """A version lies there now."""
+        self.contents.put(version, place)
+        self.blocks[place].add(place.sizes(version))
+
+    def remove(self, *versions: Version) -> None:
+        """Make versions disappear, those that are still there. The one that is named last goes last."""
+        for version in versions:
+            found = self.contents.pop(version.id)
+            if found is not None:
+                self.recent.pop(version.id)
+                with explained(f"removing {version.name!r} from {self.shelf.directory}"):
+                    self._take_from(found[1], version)
+        self.empty_trash(self._warm)
+
+    def spill(self, version: Version) -> None:
+        """Move a version to disk. It is there as a whole before it goes from its place."""
+        assert self.disk is not None
+        _, place = self.find(version)
+        with explained(f"moving {version.name!r} to {self.disk.directory}"):
+            draft = self.disk.staging / f"{version.id}.new"
+            draft.mkdir(mode=0o700)
+            try:
+                for index, path in enumerate(place.files(version)):
+                    file = draft / file_name(index)
+                    copy(path, file)
+                    os.chmod(file, 0o400)
+                self.disk.publish(version, draft)
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            self.put(version, self.disk)
+            self.recent.pop(version.id)
+            self._take_from(place, version)
+
+    def _take_from(self, place: Place, version: Version) -> None:
+        files = place.sizes(version)
+        place.remove(version)
+        self.blocks[place].discard(files)
+
+    def sweep(self, forgotten: float) -> None:
+        """Remove halves whose writer is gone, what was not committed for so many seconds, and trash."""
+        self.shelf.sweep(forgotten)
+        self.memfds.sweep(forgotten)
+        if self.disk is not None:
+            self.disk.sweep(0)
+        self.empty_trash(self._warm)
+
+    def empty_trash(self, keep: int = 0) -> None:
+        """Remove from the trash what nobody reads any more; `keep` bytes of it may be written over for a while."""
+        self.memfds.empty_trash()
+        trash.empty(self.shelf.trash, keep)
+        if self.disk is not None:
+            for path in self.disk.trash.iterdir():
+                path.unlink()
+
+    def usage(self, limit: int | None) -> Usage:
+        """What all of it takes now, and the limit."""
+        committed = self.blocks[self.shelf]
+        staged = {inode: size for inode, size in sizes(self.shelf.staging).items() if inode not in committed}
+        removed = {inode: size for inode, size in sizes(self.shelf.trash).items() if inode not in committed}
+        removed = {inode: size for inode, size in removed.items() if inode not in staged}
+        held = self.blocks[self.memfds]
+        handed, kept = self.memfds.uncommitted(held)
+        return Usage(
+            limit,
+            committed.total + held.total,
+            sum(staged.values()) + handed,
+            sum(removed.values()) + kept,
+            self.blocks[self.disk].total if self.disk else 0,
+        )
+
+    def free(self) -> int:
+        """Bytes that are left in the file system of the store."""
+        status = os.statvfs(self.shelf.directory)
+        return status.f_bavail * status.f_frsize

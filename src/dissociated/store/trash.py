@@ -1,0 +1,53 @@
+"""The trash of a store: segments that were removed, for as long as somebody has them open or mapped.
+
+What nobody has any more may stay a little longer: writing over pages that are there is faster than taking fresh ones.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from dissociated.host import machine_memory
+from dissociated.store.files import claimed
+
+#: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
+_WARM = 1 / 8
+_WARM_SECONDS = 60.0
+_WARM_FILES = 64  # since all are looked at whenever something is removed
+_WARM_SIZE = 1 << 16  # bytes from which on a file is worth that
+
+
+def warm_bytes(store: Path, limit: int | None) -> int:
+    """How many bytes the trash of a store may keep to be written over: none unless it lies in memory."""
+    return int(_WARM * (limit or machine_memory())) if _in_memory(store) else 0
+
+
+def empty(trash: Path, keep: int) -> None:
+    """Remove the files that nobody has open or mapped. `keep` bytes of them may stay for a while."""
+    files = _WARM_FILES
+    oldest = time.time() - _WARM_SECONDS
+    for path in trash.iterdir():
+        descriptor = claimed(path)
+        if descriptor is None:
+            continue
+        status = os.fstat(descriptor)
+        lately = status.st_ctime >= oldest  # since when it is in the trash
+        if files and lately and _WARM_SIZE <= status.st_size <= keep:
+            keep -= status.st_size
+            files -= 1
+        else:
+            path.unlink()
+        os.close(descriptor)
+
+
+def _in_memory(directory: Path) -> bool:
+    """Whether a directory lies in a tmpfs."""
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return rest.split()[0] == "tmpfs"
+    return False
