@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.monitoring.status import Rate
+from dissociated.monitoring.activity import Rate
 from helpers import PATIENCE, Serve, connections_left, wait_until
 from machine import media
 

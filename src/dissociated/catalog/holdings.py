@@ -17,8 +17,9 @@ from dissociated.codec.split import Pair, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DissociatedError
+from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
-from dissociated.monitoring.status import Activity, StoreStatus
+from dissociated.monitoring.status import StoreStatus
 from dissociated.protocol.request import parse_identifier
 from dissociated.store.directory import Version
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
-from dissociated.monitoring.status import Activity
+from dissociated.monitoring.activity import Activity
 from dissociated.transport.base import Connection
 
 

@@ -32,8 +32,9 @@ from dissociated.errors import (
 )
 from dissociated.fork import belongs, disown
 from dissociated.host import host_name
+from dissociated.monitoring.activity import Activity, Tally
 from dissociated.monitoring.changes import Change
-from dissociated.monitoring.status import Activity, ServerStatus, Tally
+from dissociated.monitoring.status import ServerStatus
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import MAGIC
 from dissociated.server.admission import Admission, Full, Limits

@@ -29,7 +29,7 @@ from dissociated.errors import (
 from dissociated.format.message import buffer_extents
 from dissociated.memory.leases import Ledger
 from dissociated.memory.live import LiveMemory, LiveRegion
-from dissociated.monitoring.status import Tally
+from dissociated.monitoring.activity import Tally
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
 from dissociated.protocol.message import Incoming, Message, Run

@@ -1,0 +1,275 @@
+"""What a server does, counted where it happens.
+
+Each connection has a tally that its own thread writes and anybody may read, so that counting takes no lock while data
+flows. When a connection ends, its tally is added to the totals.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dissociated._version import __version__
+from dissociated.datasets.base import Dataset
+from dissociated.host import host_name
+from dissociated.monitoring.changes import Changes
+from dissociated.monitoring.status import (
+    OUTCOMES,
+    Changed,
+    Consumer,
+    DatasetStatus,
+    ListenerStatus,
+    NodeStatus,
+    ServerStatus,
+    StoreStatus,
+    Totals,
+)
+from dissociated.transport.base import Connection
+
+
+class Rate:
+    """How much a count grows in a second, reckoned when somebody looks: so counting itself needs no clock.
+
+    It is that since the look before, or the one before that, which is a second ago at least; at first since `began`.
+    """
+
+    _LEAST = 1.0  # seconds
+
+    def __init__(self, began: float) -> None:
+        self._looks = (began, 0), (began, 0)  # as they were then: when, and how much
+
+    def at(self, now: float, count: int) -> float:
+        """The rate, at a time after all others."""
+        before, last = self._looks
+        if now - last[0] >= self._LEAST:
+            before = last
+            self._looks = last, (now, count)
+        return max(0, count - before[1]) / (now - before[0]) if now > before[0] else 0.0
+
+
+class Tally:
+    """What one connection has done so far. Only its own thread writes."""
+
+    def __init__(self, connection: int, listener: str, peer: str) -> None:
+        self.connection = connection
+        self.listener = listener
+        self.transport = listener.partition(":")[0]
+        self.peer = peer
+        self.dataset: Dataset | None = None
+        self.messages = 0
+        #: bytes of bodies that the medium has taken; then where more are sent, since which byte, and how many these are
+        self._sent: tuple[int, Connection | None, int, int] = 0, None, 0, 0
+        self.held: Sized = ()
+        #: How much memory of live streams it holds, in bytes; None where it was not cut off.
+        self.kept: Callable[[], int | None] | None = None
+        self.sent = False  # all there is
+        self._began = time.monotonic()
+        self._rate = Rate(self._began)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of bodies that the medium has taken, as far as it tells while it does."""
+        taken, connection, began, more = self._sent
+        return taken if connection is None else taken + min(connection.written - began, more)
+
+    @contextmanager
+    def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
+        """So many bytes of bodies are being sent. Where that breaks off, what the medium took of them counts.
+
+        Afterwards the medium may still have some of them, and of those before, to send.
+        """
+        whole = self._sent[0] + self._sent[3] + nbytes
+        began, taken = connection.written, self.bytes
+        self._sent = taken, connection, began, whole - taken
+        try:
+            yield
+        except BaseException:
+            self._sent = self.bytes, None, 0, 0
+            raise
+        began, taken = connection.written, self.bytes
+        left = min(connection.backlog, whole - taken)
+        self._sent = whole - left, connection if left else None, began, left
+
+    def settle(self) -> None:
+        """The client has got everything, whether the medium told or not."""
+        self._sent = self._sent[0] + self._sent[3], None, 0, 0
+
+    def status(self) -> Consumer:
+        """How it stands now."""
+        kept, now, nbytes = self._kept(), time.monotonic(), self.bytes
+        state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
+        if kept is not None:
+            state = "cut off"
+        return Consumer(
+            self.connection,
+            self.transport,
+            self.peer,
+            state,
+            None if self.dataset is None else self.dataset.name,
+            now - self._began,
+            self.messages,
+            nbytes,
+            len(self.held),
+            kept or 0,
+            self._rate.at(now, nbytes),
+        )
+
+    def _kept(self) -> int | None:
+        kept = self.kept  # which its own thread may take away now
+        return None if kept is None else kept()
+
+    def fields(self) -> dict[str, Any]:
+        """What a line of the log says beside its message."""
+        now = self.status()
+        told = {"connection": now.connection, "transport": now.transport, "peer": now.peer}
+        if now.dataset is None:
+            return told
+        return told | {
+            "dataset": now.dataset,
+            "seconds": round(now.seconds, 3),
+            "messages": now.messages,
+            "bytes": now.bytes,
+        }
+
+
+class _Sum:
+    """Streams, messages and bytes, added up."""
+
+    def __init__(self) -> None:
+        self.streams = self.messages = self.bytes = self.consumers = self.leases = 0
+
+    def add(self, tally: Tally) -> None:
+        self.streams += 1
+        self.messages += tally.messages
+        self.bytes += tally.bytes
+
+    def include(self, other: _Sum) -> None:
+        self.streams += other.streams
+        self.messages += other.messages
+        self.bytes += other.bytes
+        self.consumers += other.consumers
+        self.leases += other.leases
+
+    def plus(self, tallies: Iterable[Tally]) -> _Sum:
+        """These and those of connections that are open."""
+        total = _Sum()
+        total.streams, total.messages, total.bytes = self.streams, self.messages, self.bytes
+        for tally in tallies:
+            total.add(tally)
+            total.consumers += 1
+            total.leases += len(tally.held)
+        return total
+
+
+class Activity:
+    """The tallies of a server, and the totals of what has ended."""
+
+    def __init__(self) -> None:
+        #: what becomes of datasets
+        self.changes = Changes()
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Tally] = {}
+        self._ended = _Sum()
+        self._of_datasets: WeakKeyDictionary[Dataset, _Sum] = WeakKeyDictionary()  # while each is published or read
+        self._outcomes: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._flight = 0
+
+    def begin(self, listener: str, peer: str) -> Tally:
+        """A connection was accepted by `listener`. It is counted until `end`."""
+        with self._lock:
+            tally = Tally(next(self._numbers), listener, peer)
+            self._accepted[listener] += 1
+            self._open[tally.connection] = tally
+        return tally
+
+    def end(self, tally: Tally, outcome: str) -> None:
+        """The connection is over, and its tally will not change any more."""
+        with self._lock:
+            del self._open[tally.connection]
+            self._outcomes[outcome] += 1
+            if tally.dataset is not None:
+                self._ended.add(tally)
+                self._of_datasets.setdefault(tally.dataset, _Sum()).add(tally)
+
+    def refuse(self, listener: str) -> None:
+        """A connection was turned away, since there are too many."""
+        with self._lock:
+            self._refused[listener] += 1
+
+    @property
+    def kept(self) -> int:
+        """How many bytes of live streams those hold that were cut off."""
+        with self._lock:
+            tallies = list(self._open.values())
+        return sum(tally.status().kept for tally in tallies)
+
+    def flight(self) -> None:
+        """A stream goes out over Flight."""
+        with self._lock:
+            self._flight += 1
+
+    def status(
+        self,
+        catalog: str | None,
+        listeners: Sequence[str],
+        datasets: Mapping[str, Sequence[Dataset]],
+        nodes: Sequence[NodeStatus] = (),
+        store: StoreStatus | None = None,
+    ) -> ServerStatus:
+        """How everything stands now. `datasets` has all that is served under each name, the latest last."""
+        with self._lock:
+            tallies = list(self._open.values())
+            asked = [tally for tally in tallies if tally.dataset is not None]
+            at = Counter(tally.listener for tally in tallies)
+            everything = self._ended.plus(asked)
+            consumers = tuple(tally.status() for tally in tallies)
+            return ServerStatus(
+                __version__,
+                host_name(),
+                os.getpid(),
+                time.monotonic() - self._began,
+                catalog,
+                everything.leases,
+                Totals(
+                    everything.streams,
+                    everything.messages,
+                    everything.bytes,
+                    self._flight,
+                    **{outcome: self._outcomes[outcome] for outcome in OUTCOMES},
+                ),
+                tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
+                tuple(self._dataset(versions, asked) for versions in datasets.values()),
+                consumers,
+                tuple(nodes),
+                store,
+                sum(consumer.kept for consumer in consumers),
+                Changed(**self.changes.counts()),
+            )
+
+    def _dataset(self, versions: Sequence[Dataset], asked: Sequence[Tally]) -> DatasetStatus:
+        total = _Sum()
+        for one in versions:
+            known = self._of_datasets.get(one, _Sum())
+            total.include(known.plus(tally for tally in asked if tally.dataset is one))
+        latest = versions[-1]
+        return DatasetStatus(
+            latest.name,
+            latest.rows,
+            latest.nbytes,
+            total.consumers,
+            total.streams,
+            total.messages,
+            total.bytes,
+            total.leases,
+        )
