@@ -14,7 +14,8 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.database import FOR_EVER, Database, Node, Part
+from dissociated.catalog.database import FOR_EVER, Database
+from dissociated.catalog.records import Node, Part
 from dissociated.catalog.service import CatalogService
 from processes import Start
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dissociated.catalog.database import ABANDONED, FOR_EVER, Announced, Database, Node, Part
+from dissociated.catalog.database import ABANDONED, FOR_EVER, Database
+from dissociated.catalog.records import Announced, Node, Part
 from dissociated.errors import CatalogError, DatasetNotFound
 from helpers import leaving_nothing, rest_of
 
@@ -287,7 +288,8 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 COMMITTER = """
 import itertools, sys
-from dissociated.catalog.database import FOR_EVER, Database, Node, Part
+from dissociated.catalog.database import FOR_EVER, Database
+from dissociated.catalog.records import Node, Part
 database = Database(sys.argv[1])
 database.register(Node("a", "h", "b", "f", ()), [], "", FOR_EVER, serial=-1)
 for n in itertools.count(int(sys.argv[2])):

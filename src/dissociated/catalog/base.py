@@ -22,10 +22,10 @@ from dissociated.access import Security
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import Prepared, Wanted
 from dissociated.catalog.chunks import received
-from dissociated.catalog.database import Node
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.messages import plain_part
 from dissociated.catalog.publication import Publication
+from dissociated.catalog.records import Node
 from dissociated.codec.split import Pair
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError

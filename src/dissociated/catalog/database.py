@@ -1,166 +1,33 @@
 """What the catalog knows: datasets, their versions, the parts of each, and the nodes that hold them.
 
-One SQLite database, in a file or in memory. A commit is one transaction: a dataset is replaced whole or not at all,
-whatever is killed.
-
-    nodes          who serves parts, and until when it is believed to live
-    versions       what a dataset was at one commit; the one that was not replaced is the dataset
-    parts          what one node holds under one ticket; one that no version has is to be released by its node
-    version_parts  a version is its parts, in the order of their numbers; those with one number are copies
-    commits        the key of every commit, so that one that is sent twice is done once
-    aborts         the key of every commit that shall never come
-    unused         the parts that no version has any more
-    unsettled      the parts that were all of a version and are not any more, until their nodes say that they know
-
-Nothing that a commit does takes longer the more there is: every search has its index.
+A commit is one transaction: a dataset is replaced whole or not at all, whatever is killed. Nothing that a commit does
+takes longer the more there is: every search has its index.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
+from dissociated.catalog.records import Announced, Held, Node, Part, Record
+from dissociated.catalog.tables import Tables
 from dissociated.errors import CatalogError, DatasetNotFound
-from dissociated.fork import belongs, disown, keep
 from dissociated.monitoring.changes import Change
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS nodes (
-    id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
-    seen REAL NOT NULL, lives_until REAL NOT NULL, digest TEXT NOT NULL DEFAULT ''
-);
-CREATE TABLE IF NOT EXISTS versions (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, schema BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
-    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0,
-    began TEXT NOT NULL
-);
-CREATE UNIQUE INDEX IF NOT EXISTS the_dataset ON versions (name) WHERE replaced IS NULL;
-CREATE TABLE IF NOT EXISTS parts (
-    id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
-    serial INTEGER NOT NULL
-);
-CREATE INDEX IF NOT EXISTS by_ticket ON parts (ticket);
-CREATE TABLE IF NOT EXISTS version_parts (
-    version INTEGER NOT NULL REFERENCES versions ON DELETE CASCADE, number INTEGER NOT NULL,
-    part TEXT NOT NULL REFERENCES parts ON DELETE CASCADE, PRIMARY KEY (version, number, part)
-);
-CREATE INDEX IF NOT EXISTS by_part ON version_parts (part);
-CREATE INDEX IF NOT EXISTS by_name ON versions (name);
-CREATE INDEX IF NOT EXISTS by_expiry ON versions (expires) WHERE replaced IS NULL AND expires IS NOT NULL;
-CREATE INDEX IF NOT EXISTS by_promise ON versions (promised) WHERE replaced IS NOT NULL;
-CREATE TABLE IF NOT EXISTS unused (part TEXT PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS unsettled (part TEXT PRIMARY KEY);
-CREATE TRIGGER IF NOT EXISTS out_of_use AFTER DELETE ON version_parts
-WHEN NOT EXISTS (SELECT 1 FROM version_parts WHERE part = OLD.part)
-BEGIN INSERT OR IGNORE INTO unused VALUES (OLD.part); END;
-CREATE TRIGGER IF NOT EXISTS in_use AFTER INSERT ON version_parts BEGIN DELETE FROM unused WHERE part = NEW.part; END;
-CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
-CREATE TRIGGER IF NOT EXISTS lost_unsettled AFTER DELETE ON parts
-BEGIN DELETE FROM unsettled WHERE part = OLD.id; END;
-CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
-CREATE INDEX IF NOT EXISTS commits_by_age ON commits (at);
-CREATE INDEX IF NOT EXISTS aborts_by_age ON aborts (at);
-INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part FROM version_parts);
-"""
 #: The versions of which this part has no other copy.
 _ALONE = (
     "id IN (SELECT mine.version FROM version_parts mine WHERE mine.part = ? AND NOT EXISTS (SELECT 1"
     " FROM version_parts other WHERE other.version = mine.version AND other.number = mine.number"
     " AND other.part != mine.part))"
 )
-_FORMAT = 2
 _REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
 #: Seconds after which a part that was prepared for a commit which never came is released.
 ABANDONED = 600.0
 FOR_EVER = 1e18
-
-
-@dataclass(frozen=True)
-class Node:
-    """Who serves parts. `lives_until` is when it is taken for dead, if it says nothing until then."""
-
-    id: str
-    host: str
-    boot_id: str
-    flight: str
-    locations: tuple[str, ...]
-    seen: float = 0.0
-    alive: bool = True
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one node holds under one ticket.
-
-    `number` is its place among the parts of a version, `serial` grows with every part that the node makes.
-    """
-
-    id: str
-    node: str
-    ticket: bytes
-    rows: int | None = None
-    nbytes: int | None = None
-    number: int = 0
-    serial: int = 0
-
-
-@dataclass(frozen=True)
-class Announced:
-    """A version in the store of a node, as the node tells it. `schema` is empty where it cannot be read now."""
-
-    part: Part
-    name: str
-    key: str
-    schema: bytes
-    created: float
-    prepared: bool = False
-    whole: bool = True
-    tags: Mapping[str, str] = field(default_factory=dict)
-    ttl: float | None = None
-    #: the keys of the commits that this one was appended to
-    before: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Held:
-    """A part, and all nodes that hold it under its ticket."""
-
-    ticket: bytes
-    nodes: tuple[Node, ...]
-    rows: int | None = None
-
-
-@dataclass(frozen=True)
-class Record:
-    """One version of a dataset. Times are seconds since the epoch.
-
-    `began` is the key of the commit that what came since was appended to: versions that have it in common begin alike.
-    """
-
-    version: int
-    name: str
-    schema: bytes
-    rows: int | None
-    nbytes: int | None
-    tags: Mapping[str, str]
-    created: float
-    expires: float | None
-    began: str
-    current: bool
-    parts: tuple[Held, ...]
-
-    def more(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
-        """The tags and the time to live of a version that more is appended to: what is not said stays as it was."""
-        if ttl is None and self.expires is not None:
-            ttl = self.expires - self.created
-        return {**self.tags, **tags}, ttl
 
 
 class Database:
@@ -174,56 +41,22 @@ class Database:
         self.changed: Callable[[Change], None] = lambda change: None
         self._changes: list[Change] = []  # of the transaction that runs
         self._clock = clock
-        self._lock = threading.RLock()
-        self._path = path
-        try:
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
-            self._connection.row_factory = sqlite3.Row
-            self._prepare()
-        except sqlite3.Error as error:
-            if hasattr(self, "_connection"):
-                self._connection.close()
-            raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
-        belongs(self)
-
-    def forked(self) -> None:
-        keep(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
-        disown(self)
-
-    def _prepare(self) -> None:
-        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
-        self._connection.execute("PRAGMA foreign_keys = ON")
-        (found,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, _FORMAT):
-            raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
-        self._connection.executescript(_SCHEMA)
-        self._connection.execute(f"PRAGMA user_version = {_FORMAT}")
+        self._tables = Tables(path)
+        self._connection = self._tables.connection
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._connection.close()
+        self._tables.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[float]:
         """All or nothing, at one moment, which it gives. What has changed is told when it is done, without the lock."""
-        with self._lock:
-            now = self._clock()
-            changes: list[Change] = []
+        changes: list[Change] = []
+        with self._tables.transaction():
             self._changes = changes
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                try:
-                    self._expire(now)
-                    yield now
-                except BaseException:
-                    self._connection.execute("ROLLBACK")
-                    raise
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise CatalogError(f"the catalog's database {self._path}: {error}") from None
+            now = self._clock()
+            self._expire(now)
+            yield now
         for change in changes:
             self.changed(change)
 

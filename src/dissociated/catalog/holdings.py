@@ -11,7 +11,7 @@ import pyarrow as pa
 from dissociated.access import Signer, Unsigned
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
-from dissociated.catalog.database import Announced, Part
+from dissociated.catalog.records import Announced, Part
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import Pair, batches
 from dissociated.datasets.base import Dataset

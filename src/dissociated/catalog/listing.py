@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.access import Granted
-from dissociated.catalog.database import Held, Node, Record
 from dissociated.catalog.holdings import Holdings
+from dissociated.catalog.records import Held, Node, Record
 from dissociated.catalog.schemas import decoded
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.host import boot_id, host_name

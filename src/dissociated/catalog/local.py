@@ -20,13 +20,14 @@ from dissociated.catalog import schemas
 from dissociated.catalog.backend import Prepared, Wanted, appendable
 from dissociated.catalog.base import Catalog, commit_key
 from dissociated.catalog.chunks import upload
-from dissociated.catalog.database import FOR_EVER, Announced, Database, Node, Part, Record
+from dissociated.catalog.database import FOR_EVER, Database
 from dissociated.catalog.descriptors import described, first_field, parsed
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, sooner
 from dissociated.catalog.messages import parse_announced, parse_node, parse_part, plain_node
 from dissociated.catalog.peer import Peer
 from dissociated.catalog.publication import Publication
+from dissociated.catalog.records import Announced, Node, Part, Record
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import Pair, Validator, batches
 from dissociated.datasets.base import Dataset

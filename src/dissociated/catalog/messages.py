@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dissociated.catalog.database import Announced, Node, Part
+from dissociated.catalog.records import Announced, Node, Part
 
 
 def plain_node(node: Node) -> dict[str, Any]:

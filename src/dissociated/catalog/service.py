@@ -46,11 +46,12 @@ import pyarrow as pa
 
 from dissociated.access import Security
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.database import Database, Node
+from dissociated.catalog.database import Database
 from dissociated.catalog.flight import FlightServer
 from dissociated.catalog.guard import protection
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
+from dissociated.catalog.records import Node
 from dissociated.catalog.upstream import UpstreamCatalog
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError

@@ -17,12 +17,12 @@ import pyarrow.flight as flight
 from dissociated.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog, commit_key
-from dissociated.catalog.database import Node
 from dissociated.catalog.descriptors import described
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.messages import plain_announced, plain_node
 from dissociated.catalog.peer import TIMEOUT, Peer
 from dissociated.catalog.publication import Publication
+from dissociated.catalog.records import Node
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
 from dissociated.monitoring.status import NodeStatus

@@ -1,0 +1,87 @@
+"""Nodes, the parts that they hold, and versions of datasets, as a catalog's database has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Node:
+    """Who serves parts. `lives_until` is when it is taken for dead, if it says nothing until then."""
+
+    id: str
+    host: str
+    boot_id: str
+    flight: str
+    locations: tuple[str, ...]
+    seen: float = 0.0
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one node holds under one ticket.
+
+    `number` is its place among the parts of a version, `serial` grows with every part that the node makes.
+    """
+
+    id: str
+    node: str
+    ticket: bytes
+    rows: int | None = None
+    nbytes: int | None = None
+    number: int = 0
+    serial: int = 0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A version in the store of a node, as the node tells it. `schema` is empty where it cannot be read now."""
+
+    part: Part
+    name: str
+    key: str
+    schema: bytes
+    created: float
+    prepared: bool = False
+    whole: bool = True
+    tags: Mapping[str, str] = field(default_factory=dict)
+    ttl: float | None = None
+    #: the keys of the commits that this one was appended to
+    before: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part, and all nodes that hold it under its ticket."""
+
+    ticket: bytes
+    nodes: tuple[Node, ...]
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One version of a dataset. Times are seconds since the epoch.
+
+    `began` is the key of the commit that what came since was appended to: versions that have it in common begin alike.
+    """
+
+    version: int
+    name: str
+    schema: bytes
+    rows: int | None
+    nbytes: int | None
+    tags: Mapping[str, str]
+    created: float
+    expires: float | None
+    began: str
+    current: bool
+    parts: tuple[Held, ...]
+
+    def more(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
+        """The tags and the time to live of a version that more is appended to: what is not said stays as it was."""
+        if ttl is None and self.expires is not None:
+            ttl = self.expires - self.created
+        return {**self.tags, **tags}, ttl

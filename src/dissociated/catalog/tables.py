@@ -1,0 +1,117 @@
+"""The tables of a catalog: one SQLite database, in a file or in memory.
+
+nodes          who serves parts, and until when it is believed to live
+versions       what a dataset was at one commit; the one that was not replaced is the dataset
+parts          what one node holds under one ticket; one that no version has is to be released by its node
+version_parts  a version is its parts, in the order of their numbers; those with one number are copies
+commits        the key of every commit, so that one that is sent twice is done once
+aborts         the key of every commit that shall never come
+unused         the parts that no version has any more
+unsettled      the parts that were all of a version and are not any more, until their nodes say that they know
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dissociated.errors import CatalogError
+from dissociated.fork import belongs, disown, keep
+
+_FORMAT = 2
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS nodes (
+    id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
+    seen REAL NOT NULL, lives_until REAL NOT NULL, digest TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS versions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, schema BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
+    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0,
+    began TEXT NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS the_dataset ON versions (name) WHERE replaced IS NULL;
+CREATE TABLE IF NOT EXISTS parts (
+    id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
+    serial INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_ticket ON parts (ticket);
+CREATE TABLE IF NOT EXISTS version_parts (
+    version INTEGER NOT NULL REFERENCES versions ON DELETE CASCADE, number INTEGER NOT NULL,
+    part TEXT NOT NULL REFERENCES parts ON DELETE CASCADE, PRIMARY KEY (version, number, part)
+);
+CREATE INDEX IF NOT EXISTS by_part ON version_parts (part);
+CREATE INDEX IF NOT EXISTS by_name ON versions (name);
+CREATE INDEX IF NOT EXISTS by_expiry ON versions (expires) WHERE replaced IS NULL AND expires IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_promise ON versions (promised) WHERE replaced IS NOT NULL;
+CREATE TABLE IF NOT EXISTS unused (part TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS unsettled (part TEXT PRIMARY KEY);
+CREATE TRIGGER IF NOT EXISTS out_of_use AFTER DELETE ON version_parts
+WHEN NOT EXISTS (SELECT 1 FROM version_parts WHERE part = OLD.part)
+BEGIN INSERT OR IGNORE INTO unused VALUES (OLD.part); END;
+CREATE TRIGGER IF NOT EXISTS in_use AFTER INSERT ON version_parts BEGIN DELETE FROM unused WHERE part = NEW.part; END;
+CREATE TRIGGER IF NOT EXISTS lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
+CREATE TRIGGER IF NOT EXISTS lost_unsettled AFTER DELETE ON parts
+BEGIN DELETE FROM unsettled WHERE part = OLD.id; END;
+CREATE TABLE IF NOT EXISTS commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS commits_by_age ON commits (at);
+CREATE INDEX IF NOT EXISTS aborts_by_age ON aborts (at);
+INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part FROM version_parts);
+"""
+
+
+class Tables:
+    """The tables in the file `path`, which is locked until `close`. Use `connection` within a `transaction`.
+
+    Raises CatalogError where the file cannot be used, or another catalog uses it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lock = threading.RLock()
+        self._path = path
+        try:
+            self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+            self.connection.row_factory = sqlite3.Row
+            self._prepare()
+        except sqlite3.Error as error:
+            if hasattr(self, "connection"):
+                self.connection.close()
+            raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
+        belongs(self)
+
+    def forked(self) -> None:
+        keep(self.connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
+        disown(self)
+
+    def _prepare(self) -> None:
+        self.connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self.connection.execute("PRAGMA journal_mode = WAL")
+        self.connection.execute("PRAGMA synchronous = FULL")
+        self.connection.execute("PRAGMA foreign_keys = ON")
+        (found,) = self.connection.execute("PRAGMA user_version").fetchone()
+        if found not in (0, _FORMAT):
+            raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
+        self.connection.executescript(_SCHEMA)
+        self.connection.execute(f"PRAGMA user_version = {_FORMAT}")
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self.connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing, by one thread at a time. Raises CatalogError for what SQLite raises."""
+        with self._lock:
+            try:
+                self.connection.execute("BEGIN IMMEDIATE")
+                try:
+                    yield
+                except BaseException:
+                    self.connection.execute("ROLLBACK")
+                    raise
+                self.connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise CatalogError(f"the catalog's database {self._path}: {error}") from None
