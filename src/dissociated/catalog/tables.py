@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from dissociated.errors import CatalogError
 from dissociated.fork import belongs, disown, keep
@@ -63,7 +64,7 @@ INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part F
 
 
 class Tables:
-    """The tables in the file `path`, which is locked until `close`. Use `connection` within a `transaction`.
+    """The tables in the file `path`, which is locked until `close`. Whatever is run is within a `transaction`.
 
     Raises CatalogError where the file cannot be used, or another catalog uses it.
     """
@@ -72,46 +73,54 @@ class Tables:
         self._lock = threading.RLock()
         self._path = path
         try:
-            self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
-            self.connection.row_factory = sqlite3.Row
+            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+            self._connection.row_factory = sqlite3.Row
             self._prepare()
         except sqlite3.Error as error:
-            if hasattr(self, "connection"):
-                self.connection.close()
+            if hasattr(self, "_connection"):
+                self._connection.close()
             raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
         belongs(self)
 
     def forked(self) -> None:
-        keep(self.connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
+        keep(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
         disown(self)
 
     def _prepare(self) -> None:
-        self.connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        self.connection.execute("PRAGMA journal_mode = WAL")
-        self.connection.execute("PRAGMA synchronous = FULL")
-        self.connection.execute("PRAGMA foreign_keys = ON")
-        (found,) = self.connection.execute("PRAGMA user_version").fetchone()
+        self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute("PRAGMA foreign_keys = ON")
+        (found,) = self._connection.execute("PRAGMA user_version").fetchone()
         if found not in (0, _FORMAT):
             raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
-        self.connection.executescript(_SCHEMA)
-        self.connection.execute(f"PRAGMA user_version = {_FORMAT}")
+        self._connection.executescript(_SCHEMA)
+        self._connection.execute(f"PRAGMA user_version = {_FORMAT}")
+
+    def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        return self._connection.execute(sql, values)
+
+    def all(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        """All rows of a query."""
+        return self._connection.execute(sql, values).fetchall()
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            self.connection.close()
+            self._connection.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing, by one thread at a time. Raises CatalogError for what SQLite raises."""
         with self._lock:
             try:
-                self.connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield
                 except BaseException:
-                    self.connection.execute("ROLLBACK")
+                    self._connection.execute("ROLLBACK")
                     raise
-                self.connection.execute("COMMIT")
+                self._connection.execute("COMMIT")
             except sqlite3.Error as error:
                 raise CatalogError(f"the catalog's database {self._path}: {error}") from None
