@@ -26,7 +26,7 @@ import pyarrow as pa
 
 import dissociated as dis
 from dissociated.catalog.reader import Client
-from dissociated.client.open import TIMEOUT
+from dissociated.client.request import TIMEOUT
 from dissociated.memory.shared import Backing, create_memfd, seal
 from dissociated.store.directory import MANIFEST
 from dissociated.store.handover import hand_over

@@ -69,6 +69,18 @@ def test_rows_by_their_positions(transport: str, tmp_path: Path) -> None:
             assert read["n"].to_pylist() == [n for n in rows if n < 100]
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_rows_of_fields_by_their_positions(transport: str, tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node, dis.connect(node.uri) as client:
+        for first in range(0, 30, 10):
+            numbers = range(first, first + 10)
+            client.put("data", pa.table({"n": numbers, "m": numbers}).to_reader(), mode="append")
+        options = dis.ReadOptions(included_fields=[1])
+        assert client.read("data", transport, rows=range(17, 23), options=options).read_all() == pa.table(
+            {"m": range(17, 23)}
+        )
+
+
 def test_parts_without_any_of_the_rows_are_not_opened(tmp_path: Path) -> None:
     with (
         dis.Server(["tcp://127.0.0.1:0"]) as server,

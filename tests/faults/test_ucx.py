@@ -148,15 +148,15 @@ class Slow:
     """Supplies memory for a body, and has the server ended before any of it can arrive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-        from dissociated.client.stream import Stream
+        from dissociated.client.session import Session
 
-        allocate = Stream._allocate
+        allocate = Session._allocate
 
-        def allocating(stream: Stream, tag: int | None, length: int) -> object:
+        def allocating(session: Session, tag: int | None, length: int) -> object:
             then()
-            return allocate(stream, tag, length)
+            return allocate(session, tag, length)
 
-        monkeypatch.setattr(Stream, "_allocate", allocating)
+        monkeypatch.setattr(Session, "_allocate", allocating)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,4 +1,4 @@
-"""Finds datasets in a catalog, and opens them wherever they can be had best."""
+"""What a catalog answers: the calls of its clients."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import base64
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import pyarrow as pa
 
-from dissociated.access import check_token
 from dissociated.buffers import MAX_METADATA
+from dissociated.catalog.calls import Calls, Received
 from dissociated.catalog.chunks import taken, upload
-from dissociated.catalog.locations import DatasetInfo, Endpoint
+from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.publication import Publication
-from dissociated.client.open import TIMEOUT
+from dissociated.catalog.stage import StagePlace
+from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.options import ReadOptions, given
 from dissociated.codec.reader import named
@@ -26,56 +27,10 @@ from dissociated.datasets.base import Source
 from dissociated.datasets.blame import source_blamed
 from dissociated.datasets.sources import dataset
 from dissociated.datasets.static import StaticDataset
-from dissociated.errors import (
-    AccessDenied,
-    CatalogError,
-    CatalogUnreachable,
-    DatasetNotFound,
-    DeadlineExceeded,
-    DissociatedError,
-    FormatError,
-    UriError,
-)
-from dissociated.fork import belongs, disown, keep, use_grpc
-from dissociated.host import boot_id, directory_id, host_name
+from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, FormatError
+from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
-from dissociated.transport.base import seconds
-from dissociated.uri import Uri
-
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
-
-_UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
-
-
-@dataclass(frozen=True)
-class StagePlace:
-    """Where writers put segments, and on which host that is.
-
-    `node` is the node that has it, `flight` where that answers. Where it is `limited`, writers must reserve room.
-    `inode` tells the directory from one that has the same path in another container.
-    `handover` is the Unix socket where it takes sealed memfds, empty where it takes none.
-    """
-
-    directory: str
-    host: str
-    boot_id: str
-    node: str = ""
-    flight: str = ""
-    limited: bool = False
-    inode: str = ""
-    handover: str = ""
-
-    @property
-    def here(self) -> bool:
-        """Whether this process can write there."""
-        try:
-            return self.boot_id == boot_id() and self.inode == directory_id(self.directory)
-        except OSError:
-            return False
 
 
 class CatalogClient:
@@ -95,38 +50,17 @@ class CatalogClient:
         max_metadata: int = MAX_METADATA,
         trusted_files: bool = False,
     ) -> None:
-        import pyarrow.flight as flight
-
-        from dissociated.catalog.guard import client_options
-
-        if not Uri.parse(uri).scheme.startswith("grpc"):
-            raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
-        self._flight = flight
         self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
-        self._timeout = seconds(timeout)
-        self._max_metadata = max_metadata
+        self._calls = Calls(uri, timeout, token, tls_roots)
+        #: What a read has that says nothing else.
+        self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata)
         self.uri = uri
-        roots = None if tls_roots is None else os.fspath(tls_roots)
         self._trust = {
-            "tls": {} if roots is None else {"roots": roots},
+            "tls": {} if tls_roots is None else {"roots": os.fspath(tls_roots)},
             "shm": {"allow": ",".join(map(str, trusted_users))} if trusted_users else {},
         }
         if trusted_files:
             self._trust["shm"]["files"] = "allow"
-        self._options_of_grpc = client_options(None if token is None else check_token(token), roots)
-        self._connection: Any = None
-        self._closed = False
-        belongs(self)
-
-    @property
-    def _client(self) -> Any:
-        """The connection, made with the first call: a process that is forked before has one of its own."""
-        if self._connection is None:
-            if self._closed:
-                raise CatalogError(f"this client of the catalog at {self.uri} is closed")
-            use_grpc()
-            self._connection = self._flight.FlightClient(self.uri, **self._options_of_grpc)
-        return self._connection
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parameters
@@ -134,29 +68,24 @@ class CatalogClient:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.uri}>"
 
-    def forked(self) -> None:
-        """See `dissociated.fork`. What needs no call to the catalog works in the child, too."""
-        keep(self._connection)
-        self._connection = None
-
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
         criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_asking()}).encode()
 
-        def found() -> list[DatasetInfo]:
+        def found(client: Any) -> list[DatasetInfo]:
             try:
-                return [_info(one) for one in self._client.list_flights(criteria, self._options())]
+                return [DatasetInfo.parse(one) for one in client.list_flights(criteria, self._calls.options())]
             except NotImplementedError:
                 raise CatalogError(
                     f"the server at {self.uri} does not list what it has (it has no ListFlights): "
                     "ask for a dataset by its name"
                 ) from None
 
-        return self._call(found)
+        return self._calls.call(found)
 
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
         """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
-        describe = self._flight.FlightDescriptor
+        describe = self._calls.flight.FlightDescriptor
         ours = {"name": name, **_asking(), **({} if version is None else {"version": version})}
         ways = [describe.for_command(json.dumps(ours))]
         if version is None:
@@ -175,7 +104,8 @@ class CatalogClient:
         raise refused
 
     def _described(self, descriptor: Any) -> DatasetInfo:
-        return self._call(lambda: _info(self._client.get_flight_info(descriptor, self._options())))
+        options = self._calls.options()
+        return self._calls.call(lambda client: DatasetInfo.parse(client.get_flight_info(descriptor, options)))
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         """What of a dataset can still be read, the oldest first: version, created, rows, current."""
@@ -193,13 +123,13 @@ class CatalogClient:
         Of `options` count those that libarrow applies, and the depth.
         """
         options = given(options, ReadOptions)
-        wanted = self._flight.Ticket(ticket)
-        told = self._flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
-        reader = self._call(lambda: self._client.do_get(wanted, told))
-        schema = self._call(lambda: named(reader.schema))
+        flight = self._calls.flight
+        told = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
+        reader = self._calls.call(lambda client: client.do_get(flight.Ticket(ticket), told))
+        with self._calls.errors():
+            schema = named(reader.schema)
         options.check_depth(schema)
-
-        return BatchReader(schema, taken(_Received(self._call, reader)))
+        return BatchReader(schema, taken(Received(self._calls, reader)))
 
     def put(
         self,
@@ -236,8 +166,8 @@ class CatalogClient:
                     pass  # what is no valid data is refused before anything looks into it
             size = made.packed_size
         command = json.dumps({**asdict(asked), "key": secrets.token_hex(16), "end": True, "nbytes": size})
-        descriptor = self._flight.FlightDescriptor.for_command(command)
-        answer = self._call(lambda: upload(self._client, descriptor, reader.schema, pairs()))
+        descriptor = self._calls.flight.FlightDescriptor.for_command(command)
+        answer = self._calls.call(lambda client: upload(client, descriptor, reader.schema, pairs()))
         return int(answer["rows"])
 
     def stage(self) -> StagePlace:
@@ -263,7 +193,7 @@ class CatalogClient:
             raise CatalogError(
                 "there is no node on this host that memory could be handed over to: start one, dissociated node"
             )
-        return {"node": place.node, "segment": hand_over(place.handover, descriptor, self._timeout)}
+        return {"node": place.node, "segment": hand_over(place.handover, descriptor, self.defaults.timeout)}
 
     def commit(
         self,
@@ -327,97 +257,17 @@ class CatalogClient:
 
     def close(self) -> None:
         """Close the connection to the catalog. Streams that were opened go on."""
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._calls.close()
 
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Call an action of the catalog: see `dissociated.catalog.service`."""
-        message = self._flight.Action(action, json.dumps(body).encode())
-        (result,) = self._call(lambda: [*self._client.do_action(message, self._options())])
+        message = self._calls.flight.Action(action, json.dumps(body).encode())
+        options = self._calls.options()
+        (result,) = self._calls.call(lambda client: [*client.do_action(message, options)])
         decoded: dict[str, Any] = json.loads(result.body.to_pybytes())
         return decoded
-
-    def _options(self) -> Any:
-        return self._flight.FlightCallOptions(timeout=self._timeout)
-
-    def _call(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except DissociatedError:  # some are OSErrors, too: of a source that is put
-            raise
-        except self._flight.FlightUnavailableError as error:
-            if any(sign in str(error) for sign in _UNTRUSTED):
-                raise AccessDenied(
-                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
-                    "(tls_roots says which certificates are)"
-                ) from None
-            raise CatalogUnreachable(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
-        except self._flight.FlightTimedOutError:
-            raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self._timeout:g} s") from None
-        except (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError) as error:
-            raise AccessDenied(_sentence(error)) from None
-        except pa.ArrowKeyError as error:
-            raise DatasetNotFound(_sentence(error)) from None
-        except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
-            raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
-
-
-class _Received:
-    """The batches of a stream over Flight."""
-
-    def __init__(self, call: Callable[[Callable[[], Any]], Any], reader: pa.RecordBatchReader) -> None:
-        self._call = call
-        self._reader = reader
-        belongs(self)
-
-    def __iter__(self) -> _Received:
-        return self
-
-    def __next__(self) -> pa.RecordBatch:
-        batch = self._call(lambda: next(self._reader, None))
-        if batch is None:
-            raise StopIteration
-        return batch
-
-    def forked(self) -> None:
-        keep(self._reader)
-        disown(self)
 
 
 def _asking() -> dict[str, str]:
     """Who asks: the catalog then names the nearest first."""
     return {"host": host_name(), "boot_id": boot_id()}
-
-
-def _info(found: Any) -> DatasetInfo:
-    about = json.loads(found.app_metadata or b"{}")
-    return DatasetInfo(
-        name=b"/".join(found.descriptor.path).decode() if found.descriptor.path else found.descriptor.command.decode(),
-        schema=named(found.schema),
-        rows=found.total_records if found.total_records >= 0 else None,
-        nbytes=found.total_bytes if found.total_bytes >= 0 else None,
-        endpoints=tuple(
-            Endpoint(
-                endpoint.ticket.ticket,
-                tuple(location.uri.decode() for location in endpoint.locations),
-                tuple(node["host"] for node in part.get("nodes", ())),
-                part.get("rows"),
-            )
-            for endpoint in found.endpoints
-            for part in [json.loads(endpoint.app_metadata or b"{}")]
-        ),
-        version=about.get("version", 0),
-        created=about.get("created", 0.0),
-        expires=about.get("expires"),
-        tags=about.get("tags", {}),
-        began=about.get("began", ""),
-    )
-
-
-def _sentence(error: BaseException) -> str:
-    """What the other side said, without what gRPC and libarrow add to it."""
-    text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    text = text.partition(". Detail: ")[0].strip()
-    return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

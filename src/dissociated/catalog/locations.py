@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
 import pyarrow as pa
 
+from dissociated.codec.reader import named
 from dissociated.datasets.tensor_info import TensorsInfo, tensors_of
-from dissociated.errors import (
-    UriError,
-)
+from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
 from dissociated.uri import Uri
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,17 @@ class Endpoint:
     locations: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     rows: int | None = None
+
+    @classmethod
+    def parse(cls, found: Any) -> Self:
+        """From a FlightEndpoint."""
+        about = json.loads(found.app_metadata or b"{}")
+        return cls(
+            ticket=found.ticket.ticket,
+            locations=tuple(location.uri.decode() for location in found.locations),
+            hosts=tuple(node["host"] for node in about.get("nodes", ())),
+            rows=about.get("rows"),
+        )
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,23 @@ class DatasetInfo:
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     began: str = ""
+
+    @classmethod
+    def parse(cls, found: Any) -> Self:
+        """From a FlightInfo."""
+        path, about = found.descriptor.path, json.loads(found.app_metadata or b"{}")
+        return cls(
+            name=(b"/".join(path) if path else found.descriptor.command).decode(),
+            schema=named(found.schema),
+            rows=found.total_records if found.total_records >= 0 else None,
+            nbytes=found.total_bytes if found.total_bytes >= 0 else None,
+            endpoints=tuple(map(Endpoint.parse, found.endpoints)),
+            version=about.get("version", 0),
+            created=about.get("created", 0.0),
+            expires=about.get("expires"),
+            tags=about.get("tags", {}),
+            began=about.get("began", ""),
+        )
 
     @property
     def tensors(self) -> TensorsInfo | None:
@@ -90,3 +115,29 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
     bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
     return whole + [[one, other] for one in metadata for other in bodies]
+
+
+def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
+    """The ways by which an endpoint of `name` can be reached from here, the nearest last.
+
+    Raises CatalogError where there is none.
+    """
+    if not endpoint.locations:
+        raise CatalogError(
+            f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: is it running?"
+        )
+    found = [
+        uris
+        for uris in locations(endpoint)
+        if (scheme is None or uris[0].scheme == scheme)
+        and (allow_rma or uris[-1].remote_handle is None)
+        and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
+    ]
+    if not found:
+        offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
+        raise CatalogError(
+            f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
+        )
+    return sorted(
+        found, key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+    )

@@ -23,7 +23,7 @@ class Peer(CatalogClient):
 
     def forwarded(self, call: Callable[[flight.FlightClient], T]) -> T:
         """What that one answers."""
-        return self._call(lambda: call(self._client))
+        return self._calls.call(call)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """The answer to an action whose body is not JSON."""

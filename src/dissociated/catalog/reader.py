@@ -6,36 +6,30 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, chain
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import pyarrow as pa
 
 from dissociated.buffers import MAX_BODY, MAX_METADATA
-from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
-from dissociated.client.open import TIMEOUT, open_stream, selection_of, takes_selections
-from dissociated.client.tensors import open_tensors
+from dissociated.catalog.client import CatalogClient
+from dissociated.catalog.locations import DatasetInfo, Endpoint, locations, reachable
+from dissociated.client.asynchronous import asynchronous
+from dissociated.client.connect import takes_selections
+from dissociated.client.open import read_stream
+from dissociated.client.request import TIMEOUT, ReadRequest
+from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import between, selected, sliced
 from dissociated.codec.options import ReadOptions, given
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import (
-    CatalogError,
-    OptionError,
-    RemoteError,
-    TransportError,
-    WrongKind,
-)
-from dissociated.protocol.request import Selection
+from dissociated.errors import CatalogError, RemoteError, TransportError, WrongKind
 from dissociated.transport import registry
 from dissociated.uri import Uri
 
-if TYPE_CHECKING:
-    from dissociated.ipc.asynchronous import AsyncStreamReader
-from dissociated.catalog.client import CatalogClient, T
+T = TypeVar("T")
 
 _OWN = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
 _MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
@@ -68,41 +62,25 @@ class Client(CatalogClient):
 
         Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
         """
+        request = replace(
+            self.defaults,
+            columns=columns,
+            rows=rows,
+            options=given(options, ReadOptions),
+            max_body=max_body,
+            allow_rma=allow_rma,
+        )
 
         def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
-            wanted = partial(
-                self.read_endpoint,
-                info,
-                transport=transport,
-                columns=columns,
-                options=options,
-                max_body=max_body,
-                allow_rma=allow_rma,
-            )
-            if rows is None:
-                return [wanted(endpoint) for endpoint in info.endpoints]
-            return [self._rows(wanted, endpoint, some, transport) for endpoint, some in _having(info, rows)]
+            return [
+                self.open_endpoint(info, endpoint, transport, self._narrowed(info, endpoint, transport, wanted))
+                for endpoint, wanted in _having(info, request)
+            ]
 
         return _chained(*self._endpoints(name, version, opened))
 
-    def _rows(
-        self,
-        read: Callable[..., pa.RecordBatchReader],
-        endpoint: Endpoint,
-        rows: range,
-        transport: str | None,
-    ) -> pa.RecordBatchReader:
-        """These rows of an endpoint. Where bodies travel, those of the batches before do not."""
-        ways = locations(endpoint)
-        mapped = transport in (None, "shm") and any(
-            uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uris in ways for uri in uris
-        )
-        if not rows.start or mapped or not all(takes_selections(uri) for uris in ways for uri in uris):
-            return between(read(endpoint), rows)
-        ends = [*accumulate(batch.num_rows for batch in read(endpoint, columns=[]))]
-        first, stop = bisect_right(ends, rows.start), bisect_right(ends, rows.stop - 1) + 1
-        before = ends[first - 1] if first else 0
-        return between(read(endpoint, batches=(first, stop)), range(rows.start - before, rows.stop - before))
+    read_async = asynchronous(read)
+    """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
 
     def read_endpoint(
         self,
@@ -120,20 +98,42 @@ class Client(CatalogClient):
 
         It takes and raises what `read` does; and RemoteError where the endpoint's ticket is good no more.
         """
-        if transport == "grpc":
-            selection = selection_of(columns, given(options, ReadOptions), batches)
-            return self._do_get(info, endpoint, selection, options)
-        opened = partial(
-            open_stream,
+        request = replace(
+            self.defaults,
             columns=columns,
             batches=batches,
-            options=options,
-            timeout=self._timeout,
+            options=given(options, ReadOptions),
             max_body=max_body,
-            max_metadata=self._max_metadata,
             allow_rma=allow_rma,
         )
-        return self._nearest(info.name, transport, endpoint, opened, allow_rma)
+        return self.open_endpoint(info, endpoint, transport, request)
+
+    def open_endpoint(
+        self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
+    ) -> pa.RecordBatchReader:
+        """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
+        if transport == "grpc":
+            return self._do_get(info, endpoint, request)
+        return self._nearest(info.name, endpoint, transport, request, read_stream)
+
+    def _narrowed(
+        self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
+    ) -> ReadRequest:
+        """The same rows, of the batches that have them: where bodies travel, those of other batches do not."""
+        rows = request.rows
+        if rows is None or not rows.start:
+            return request
+        uris = [uri for way in locations(endpoint) for uri in way]
+        mapped = transport in (None, "shm") and any(
+            uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uri in uris
+        )
+        if mapped or not all(map(takes_selections, uris)):
+            return request
+        counted = self.open_endpoint(info, endpoint, transport, request.without_columns())
+        ends = [0, *accumulate(batch.num_rows for batch in counted)]
+        first, stop = bisect_right(ends, rows.start) - 1, bisect_right(ends, rows.stop - 1)
+        skipped = ends[first]
+        return replace(request, batches=(first, stop), rows=range(rows.start - skipped, rows.stop - skipped))
 
     def read_tensors(
         self,
@@ -151,18 +151,12 @@ class Client(CatalogClient):
         """
         if transport == "grpc":
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
-        opened = partial(
-            open_tensors,
-            timeout=self._timeout,
-            max_body=max_body,
-            max_metadata=self._max_metadata,
-            allow_rma=allow_rma,
-        )
-        _, readers = self._endpoints(
-            name,
-            version,
-            lambda info: [self._nearest(name, transport, part, opened, allow_rma) for part in info.endpoints],
-        )
+        request = replace(self.defaults, max_body=max_body, allow_rma=allow_rma)
+
+        def opened(info: DatasetInfo) -> list[Iterator[Tensor]]:
+            return [self._nearest(name, part, transport, request, read_tensors) for part in info.endpoints]
+
+        _, readers = self._endpoints(name, version, opened)
         return chain.from_iterable(readers)
 
     def _endpoints(
@@ -180,67 +174,22 @@ class Client(CatalogClient):
                 info = found  # it was replaced after we had looked it up
         return info, opened(info)
 
-    async def read_async(
-        self,
-        name: str,
-        transport: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        version: int | None = None,
-        rows: range | None = None,
-        options: ReadOptions | None = None,
-        max_body: int = MAX_BODY,
-        allow_rma: bool = False,
-    ) -> AsyncStreamReader:
-        """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
-        from dissociated.ipc.asynchronous import open_reader_async
-
-        return await open_reader_async(
-            self.read,
-            name,
-            transport,
-            columns,
-            version=version,
-            rows=rows,
-            options=options,
-            max_body=max_body,
-            allow_rma=allow_rma,
-        )
-
     def _nearest(
         self,
         name: str,
-        scheme: str | None,
         endpoint: Endpoint,
-        opened: Callable[[Sequence[str], bytes], T],
-        allow_rma: bool = False,
+        transport: str | None,
+        request: ReadRequest,
+        opened: Callable[[Sequence[str], bytes, ReadRequest], T],
     ) -> T:
         """The endpoint, opened where it is nearest."""
-        if not endpoint.locations:
-            raise CatalogError(
-                f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: "
-                "is it running?"
-            )
-        usable = [
-            uris
-            for uris in locations(endpoint)
-            if (scheme is None or uris[0].scheme == scheme) and (allow_rma or uris[-1].remote_handle is None)
-        ]
-        reachable = [uris for uris in usable if all(registry.transport(uri.scheme).reachable(uri) for uri in uris)]
-        if not reachable:
-            offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
-            raise CatalogError(
-                f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
-            )
-        reachable.sort(
-            key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
-        )
+        ways = reachable(name, endpoint, transport, request.allow_rma)
         while True:
-            nearest = [str(self._trusting(uri)) for uri in reachable.pop()]
+            nearest = [str(self._trusting(uri)) for uri in ways.pop()]
             try:
-                return opened(nearest, endpoint.ticket)
+                return opened(nearest, endpoint.ticket, request)
             except TransportError:
-                if not reachable:
+                if not ways:
                     raise
 
     def _trusting(self, uri: Uri) -> Uri:
@@ -248,20 +197,19 @@ class Client(CatalogClient):
         told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
         return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
-    def _do_get(
-        self, info: DatasetInfo, endpoint: Endpoint, selection: Selection | None, options: ReadOptions | None
-    ) -> pa.RecordBatchReader:
+    def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
-        if selection is None:
-            return self.do_get(endpoint.ticket, options)
-        indices = selection.indices(info.schema.names)
-        options = replace(given(options, ReadOptions), included_fields=())
-        if any(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
-            identifier = selection.identifier(endpoint.ticket)
-            if identifier != endpoint.ticket:
-                return self.do_get(identifier, options)
-        reader = selected(self.do_get(endpoint.ticket, options), indices)
-        return reader if selection.batches is None else sliced(reader, *selection.batches)
+        selection, identifier = request.selection, endpoint.ticket
+        if selection is not None:
+            indices = selection.indices(info.schema.names)
+            if any(takes_selections(uri) for way in locations(endpoint) for uri in way):
+                identifier = selection.identifier(endpoint.ticket)
+        reader = self.do_get(identifier, request.options)
+        if selection is not None and identifier == endpoint.ticket:
+            reader = selected(reader, indices)
+            if request.batches is not None:
+                reader = sliced(reader, *request.batches)
+        return reader if request.rows is None else between(reader, request.rows)
 
     def __enter__(self) -> Client:
         return self
@@ -279,17 +227,18 @@ def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.R
     return BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
 
 
-def _having(info: DatasetInfo, rows: range) -> Iterator[tuple[Endpoint, range]]:
-    """The endpoints that have some of these rows, and which of their own these are."""
-    if rows.step != 1 or rows.start < 0:
-        raise OptionError(f"rows is a range of positions that follow each other, not {rows}")
-    at = 0
+def _having(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
+    """The endpoints that have some of the rows, and the request of each, by its own positions."""
+    at, rows = 0, request.rows
     for endpoint in info.endpoints:
+        if rows is None:
+            yield endpoint, request
+            continue
         if endpoint.rows is None:
             raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
         first, end = max(0, rows.start - at), min(rows.stop - at, endpoint.rows)
         if first < end:
-            yield endpoint, range(first, end)
+            yield endpoint, replace(request, rows=range(first, end))
         at += endpoint.rows
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
 
 from dissociated.buffers import MAX_BODY, MAX_METADATA
-from dissociated.client.open import TIMEOUT, again, begun, located
-from dissociated.client.stream import Stream
-from dissociated.codec.tensor import Tensor, cut, join_tensor
-from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
-from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
+from dissociated.client.connect import connect, located
+from dissociated.client.request import TIMEOUT, ReadRequest
+from dissociated.codec.tensor import Tensor
 
 
 class TensorReader(Iterator[Tensor]):
@@ -51,17 +47,10 @@ def open_tensors(
 
     Raises what `open_stream` raises, but WrongKind where the stream holds record batches.
     """
-    stream, first, rest = begun(located(uri), ticket, timeout, max_body, max_metadata, allow_rma=allow_rma)
-    return TensorReader(stream.each(again([first], rest), partial(_tensor, stream)))
+    request = ReadRequest(timeout=timeout, max_body=max_body, max_metadata=max_metadata, allow_rma=allow_rma)
+    return read_tensors(uri, ticket, request)
 
 
-def _tensor(stream: Stream, delivery: Delivery) -> Tensor:
-    _, header, parsed, body = delivery
-    if not parsed.is_tensor:
-        raise WrongKind("this stream holds record batches: read it with open_stream, or by name with read")
-    try:
-        by_address = isinstance(body, AddressList)
-        return join_tensor(header, stream.buffers(delivery) if by_address else cut(header, parsed, body))
-    except FormatError as error:
-        why = str(error)  # and not the error: its frames hold what the peer leased to us
-    raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")
+def read_tensors(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> TensorReader:
+    """`open_tensors`, within the limits of `request`."""
+    return TensorReader(connect(located(uri), ticket, request).tensors())

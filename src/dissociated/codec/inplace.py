@@ -64,8 +64,8 @@ class _Chain(Readable):
 class InPlace:
     """Follows a stream from its schema on, for as long as all of it lies in place."""
 
-    def __init__(self, schema: Delivery, space: AddressSpace) -> None:
-        self._schema = encapsulate(schema.header)
+    def __init__(self, schema: bytes, space: AddressSpace) -> None:
+        self._schema = encapsulate(schema)
         self._space = space
         self._parts: list[_Part] = []
 

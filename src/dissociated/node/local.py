@@ -10,8 +10,8 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dissociated.catalog.client import StagePlace
 from dissociated.catalog.reader import Client
+from dissociated.catalog.stage import StagePlace
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, StoreError, UriError
 from dissociated.host import boot_id, host_name
 from dissociated.node.launch import default_store, ensure

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ from pyspark.sql.types import StructType
 
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
 from dissociated.catalog.reader import Client
-from dissociated.client.open import takes_selections
-from dissociated.codec.columns import between
+from dissociated.client.connect import takes_selections
+from dissociated.client.request import ReadRequest
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.spark.catalog import Catalog
 from dissociated.spark.columns import Columns, spark_schema
@@ -93,6 +93,10 @@ class Slice(NamedTuple):
     skip: int
     rows: int
 
+    def of(self, request: ReadRequest) -> ReadRequest:
+        """The same request for this slice alone."""
+        return replace(request, batches=(self.first, self.stop), rows=range(self.skip, self.skip + self.rows))
+
 
 @dataclass(frozen=True)
 class Part(InputPartition):
@@ -131,17 +135,13 @@ class DatasetReader(DataSourceReader):
         with self.request.catalog.connect() as client:
             info = self._planned(client, partition.version)
             selected = _Selected(self.request, self.schema, info.schema)
-            reader = client.read_endpoint(
-                info,
-                partition.endpoint or info.endpoints[partition.number],
-                self.request.transport,
-                selected.requested,
-                batches=None if partition.slice is None else partition.slice[:2],
-            )
+            endpoint = partition.endpoint or info.endpoints[partition.number]
+            wanted = replace(client.defaults, columns=selected.requested)
+            if partition.slice is not None:
+                wanted = partition.slice.of(wanted)
+            reader = client.open_endpoint(info, endpoint, self.request.transport, wanted)
         with closing(reader):
-            part = partition.slice
-            rows = reader if part is None else between(reader, range(part.skip, part.skip + part.rows))
-            for batch in portions(rows):
+            for batch in portions(reader):
                 some = selected.of(batch)
                 if some.num_rows:
                     yield some
@@ -167,7 +167,8 @@ class DatasetReader(DataSourceReader):
             return whole
         # Batches without columns: nothing but their metadata moves.
         transport = "grpc" if self.request.transport == "grpc" else None
-        with closing(client.read_endpoint(info, endpoint, transport, columns=[])) as reader:
+        counting = client.defaults.without_columns()
+        with closing(client.open_endpoint(info, endpoint, transport, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
         return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
 

@@ -1,0 +1,130 @@
+"""Calls over Flight to a catalog, whose failures come out as this library's errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from dissociated.access import check_token
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    CatalogUnreachable,
+    DatasetNotFound,
+    DeadlineExceeded,
+    DissociatedError,
+    UriError,
+)
+from dissociated.fork import belongs, disown, keep, use_grpc
+from dissociated.transport.base import seconds
+from dissociated.uri import Uri
+
+T = TypeVar("T")
+
+_UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
+
+
+class Calls:
+    """A connection to the catalog at `uri`, made with the first call: a process that is forked before has its own."""
+
+    def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
+        import pyarrow.flight as flight
+
+        from dissociated.catalog.guard import client_options
+
+        if not Uri.parse(uri).scheme.startswith("grpc"):
+            raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
+        self.flight = flight
+        self.uri = uri
+        self.timeout = seconds(timeout)
+        roots = None if tls_roots is None else os.fspath(tls_roots)
+        self._parameters = client_options(None if token is None else check_token(token), roots)
+        self._connection: Any = None
+        self._closed = False
+        belongs(self)
+
+    def call(self, call: Callable[[Any], T]) -> T:
+        """What `call` returns, which is given the connection. Raises CatalogError, AccessDenied, DeadlineExceeded."""
+        with self.errors():
+            return call(self._connected())
+
+    def options(self) -> Any:
+        """Those of a call that must be answered in time."""
+        return self.flight.FlightCallOptions(timeout=self.timeout)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn what Flight raises into this library's errors."""
+        try:
+            yield
+        except DissociatedError:  # some are OSErrors, too: of a source that is put
+            raise
+        except self.flight.FlightUnavailableError as error:
+            if any(sign in str(error) for sign in _UNTRUSTED):
+                raise AccessDenied(
+                    f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
+                    "(tls_roots says which certificates are)"
+                ) from None
+            raise CatalogUnreachable(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
+        except self.flight.FlightTimedOutError:
+            raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
+        except (self.flight.FlightUnauthenticatedError, self.flight.FlightUnauthorizedError) as error:
+            raise AccessDenied(_sentence(error)) from None
+        except pa.ArrowKeyError as error:
+            raise DatasetNotFound(_sentence(error)) from None
+        except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
+            raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
+
+    def close(self) -> None:
+        """Close the connection. Streams that were opened go on."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def forked(self) -> None:
+        """See `dissociated.fork`. What needs no call to the catalog works in the child, too."""
+        keep(self._connection)
+        self._connection = None
+
+    def _connected(self) -> Any:
+        if self._connection is None:
+            if self._closed:
+                raise CatalogError(f"this client of the catalog at {self.uri} is closed")
+            use_grpc()
+            self._connection = self.flight.FlightClient(self.uri, **self._parameters)
+        return self._connection
+
+
+class Received:
+    """The batches of a stream that was opened by one of these `calls`."""
+
+    def __init__(self, calls: Calls, reader: Any) -> None:
+        self._calls = calls
+        self._reader = reader
+        belongs(self)
+
+    def __iter__(self) -> Received:
+        return self
+
+    def __next__(self) -> Any:
+        with self._calls.errors():
+            batch = next(self._reader, None)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def forked(self) -> None:
+        keep(self._reader)
+        disown(self)
+
+
+def _sentence(error: BaseException) -> str:
+    """What the other side said, without what gRPC and libarrow add to it."""
+    text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
+    text = text.partition(". Detail: ")[0].strip()
+    return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

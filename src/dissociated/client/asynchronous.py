@@ -1,0 +1,36 @@
+"""`async for` over whatever a blocking function opens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from dissociated.ipc.asynchronous import AsyncStreamReader
+
+P = ParamSpec("P")
+
+
+def asynchronous(open_reader: Callable[P, pa.RecordBatchReader]) -> Callable[P, Coroutine[Any, Any, AsyncStreamReader]]:
+    """The same function for `async for`: it takes and raises the same, and blocks a thread in place of the loop."""
+
+    @wraps(open_reader)
+    async def opened(*args: P.args, **kwargs: P.kwargs) -> AsyncStreamReader:
+        # on first use: asyncio takes as long to import as all of this library
+        from dissociated.ipc.asynchronous import open_reader_async
+
+        return await open_reader_async(open_reader, *args, **kwargs)
+
+    opened.__name__ = f"{open_reader.__name__}_async"
+    opened.__qualname__ = f"{open_reader.__qualname__}_async"
+    opened.__doc__ = (
+        f"`{open_reader.__name__}` for `async for`: it takes and raises the same, and blocks a thread in place of the "
+        "event loop."
+    )
+    signature = inspect.signature(open_reader)
+    opened.__signature__ = signature.replace(return_annotation="AsyncStreamReader")  # type: ignore[attr-defined]
+    return opened

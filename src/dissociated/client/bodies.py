@@ -1,0 +1,73 @@
+"""Where the bodies of a stream come to lie: in memory of this process, or mapped, in the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.client.leases import Leases
+from dissociated.client.request import ReadRequest
+from dissociated.codec.attach import attach
+from dissociated.errors import RemoteProtocolError, TransportError
+from dissociated.format.message import Header, buffer_extents
+from dissociated.memory.remote import pieces
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+from dissociated.transport.base import Connection
+
+
+class Bodies:
+    """Allocates memory for bodies that are sent, and finds, maps or fetches those that come by address."""
+
+    def __init__(self, connection: Connection, leases: Leases, request: ReadRequest) -> None:
+        self.space = connection.space
+        self._connection = connection
+        self._leases = leases
+        self._timeout = request.timeout
+        self._pool = request.options.memory_pool
+
+    def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
+        """Flatbuffer and body of a message, as libarrow shall read them."""
+        if self._connection.fetches and isinstance(delivery.body, AddressList) and delivery.body.leased:
+            return delivery.header, self._fetch(delivery.header, delivery.parsed, delivery.body)
+        return attach(delivery, self.space, self._leases, self.allocate)
+
+    def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
+        """The buffers of a message that came by address, each by itself, where they lie."""
+        body = delivery.body
+        assert isinstance(body, AddressList)
+        if not body.leased:
+            return [pa.py_buffer(b"")] * len(body.lengths)
+        if self._connection.fetches:
+            packed = self._fetch(delivery.header, delivery.parsed, body)
+            wanted = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
+            return [packed.slice(at, length) for at, length in wanted]
+        located = self.space.locate(body.addresses, body.lengths)
+        whole = self.hold(located.memory, body.leased)
+        return [whole.slice(offset, length) for offset, length in zip(located.offsets, body.lengths, strict=True)]
+
+    def hold(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+        """Mapped memory as a buffer, at whose end `addresses`, which were delivered, go back."""
+        return self._leases.lease(memory, addresses)
+
+    def allocate(self, length: int) -> pa.Buffer:
+        """Memory for a body. Raises TransportError where there is none."""
+        try:
+            return pa.allocate_buffer(length, self._pool)
+        except MemoryError:
+            raise TransportError(
+                f"there is no memory for a body of {length} bytes: read fewer columns, or over shm"
+            ) from None
+
+    def _fetch(self, header: bytes, parsed: Header, body: AddressList) -> pa.Buffer:
+        """The body, fetched from where it lies, which is then given back."""
+        wanted, lengths = buffer_extents(header, parsed)
+        for at, length in zip(wanted, lengths, strict=True):
+            if length and not 0 <= at <= parsed.body_length - length:
+                raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body")
+        packed = self.allocate(parsed.body_length)
+        self._connection.fetch(pieces(body.addresses, body.lengths, wanted), packed, self._timeout)
+        self._leases.give_back(body.leased)
+        return packed

@@ -1,0 +1,73 @@
+"""Reaches the server of a stream, and asks for it ("Client Sequence")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from dissociated.buffers import Buffer
+from dissociated.client.request import ReadRequest
+from dissociated.client.session import Session
+from dissociated.client.stream import Stream
+from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
+from dissociated.protocol.message import Message
+from dissociated.protocol.metadata import PREFIX_SIZE
+from dissociated.protocol.request import PARAMETER
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+
+
+def takes_selections(uri: Uri) -> bool:
+    """Whether the server at `uri` chooses columns itself."""
+    return uri.parameters.get(PARAMETER[0]) == PARAMETER[1]
+
+
+def located(uri: str | Sequence[str]) -> list[Uri]:
+    """One URI, or one for metadata and one for bodies. Raises UriError."""
+    uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
+    if len(uris) not in (1, 2):
+        raise UriError(f"a stream has one URI, or one for metadata and one for bodies, not {len(uris)}")
+    if len(uris) == 2 and [one.parameters.get("stream") for one in uris] == ["bodies", "metadata"]:
+        raise UriError("of two URIs the first is that of the metadata, and the second that of the bodies: swap them")
+    return uris
+
+
+def connect(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Stream:
+    """Connect to the URI, or to both, and ask for the stream `identifier`. Raises as `open_stream` does.
+
+    Where another user's server shares what is not safe to map, it is asked for packed bodies, if it has said how.
+    """
+    while True:
+        try:
+            return Stream(_session(uris, identifier, request))
+        except UnsafeMemory:
+            packed = uris[-1].with_packed_bodies()
+            if packed is None:
+                raise
+        uris = [*uris[:-1], packed]
+
+
+def _session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Session:
+    tags = [one.require_want_data() for one in uris]
+    if not request.allow_rma and any(one.remote_handle is not None for one in uris):
+        raise UriError(
+            "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "
+            'give allow_rma=True if you trust it, or take a location with bodies="packed"'
+        )
+    timeout = request.timeout
+    with ExitStack() as connections:
+        opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
+        for connection, tag in zip(opened, tags, strict=True):
+            connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
+            try:
+                connection.send([Message(tag, (identifier,))], timeout)
+            except ConnectionClosed:
+                connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
+                raise
+        session = Session(opened, uris[-1].free_data, request)
+        connections.pop_all()  # the session owns them now
+    return session
+
+
+def _nothing(tag: int | None, length: int) -> Buffer:
+    raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything")

@@ -1,0 +1,55 @@
+"""What is read, how, and within which limits: one value from the public functions down to the connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from dissociated.buffers import MAX_BODY, MAX_METADATA
+from dissociated.codec.options import ReadOptions
+from dissociated.errors import OptionError
+from dissociated.protocol.request import Selection
+from dissociated.transport.base import seconds
+
+#: Seconds that a server may be silent.
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRequest:
+    """The parameters of a read. `open_stream` says what each of them means.
+
+    `rows` are counted from the first of the `batches`. Raises OptionError for values that make no sense,
+    LocalProtocolError for such a timeout.
+    """
+
+    columns: Sequence[str] | None = None
+    batches: tuple[int, int] | None = None
+    rows: range | None = None
+    options: ReadOptions = field(default_factory=ReadOptions)
+    timeout: float = TIMEOUT
+    max_body: int = MAX_BODY
+    max_metadata: int = MAX_METADATA
+    allow_rma: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "timeout", seconds(self.timeout))
+        if self.columns is not None and self.options.included_fields:
+            raise OptionError("give columns or included_fields, not both")
+        if self.batches is not None and not 0 <= self.batches[0] <= self.batches[1]:
+            raise OptionError(f"batches are a first number and the one after the last, not {self.batches}")
+        if self.rows is not None and (self.rows.step != 1 or self.rows.start < 0):
+            raise OptionError(f"rows is a range of positions that follow each other, not {self.rows}")
+
+    @property
+    def selection(self) -> Selection | None:
+        """What a server is asked for: columns by name, by position, or all, and batches; None for everything."""
+        fields = tuple(self.options.included_fields) or None
+        if self.columns is None and fields is None and self.batches is None:
+            return None
+        return Selection(None if self.columns is None else tuple(self.columns), fields, self.batches)
+
+    def without_columns(self) -> ReadRequest:
+        """The same for all batches, of which only the metadata moves: they say how many rows there are."""
+        options = replace(self.options, included_fields=())
+        return replace(self, columns=(), batches=None, rows=None, options=options)

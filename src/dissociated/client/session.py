@@ -1,0 +1,115 @@
+"""One request at a server: the messages that arrive, and the memory that goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from typing import TypeAlias, TypeVar
+
+import pyarrow as pa
+
+from dissociated.client.arrivals import arrivals
+from dissociated.client.bodies import Bodies
+from dissociated.client.leases import Leases
+from dissociated.client.request import ReadRequest
+from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.events import Delivery
+from dissociated.protocol.message import Incoming, Run
+from dissociated.protocol.receiver import Receiver
+from dissociated.protocol.run import Batches
+from dissociated.transport.base import Connection
+
+Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
+D = TypeVar("D", bound=Delivery | Batches)
+
+
+class Session:
+    """Owns the connections that a stream was requested over, and the leases that come with it.
+
+    Whatever `deliveries` gives and holds addresses must go through `bodies`, once.
+    """
+
+    def __init__(self, connections: Sequence[Connection], free_data: int | None, request: ReadRequest) -> None:
+        self._connections = connections
+        self._timeout = request.timeout
+        self.max_body = request.max_body
+        self._receiver = Receiver.taking(request.max_metadata, request.max_body)
+        self._leases = Leases(connections[-1], free_data, request.timeout)
+        self.bodies = Bodies(connections[-1], self._leases, request)
+
+    def deliveries(self) -> Deliveries:
+        """Every message in order. Ends the stream when it is exhausted or closed."""
+        receiver, leases = self._receiver, self._leases
+        stopped = True
+        try:
+            with arrivals(self._connections, self._allocate, self._timeout) as receive:
+                while not receiver.complete:
+                    if (delivery := receiver.next()) is not None:
+                        yield self._delivered(delivery)
+                        continue
+                    incoming = receive(receiver.needs_body)
+                    if incoming is None:
+                        receiver.disconnected()
+                    elif isinstance(incoming, Run):
+                        batches = receiver.receive_run(incoming)
+                        if batches is not None:
+                            yield self._delivered(batches)
+                            continue
+                        for message in incoming.expand():
+                            _receive(receiver, message)
+                            if (delivery := receiver.next()) is not None:
+                                yield self._delivered(delivery)
+                    else:
+                        _receive(receiver, incoming)
+            stopped = False
+        except DissociatedError:
+            receiver.fail()
+            raise
+        finally:
+            for connection in self._connections[:-1]:
+                connection.close()
+            if stopped and self.bodies.space.live and len(self._connections) == 1:
+                self._discard(self._connections[0])
+            leases.finish(stopped)
+
+    def settle(self) -> None:
+        """What was delivered and has not gone through `bodies` by now never will."""
+        self._leases.settle()
+
+    def _delivered(self, item: D) -> D:
+        """Take note of what `item` leases. Raises RemoteProtocolError where a body is larger than is taken."""
+        self._check_size(item.largest_body)
+        self._leases.expect(item.lease_count)
+        return item
+
+    def _check_size(self, length: int) -> None:
+        if length > self.max_body:
+            raise RemoteProtocolError(f"a body has {length} bytes; at most {self.max_body} are taken (max_body)")
+
+    def _allocate(self, tag: int | None, length: int) -> pa.Buffer:
+        if tag is not None:  # the framing caps the length of a run
+            announced = self._receiver.announced_length(tag)
+            if announced is not None and announced != length:
+                raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
+            self._check_size(length)
+        return self.bodies.allocate(length)
+
+    def _discard(self, connection: Connection) -> None:
+        """Stop receiving, and give back what is on its way: the server waits for it, for the sake of others."""
+        connection.stop_receiving()
+        with suppress(DissociatedError):
+            while (incoming := connection.receive(self._timeout, self._allocate)) is not None:
+                for message in incoming.expand() if isinstance(incoming, Run) else (incoming,):
+                    _receive(self._receiver, message)
+                while (delivery := self._receiver.next()) is not None:
+                    self._leases.expect(delivery.lease_count)
+                    if isinstance(delivery.body, AddressList):
+                        self._leases.give_back(delivery.body.leased)
+
+
+def _receive(receiver: Receiver, incoming: Incoming) -> None:
+    if incoming.tag is None:
+        receiver.receive_metadata(incoming.data)
+    else:
+        receiver.receive_body(incoming.tag, incoming.data)
