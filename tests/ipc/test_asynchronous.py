@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -530,6 +531,20 @@ def test_a_dataset_by_name() -> None:
                 await client.read_async("nothing")
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "blocking"),
+    [
+        (dis.open_stream_async, dis.open_stream),
+        (dis.Client.read_async, dis.Client.read),
+        (AsyncFileReader.get_batch, dis.ipc.FileReader.get_batch),
+    ],
+)
+def test_help_says_what_the_blocking_function_takes(asynchronous: Any, blocking: Any) -> None:
+    assert inspect.iscoroutinefunction(asynchronous)
+    assert asynchronous.__name__.startswith(blocking.__name__)
+    assert inspect.signature(asynchronous).parameters.keys() == inspect.signature(blocking).parameters.keys()
 
 
 @with_golden_files

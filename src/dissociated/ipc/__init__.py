@@ -13,13 +13,8 @@ from dissociated.ipc.files import FileReader, open_file, open_stream
 from dissociated.ipc.tensors import read_tensor, write_tensor
 
 if TYPE_CHECKING:
-    from dissociated.ipc.asynchronous import (
-        AsyncBatches,
-        AsyncFileReader,
-        AsyncStreamReader,
-        async_batches,
-        open_async,
-    )
+    from dissociated.ipc.asynchronous import AsyncFileReader, AsyncStreamReader, async_batches, open_async
+    from dissociated.ipc.readahead import AsyncBatches
 
 __all__ = [
     "AsyncBatches",

@@ -1,0 +1,181 @@
+"""Record batches of a blocking reader for `async for`, some of them read before they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.errors import OptionError, StoreError
+from dissociated.ipc.threads import Threads, finished
+
+#: How many batches, and bytes of them, are read before they are asked for.
+READAHEAD = 8
+READAHEAD_BYTES = 1 << 26
+
+Pair: TypeAlias = tuple[pa.RecordBatch, pa.KeyValueMetadata | None]
+
+
+class Step(NamedTuple):
+    """A call that reads some batches. None for what is not known before; a call that gives none is the last."""
+
+    read: Callable[[], Iterable[Pair]]
+    number: int = 1
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How far a caller lets reading come ahead, and whether it wants the metadata of batches. Raises OptionError."""
+
+    readahead: int
+    readahead_bytes: int
+    custom_metadata: bool
+
+    def __post_init__(self) -> None:
+        if self.readahead < 0 or self.readahead_bytes < 0:
+            raise OptionError("readahead and readahead_bytes are numbers of batches and of bytes, from 0 on")
+
+
+class _Job:
+    """A step that is being made, or has been."""
+
+    def __init__(self, step: Step, threads: Threads) -> None:
+        self.left = step.number  # of batches that are still to be taken
+        self.nbytes = step.nbytes or 0
+        self.batches: deque[Pair] = deque()
+        self.error: BaseException | None = None
+        self.last = False  # of all: it found the end, or an error
+        self.future = threads.submit(self._make, step)
+
+    def _make(self, step: Step) -> None:
+        try:
+            self.batches.extend(step.read())  # keeps what comes before an exception
+        except BaseException as error:
+            self.error = error
+        if step.nbytes is None:
+            # not nbytes, which follows offsets that nobody has checked
+            self.nbytes = sum(batch.get_total_buffer_size() for batch, _ in self.batches)
+        self.last = self.error is not None or not self.batches
+
+
+class AsyncBatches(AsyncIterator[Any]):
+    """Record batches, in order, some of them read before they are asked for.
+
+    Several `__anext__` may be outstanding: each gets the next batch, in the order in which they began, and so many
+    are read at once. One that is cancelled takes no batch. What reading a batch raises comes out where the batch
+    would have, and ends the iteration.
+
+    Reading ahead pauses where it has come far enough, and stops when this is closed or dropped. `aclose` waits for
+    the reads that have begun, which nothing can interrupt.
+    """
+
+    def __init__(
+        self, steps: Iterator[Step], threads: Threads, wanted: Wanted, at_once: int, owns_threads: bool = False
+    ) -> None:
+        self._jobs: deque[_Job] = deque()  # in order; the first stays until all of its batches are taken
+        self._steps: Iterator[Step] | None = steps  # None where there are no more
+        self._threads = threads
+        self._wanted = wanted
+        self._at_once = at_once
+        self._owns_threads = owns_threads
+        self._asked = 0  # calls of __anext__ that are outstanding
+        self._turn = asyncio.Lock()  # first come, first served
+        self._progress = asyncio.Event()
+
+    async def __anext__(self) -> Any:
+        self._asked += 1
+        try:
+            self._read_ahead()
+            async with self._turn:
+                both = await self._next()
+        finally:
+            self._asked -= 1
+        self._read_ahead()
+        return both if self._wanted.custom_metadata else both[0]
+
+    async def aclose(self) -> None:
+        """Stop. Outstanding calls find the end."""
+        running = [job.future for job in self._jobs]
+        self._stop()
+        await finished(running)
+        if self._owns_threads:
+            await self._threads.aclose()
+
+    async def _next(self) -> Pair:
+        while self._jobs:
+            job = self._jobs[0]
+            if not job.future.done():
+                self._progress.clear()
+                await self._progress.wait()
+            elif job.batches:
+                job.left -= 1
+                return job.batches.popleft()
+            else:
+                self._jobs.popleft()
+                if job.future.cancelled():
+                    job.error = StoreError("the executor was shut down while a file was read")
+                if job.error is not None:
+                    self._stop()
+                    raise job.error
+                if job.last:
+                    break
+                self._read_ahead()
+        self._stop()
+        raise StopAsyncIteration
+
+    def _read_ahead(self) -> None:
+        while self._steps is not None and self._has_room():
+            step = next(self._steps, None)
+            if step is None:
+                self._steps = None
+                return
+            job = _Job(step, self._threads)
+            self._jobs.append(job)
+            job.future.add_done_callback(partial(_tell, asyncio.get_running_loop(), weakref.ref(self)))
+
+    def _has_room(self) -> bool:
+        running = sum(not job.future.done() for job in self._jobs)
+        if running >= self._at_once or any(job.last for job in self._jobs):
+            return False
+        ahead = sum(job.left for job in self._jobs) - self._asked
+        if ahead < 0:
+            return True
+        held = sum(job.nbytes for job in self._jobs if job.left)
+        return ahead < self._wanted.readahead and held < self._wanted.readahead_bytes
+
+    def _progressed(self) -> None:
+        self._progress.set()
+        with suppress(StoreError):  # which comes again, and to the caller, with the next batch
+            self._read_ahead()
+
+    def _stop(self) -> None:
+        self._steps = None
+        for job in self._jobs:
+            job.future.cancel()
+        self._jobs.clear()
+        self._progress.set()
+        if self._owns_threads:
+            self._threads.end()
+
+    def __del__(self) -> None:
+        self._stop()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, waiting: weakref.ref[AsyncBatches], future: Future[None]) -> None:
+    """Let the loop know, from a thread, that a step is made."""
+
+    def progressed() -> None:
+        if (batches := waiting()) is not None:
+            batches._progressed()
+
+    with suppress(RuntimeError):  # the loop is closed: nobody waits
+        loop.call_soon_threadsafe(progressed)
