@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dissociated.errors import JavaNotFound, TransportError
-from dissociated.transport.native import ucx
-from dissociated.transport.native._ofi import ofi
-from dissociated.transport.native._ucp import ucp
+from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.ucx import worker
+from dissociated.transport.native.ucx._ucp import ucp
 
 
 @cache
@@ -22,7 +22,7 @@ def _ucx() -> str | None:
     try:
         for address in ("127.0.0.1", "::1"):
             for rma, large in product((False, True), repeat=2):
-                ucx.context(ucx.place(address, rma, large))
+                worker.context(worker.place(address, rma, large))
     except TransportError as error:
         return str(error)
     return None

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dissociated.transport.native import _ucp as c
+from dissociated.transport.native.ucx import _ucp as c
 
 PATIENCE = 10.0
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from dissociated.transport.native import _ofi
+from dissociated.transport.native.fabric import _ofi
 
 LOAD = "import ctypes; ctypes.CDLL('libfabric.so.1')"
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dissociated.transport.native._ofi import ofi
+from dissociated.transport.native.fabric._ofi import ofi
 from helpers import PATIENCE
 
 #: Loads libfabric, and tells its version and which signals it took.
@@ -15,7 +15,7 @@ def handlers():
     status = dict(row.split(":", 1) for row in open("/proc/self/status").read().splitlines())
     return int(status["SigCgt"], 16) & 0x7FFFFFFF  # later ones are the C library's own
 caught = handlers()
-from dissociated.transport.native._ofi import ofi
+from dissociated.transport.native.fabric._ofi import ofi
 print(ofi().version, handlers() == caught)
 """
 

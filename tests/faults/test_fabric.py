@@ -19,7 +19,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
-from dissociated.transport.native.endpoint import Domain
+from dissociated.transport.native.fabric.domain import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -245,7 +245,7 @@ def test_an_unknown_provider_is_an_error() -> None:
 def test_a_server_that_talks_otherwise_is_refused(serve: Serve, parameter: dict[str, str]) -> None:
     good = serve("fabric:")
     uri = Uri.parse(good.server.locations("good")[0]).with_parameters(**parameter)
-    with pytest.raises(TransportError, match="do not understand each other"):
+    with pytest.raises(TransportError, match="do not work together"):
         dis.open_stream(str(uri), good.server.ticket("good"))
 
 

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from dissociated.errors import DeadlineExceeded, DissociatedError, RemoteProtocolError, TransportError
-from dissociated.transport.native.endpoint import Completion, Endpoint, host_and_port
-from dissociated.transport.native.fabric import PROVIDER, Kind
+from dissociated.transport.native.addresses import host_and_port
+from dissociated.transport.native.fabric.control import Kind
+from dissociated.transport.native.fabric.endpoint import Completion, Endpoint
+from dissociated.transport.native.fabric.provider import PROVIDER
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

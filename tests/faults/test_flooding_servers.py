@@ -61,7 +61,8 @@ import json, re, sys, time
 import dissociated as dis
 from dissociated.protocol.message import Message
 from dissociated.protocol import receiver
-from dissociated.transport.native import fabric, connection as native
+from dissociated.transport.native import connection as native
+from dissociated.transport.native.fabric import connection as fabric
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

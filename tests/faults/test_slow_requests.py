@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import ucx_peer
-from dissociated.transport.native import _ucp as c
-from dissociated.transport.native.fabric import FabricConnection, Kind
+from dissociated.transport.native.fabric.connection import FabricConnection
+from dissociated.transport.native.fabric.control import Kind
+from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 

@@ -20,8 +20,8 @@ import pytest
 import dissociated as dis
 import ucx_peer
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
-from dissociated.transport.native._ucp import ucp
-from dissociated.transport.native.ucx import UcxConnection
+from dissociated.transport.native.ucx._ucp import ucp
+from dissociated.transport.native.ucx.connection import UcxConnection
 
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER

@@ -10,12 +10,12 @@ from dissociated.once import once
 from dissociated.transport.base import Transport
 
 _OURS = {
-    "fabric": "dissociated.transport.native.fabric:FabricTransport",
+    "fabric": "dissociated.transport.native.fabric.transport:FabricTransport",
     "inproc": "dissociated.transport.inproc:InprocTransport",
     "shm": "dissociated.transport.framed.shm:ShmTransport",
     "tcp": "dissociated.transport.framed.tcp:TcpTransport",
     "tls": "dissociated.transport.framed.tls:TlsTransport",
-    "ucx": "dissociated.transport.native.ucx:UcxTransport",
+    "ucx": "dissociated.transport.native.ucx.transport:UcxTransport",
 }
 
 

@@ -54,6 +54,9 @@ class Quiet(NativeConnection):
     def _take(self, allocate: Allocate, most: int) -> bool:
         return False
 
+    def _read(self, *arguments: Any) -> None:
+        raise NotImplementedError
+
     def _tell(self, reason: str) -> bool:
         return False
 

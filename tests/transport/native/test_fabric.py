@@ -10,8 +10,9 @@ import pytest
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Listener
-from dissociated.transport.native import _ofi
-from dissociated.transport.native.fabric import FabricConnection, Kind
+from dissociated.transport.native.fabric import _ofi
+from dissociated.transport.native.fabric.connection import FabricConnection
+from dissociated.transport.native.fabric.control import Kind
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, complaint, leaving_nothing
@@ -39,12 +40,12 @@ def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, senten
 
 
 def test_a_library_that_is_too_old_is_refused() -> None:
-    old = "from dissociated.transport.native.connection import _ofi\n_ofi._OLDEST = (99, 0)\n"
+    old = "from dissociated.transport.native.fabric import _ofi\n_ofi._OLDEST = (99, 0)\n"
     assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in complaint(old + SERVE)
 
 
 def test_a_library_with_other_structures_is_refused() -> None:
-    other = "from dissociated.transport.native.connection import _ofi\n_ofi._SIZES['struct fi_msg'] += 8\n"
+    other = "from dissociated.transport.native.fabric import _ofi\n_ofi._SIZES['struct fi_msg'] += 8\n"
     assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in complaint(other + SERVE)
 
 

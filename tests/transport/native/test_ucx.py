@@ -15,7 +15,7 @@ from dissociated.errors import DeadlineExceeded, RemoteProtocolError, TransportE
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.ucx import _Worker
+from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, complaint, leaving_nothing
@@ -64,7 +64,7 @@ def test_what_is_missing_is_said_in_one_sentence(script: str, environment: dict[
 
 
 def test_a_library_that_is_too_old_is_refused() -> None:
-    old = "from dissociated.transport.native.connection import _ucp\n_ucp._OLDEST = (99, 0)\n"
+    old = "from dissociated.transport.native.ucx import _ucp\n_ucp._OLDEST = (99, 0)\n"
     line = complaint(old + SERVE)
     assert "is too old: install 99.0 or later" in line
 
@@ -81,8 +81,8 @@ def test_another_version_of_ucx_is_refused_before_it_crashes() -> None:
 
 def test_connecting_has_a_deadline_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something always happens, and nothing comes of it."""
-    progress = _Worker.progress
-    monkeypatch.setattr(_Worker, "progress", lambda worker: progress(worker) or True)
+    progress = Worker.progress
+    monkeypatch.setattr(Worker, "progress", lambda worker: progress(worker) or True)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = Uri("ucx", host="127.0.0.1", port=silent.getsockname()[1])
         with pytest.raises(DeadlineExceeded, match=r"no answer for 0\.3 s"):

@@ -16,7 +16,7 @@ import pytest
 import dissociated as dis
 import ucx_peer
 from dissociated.errors import DissociatedError, UriError
-from dissociated.transport.native import ucx
+from dissociated.transport.native.ucx import worker
 from dissociated.uri import Uri
 
 pytestmark = pytest.mark.needs("ucx")
@@ -111,7 +111,7 @@ def test_peers_that_receive_smaller_segments_than_ours_are_sent_none_that_are_la
 FOREIGN_SERVER = """
     import sys
     import ucx_peer
-    from dissociated.transport.native import _ucp as c
+    from dissociated.transport.native.ucx import _ucp as c
 
     context = ucx_peer.Context()
     listening, worker = ucx_peer.Worker(context), ucx_peer.Worker(context)
@@ -149,13 +149,13 @@ def test_ours_say_that_they_receive_large_segments_and_then_send_them(
     server: dis.Server, table: pa.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = []
-    context = ucx.context
+    context = worker.context
 
-    def recording(where: ucx._Place) -> ucx._Context:
+    def recording(where: worker.Place) -> worker.Context:
         large.append(where.large)
         return context(where)
 
-    monkeypatch.setattr(ucx, "context", recording)
+    monkeypatch.setattr(worker, "context", recording)
     (uri,) = server.locations("wide")
     offered = Uri.parse(uri).parameters["tcp_segment"]
     assert offered == "262144"

@@ -7,7 +7,6 @@ wait lets the medium work for both.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import abstractmethod
@@ -27,9 +26,11 @@ from dissociated.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from dissociated.memory.remote import RemoteSpace, Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
+from dissociated.transport.native.waker import Waker
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
 MAX_IN_FLIGHT = 1 << 26
@@ -49,31 +50,6 @@ _AHEAD = 1 << 25  # bytes that are received at once
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
 
-class Waker:
-    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.RLock()  # a finalizer may interrupt its owner
-        self._open = True
-
-    def set(self) -> None:
-        """Wake, now or when somebody next sleeps."""
-        with self._lock:
-            if self._open:
-                os.eventfd_write(self.descriptor, 1)
-
-    def clear(self) -> None:
-        """Forget what was set."""
-        os.eventfd_read(self.descriptor)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        with self._lock:
-            self._open = False
-            os.close(self.descriptor)
-
-
 class UnderWay(NamedTuple):
     """A message that is being sent: what the medium calls it, its size, and the memory that must stay."""
 
@@ -84,6 +60,8 @@ class UnderWay(NamedTuple):
 
 class NativeConnection(Connection):
     """See the module. Everything that a subclass implements is called with the lock held, but `_sleep`."""
+
+    _ffi: Any  #: cffi's, of the medium's library
 
     def __init__(self, peer: str, accepted: bool) -> None:
         super().__init__()
@@ -107,6 +85,7 @@ class NativeConnection(Connection):
         self._stopped = False
         self._interrupted = False
         self._closed = False
+        self._remote: RemoteSpace | None = None
         self._waker = Waker()
 
     def __repr__(self) -> str:
@@ -151,6 +130,10 @@ class NativeConnection(Connection):
     @abstractmethod
     def _tell(self, reason: str) -> bool:
         """Send the reason for giving up. False if the peer does not know what that is."""
+
+    @abstractmethod
+    def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
+        """Begin to read memory of the peer's, in this span, into the buffer `into`, from `at` on."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -206,6 +189,20 @@ class NativeConnection(Connection):
             if on_its_way:
                 raise ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
             return None
+
+    def reach(self, spans: Sequence[Span]) -> None:
+        """Let `fetch` take from these spans of the peer's memory."""
+        self._remote, self.fetches = RemoteSpace(spans), True
+
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        if self._remote is None:
+            raise RemoteProtocolError(f"{self._peer} sent addresses, and its URI had no remote_handle")
+        spans = [self._remote.find(address, length) for address, length, _ in wanted]
+        view = self._ffi.from_buffer(memory, require_writable=True)
+        with self._lock:
+            for (address, length, at), span in zip(wanted, spans, strict=True):
+                self._read(span, address, length, view, at, timeout)
+            self._settle_until(lambda: not self._under_way, timeout)
 
     def arrived(self) -> bool:
         with self._lock:

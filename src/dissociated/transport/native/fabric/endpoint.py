@@ -5,22 +5,20 @@ other's names, and one descriptor to wait on. Nothing here is thread-safe, and n
 from __future__ import annotations
 
 import os
-import select
 import socket
 import stat
 import struct
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, NamedTuple
 
 from dissociated.errors import TransportError
-from dissociated.transport.native import _ofi as c
-from dissociated.transport.native._ofi import Ofi, ofi
-from dissociated.transport.native.connection import Waker
+from dissociated.transport.native.addresses import FAMILIES, host_and_port
+from dissociated.transport.native.fabric import _ofi as c
+from dissociated.transport.native.fabric._ofi import ofi
+from dissociated.transport.native.fabric.domain import Domain
+from dissociated.transport.native.waker import Waker
 from dissociated.uri import ANY_INTERFACE
 
 ANY_TAG = 2**64 - 1
@@ -52,35 +50,6 @@ class Completion(NamedTuple):
 
 Done = Callable[[Completion], None]
 
-#: The name of an endpoint: family, port, address, and what else there is.
-_sockaddr = {socket.AF_INET: struct.Struct("=H2s4s8s"), socket.AF_INET6: struct.Struct("=H2s4x16s4s")}
-
-
-def host_and_port(name: bytes) -> tuple[str, int]:
-    """The host and port in the name of an endpoint, which is a socket address. Raises ValueError, struct.error."""
-    family = socket.AddressFamily(int.from_bytes(name[:2], sys.byteorder))
-    _, port, host, _ = _layout(family).unpack_from(name)
-    return socket.inet_ntop(family, host), int.from_bytes(port, "big")
-
-
-def reachable(names: bytes, host: str) -> bytes:
-    """The names of endpoints that listen on all interfaces, or on one, as others reach them at `host`.
-
-    Raises ValueError, OSError, struct.error.
-    """
-    family = socket.AddressFamily(int.from_bytes(names[:2], sys.byteorder))
-    layout, here = _layout(family), socket.inet_pton(family, host.partition("%")[0])
-    return b"".join(
-        layout.pack(number, port, named if any(named) else here, rest)
-        for number, port, named, rest in layout.iter_unpack(names)
-    )
-
-
-def _layout(family: socket.AddressFamily) -> struct.Struct:
-    if family not in _sockaddr:
-        raise ValueError(f"{family.name} is no family of internet addresses")
-    return _sockaddr[family]
-
 
 def _connections() -> Iterator[socket.socket]:
     """The TCP connections of this process, whoever has made them; each is a duplicate."""
@@ -88,7 +57,7 @@ def _connections() -> Iterator[socket.socket]:
         with suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
                 found = socket.socket(fileno=os.dup(int(descriptor)))
-                if found.family in _sockaddr and found.type == socket.SOCK_STREAM:
+                if found.family in FAMILIES and found.type == socket.SOCK_STREAM:
                     yield found
                 else:
                     found.close()
@@ -109,51 +78,6 @@ class Found(NamedTuple):
     tag: int
     length: int
     context: Any
-
-
-class Domain:
-    """A fabric and a domain in it, with which memory is registered. The last endpoint that shares it closes it."""
-
-    def __init__(self, used: Ofi, info: Any) -> None:
-        self._ffi = used.ffi
-        self._lock = threading.Lock()
-        self._users = 0
-        null, doing = used.ffi.NULL, "opening a domain"
-        fabric, domain = used.ffi.new("struct fid_fabric **"), used.ffi.new("struct fid_domain **")
-        used.check(used.lib.fi_fabric(info.fabric_attr, fabric, null), doing)
-        self.fabric = fabric[0]
-        code = self.fabric.ops.domain(self.fabric, info, domain, null)
-        if code < 0:
-            self.fabric.fid.ops.close(used.ffi.addressof(self.fabric.fid))
-        used.check(code, doing)
-        self.domain = domain[0]
-        self._keys = count(1)
-        self._used = used
-
-    def enter(self) -> None:
-        """Another endpoint shares it."""
-        with self._lock:
-            self._users += 1
-
-    def leave(self) -> None:
-        """An endpoint is closed."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                for one in (self.domain, self.fabric):
-                    one.fid.ops.close(self._ffi.addressof(one.fid))
-
-    def register(self, memory: Any, access: int) -> Any:
-        """Let libfabric use memory, or peers, until what is returned is given to `unregister`."""
-        made, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
-        fid = self._ffi.addressof(self.domain.fid)
-        code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, made, null)
-        self._used.check(code, "registering memory")
-        return made[0]
-
-    def unregister(self, registered: Any) -> None:
-        """Peers, and libfabric, have no more access."""
-        registered.fid.ops.close(self._ffi.addressof(registered.fid))
 
 
 class Endpoint:
@@ -204,7 +128,7 @@ class Endpoint:
             self._descriptors = new(f"void *[{self.iov_limit}]")
             self._open(info, domain)
         except BaseException:
-            Endpoint.close(self)
+            self.close()
             raise
         finally:
             self._lib.fi_freeinfo(info)
@@ -256,7 +180,7 @@ class Endpoint:
         queue_fid = ffi.addressof(self._queue.fid)
         descriptor = ffi.new("int *")
         check(self._queue.fid.ops.control(queue_fid, c.GETWAIT, descriptor), doing)
-        self._wakes = [int(descriptor[0])]
+        self.wakes = [int(descriptor[0])]  #: descriptors, at which there is something to read when there is to do
         self._waited_for = ffi.new("struct fid *[1]", [queue_fid])
 
     # Who is who
@@ -367,7 +291,7 @@ class Endpoint:
             for _ in range(_ANSWERED):
                 if self._peeking is None:
                     break
-                Endpoint.progress(self)
+                self.progress()
         return self._found
 
     def _looked(self, completion: Completion) -> None:
@@ -486,13 +410,7 @@ class Endpoint:
 
         The only method that another thread may run beside others.
         """
-        poll = select.poll()
-        for descriptor in (*self._wakes, waker.descriptor):
-            poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
-        if waker.descriptor in ready:
-            waker.clear()
-        return not ready.isdisjoint(self._wakes)
+        return waker.sleep(self.wakes, seconds)
 
     def _drain(self) -> None:
         """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
@@ -500,10 +418,10 @@ class Endpoint:
             for number in range(_DRAINED):
                 if number == _ENOUGH:
                     self._cut()  # it would send more while we look for more
-                if Endpoint.look(self) is None and self._peeking is None:
+                if self.look() is None and self._peeking is None:
                     break
                 if self._found is not None:
-                    Endpoint.discard(self)
+                    self.discard()
         except TransportError:
             pass  # it is broken already
 
@@ -528,7 +446,7 @@ class Endpoint:
         end = time.monotonic() + _CUT
         with suppress(TransportError):
             while self._fetching() and time.monotonic() < end:
-                Endpoint.progress(self)
+                self.progress()
 
     def close(self) -> None:
         """Close everything, in the order that libfabric wants. What was under way is dropped."""
@@ -549,71 +467,3 @@ class Endpoint:
             self._entered = False
             self.domain.leave()
         self._operations.clear()
-
-
-class Pair(Endpoint):
-    """Two endpoints that are used as one, for providers with which a message that nobody claims holds up all behind it.
-
-    Messages whose tag is `apart` go from second to second, and are the only ones to be looked for; all others are
-    waited for by the first, which nothing can hold up. Between the two there is no order. The name is that of both.
-    """
-
-    lanes = 2
-
-    def __init__(self, provider: str, node: str, apart: Callable[[int], bool]) -> None:
-        super().__init__(provider, node, None)
-        self._apart = apart
-        try:
-            # In a domain of its own: what waits to be claimed is found by whoever looks in the same.
-            self._second = Endpoint(provider, node, None)
-        except BaseException:
-            super().close()
-            raise
-        self._wakes += self._second._wakes
-
-    @property
-    def name(self) -> bytes:
-        return super().name + self._second.name
-
-    def insert(self, name: bytes) -> int:
-        half = len(super().name)
-        number = super().insert(name[:half])
-        other = self._second.insert(name[half:] or name)  # one that is no pair takes a number in both, too
-        if number != other:
-            raise TransportError(f"{name.hex()} names one endpoint twice")
-        return number
-
-    @property
-    def ended(self) -> int:
-        return super().ended + self._second.ended
-
-    @property
-    def found(self) -> Found | None:
-        return self._second.found
-
-    def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
-        if tag is not None and self._apart(tag):
-            return self._second.send(to, tag, pieces, done)
-        return super().send(to, tag, pieces, done)
-
-    def look(self) -> Found | None:
-        return self._second.look()
-
-    def claim(self, memory: Any, done: Done) -> None:
-        self._second.claim(memory, done)
-
-    def discard(self) -> None:
-        self._second.discard()
-
-    def progress(self) -> bool:
-        first, second = super().progress(), self._second.progress()
-        return first or second
-
-    def arm(self) -> bool:
-        return super().arm() and self._second.arm()
-
-    def close(self) -> None:
-        try:
-            self._second.close()
-        finally:
-            super().close()

@@ -16,6 +16,9 @@ from typing import Any
 
 from dissociated.errors import TransportError
 from dissociated.once import once
+from dissociated.transport.native.library import Library
+
+LIBRARY = Library("fabric", "libfabric", "libfabric.so.1", "DISSOCIATED_FABRIC_LIBRARY")
 
 DEFINITIONS = """
 typedef uint64_t fi_addr_t;
@@ -245,20 +248,15 @@ class Ofi:
 
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DEFINITIONS)
-        self.path, self.lib = _load(self.ffi)
+        _set_environment()
+        self.path, self.lib = LIBRARY.open(self.ffi, _candidates())
         try:
             number = self.lib.fi_version()
         except AttributeError:
-            raise TransportError(
-                f"fabric: {self.path} is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"
-            ) from None
+            raise LIBRARY.wrong(self.path) from None
         found = number >> 16, number & 0xFFFF
         self.version = "{}.{}".format(*found)
-        if found < _OLDEST:
-            raise TransportError(
-                f"libfabric {self.version} ({self.path}) is too old: install {'.'.join(map(str, _OLDEST))} or later, "
-                "or pip install 'dissociated[fabric]'"
-            )
+        LIBRARY.check_age(self.path, self.version, found, _OLDEST)
         self._check_layouts()
 
     def explain(self, code: int) -> str:
@@ -312,11 +310,11 @@ def ofi() -> Ofi:
     try:
         return Ofi()
     except ImportError:
-        raise TransportError("fabric: needs cffi: pip install 'dissociated[fabric]'") from None
+        raise LIBRARY.no_cffi() from None
 
 
-def _load(ffi: Any) -> tuple[str, Any]:
-    """Open the library that DISSOCIATED_FABRIC_LIBRARY names, or the system's, or that of a wheel."""
+def _set_environment() -> None:
+    """What libfabric reads as it is loaded."""
     # What must not happen to a Python program: a plug-in (libpsm) taking its signals as soon as it is loaded.
     os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
     os.environ.setdefault("HFI_NO_BACKTRACE", "1")
@@ -325,24 +323,15 @@ def _load(ffi: Any) -> tuple[str, Any]:
     # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
     os.environ["FI_OFI_RXM_SAR_LIMIT"] = "0"
     os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see Endpoint.whole
-    said = []
-    for candidate in _candidates():
-        try:
-            return candidate, ffi.dlopen(candidate)
-        except OSError as error:
-            said.append(str(error))
-    raise TransportError(
-        "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]', or install libfabric, or let "
-        f"DISSOCIATED_FABRIC_LIBRARY name its libfabric.so.1 ({'; '.join(said)})"
-    )
 
 
 def _candidates() -> Iterator[str]:
-    chosen = os.environ.get("DISSOCIATED_FABRIC_LIBRARY")
+    """The library that DISSOCIATED_FABRIC_LIBRARY names, or the system's, or that of a wheel."""
+    chosen = os.environ.get(LIBRARY.variable)
     if chosen:
         yield chosen
         return
-    yield "libfabric.so.1"
+    yield LIBRARY.file
     yield from map(str, wheel_libraries())
 
 
@@ -352,6 +341,6 @@ def wheel_libraries() -> list[Path]:
         listed = files("mpich") or []
     except PackageNotFoundError:
         return []
-    found = [Path(str(file.locate())).resolve() for file in listed if file.name == "libfabric.so.1"]
-    beside = Path(sys.prefix, "lib", "mpich", "libfabric.so.1")
+    found = [Path(str(file.locate())).resolve() for file in listed if file.name == LIBRARY.file]
+    beside = Path(sys.prefix, "lib", "mpich", LIBRARY.file)
     return [path for path in (*found, beside) if path.exists()][:1]

@@ -14,6 +14,9 @@ from typing import Any
 
 from dissociated.errors import TransportError
 from dissociated.once import once
+from dissociated.transport.native.library import Library
+
+LIBRARY = Library("ucx", "UCX", "libucp.so.0", "DISSOCIATED_UCX_LIBRARY")
 
 DEFINITIONS = """
 typedef int8_t ucs_status_t;  // a packed enum
@@ -207,18 +210,14 @@ class Ucp:
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DEFINITIONS)
         with _tamed():
-            self.path, self.lib = _load(self.ffi)
+            self.path, self.lib = LIBRARY.open(self.ffi, _candidates())
         numbers = self.ffi.new("unsigned[3]")
         try:
             self.lib.ucp_get_version(numbers, numbers + 1, numbers + 2)
         except AttributeError:
-            raise TransportError(f"ucx: {self.path} is no libucp: let DISSOCIATED_UCX_LIBRARY name one") from None
+            raise LIBRARY.wrong(self.path) from None
         self.version = f"{numbers[0]}.{numbers[1]}.{numbers[2]}"
-        if (numbers[0], numbers[1]) < _OLDEST:
-            raise TransportError(
-                f"UCX {self.version} ({self.path}) is too old: install {'.'.join(map(str, _OLDEST))} or later, "
-                "or pip install 'dissociated[ucx]'"
-            )
+        LIBRARY.check_age(self.path, self.version, (numbers[0], numbers[1]), _OLDEST)
         self._address = self.ffi.typeof("uintptr_t")
 
     def address(self, pointer: Any) -> int:
@@ -231,6 +230,16 @@ class Ucp:
         if not value:
             return OK
         return value - 2**64 if value >= _ERRORS else INPROGRESS
+
+    def point(self, where: Any, sockaddr: bytes) -> Any:
+        """Let `where` point to a socket address, which is returned: it must be kept for as long as that is used."""
+        raw = self.ffi.from_buffer(sockaddr)
+        where.addr, where.addrlen = raw, len(raw)
+        return raw
+
+    def raw(self, storage: Any) -> bytes:
+        """The socket address that is stored there."""
+        return bytes(self.ffi.buffer(storage.bytes))
 
     def explain(self, status: int) -> str:
         """A status in UCX's own words."""
@@ -249,7 +258,7 @@ def ucp() -> Ucp:
     try:
         return Ucp()
     except ImportError:
-        raise TransportError("ucx: needs cffi: pip install 'dissociated[ucx]'") from None
+        raise LIBRARY.no_cffi() from None
 
 
 @contextmanager
@@ -268,27 +277,14 @@ def _tamed() -> Iterator[None]:
             del os.environ[name]
 
 
-def _load(ffi: Any) -> tuple[str, Any]:
-    """Open the library that DISSOCIATED_UCX_LIBRARY names, or that of the wheel, or the system's."""
-    said = []
-    for candidate in _candidates():
-        try:
-            return candidate, ffi.dlopen(candidate)
-        except OSError as error:
-            said.append(str(error))
-    raise TransportError(
-        "ucx: needs libucp, and there is none: pip install 'dissociated[ucx]', or install UCX and let "
-        f"DISSOCIATED_UCX_LIBRARY name its libucp.so.0 ({'; '.join(said)})"
-    )
-
-
 def _candidates() -> list[str]:
-    chosen = os.environ.get("DISSOCIATED_UCX_LIBRARY")
+    """The library that DISSOCIATED_UCX_LIBRARY names, or that of the wheel, or the system's."""
+    chosen = os.environ.get(LIBRARY.variable)
     if chosen:
         return [chosen]
     from importlib.util import find_spec
 
     wheel = find_spec("libucx")
     places = wheel.submodule_search_locations if wheel is not None else None
-    inside = [str(Path(place, "lib", "libucp.so.0")) for place in places or ()]
-    return [*inside, "libucp.so.0"]
+    inside = [str(Path(place, "lib", LIBRARY.file)) for place in places or ()]
+    return [*inside, LIBRARY.file]

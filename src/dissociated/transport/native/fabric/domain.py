@@ -1,0 +1,58 @@
+"""A domain of libfabric: what memory is registered with."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from itertools import count
+from typing import Any
+
+from dissociated.transport.native.fabric._ofi import Ofi
+
+#: A key in a URI: whether addresses are those of the server's process, rather than offsets; libfabric's key.
+RMA_KEY = struct.Struct("<BQ")
+
+
+class Domain:
+    """A fabric and a domain in it, with which memory is registered. The last endpoint that shares it closes it."""
+
+    def __init__(self, used: Ofi, info: Any) -> None:
+        self._ffi = used.ffi
+        self._lock = threading.Lock()
+        self._users = 0
+        null, doing = used.ffi.NULL, "opening a domain"
+        fabric, domain = used.ffi.new("struct fid_fabric **"), used.ffi.new("struct fid_domain **")
+        used.check(used.lib.fi_fabric(info.fabric_attr, fabric, null), doing)
+        self.fabric = fabric[0]
+        code = self.fabric.ops.domain(self.fabric, info, domain, null)
+        if code < 0:
+            self.fabric.fid.ops.close(used.ffi.addressof(self.fabric.fid))
+        used.check(code, doing)
+        self.domain = domain[0]
+        self._keys = count(1)
+        self._used = used
+
+    def enter(self) -> None:
+        """Another endpoint shares it."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """An endpoint is closed."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for one in (self.domain, self.fabric):
+                    one.fid.ops.close(self._ffi.addressof(one.fid))
+
+    def register(self, memory: Any, access: int) -> Any:
+        """Let libfabric use memory, or peers, until what is returned is given to `unregister`."""
+        made, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
+        fid = self._ffi.addressof(self.domain.fid)
+        code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, made, null)
+        self._used.check(code, "registering memory")
+        return made[0]
+
+    def unregister(self, registered: Any) -> None:
+        """Peers, and libfabric, have no more access."""
+        registered.fid.ops.close(self._ffi.addressof(registered.fid))

@@ -1,0 +1,180 @@
+"""Listening over libfabric: an endpoint that only hears of clients, and says to each which one is for it."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections import deque
+from typing import Any
+
+from dissociated.errors import TransportError
+from dissociated.memory.region import Region
+from dissociated.memory.remote import Span
+from dissociated.transport.base import Connection
+from dissociated.transport.native.addresses import host_and_port
+from dissociated.transport.native.fabric import _ofi as c
+from dissociated.transport.native.fabric.connection import FabricConnection
+from dissociated.transport.native.fabric.control import CONTROL, CONTROL_BUFFERS, CONTROL_SIZE, VERSION, Kind
+from dissociated.transport.native.fabric.domain import RMA_KEY, Domain
+from dissociated.transport.native.fabric.endpoint import Completion, Endpoint
+from dissociated.transport.native.fabric.provider import (
+    allows_rma,
+    heartbeat_interval,
+    lanes,
+    open_endpoint,
+    provider_of,
+)
+from dissociated.transport.native.listener import LOOK_AGAIN, NativeListener, Withdraw, withdraw_with
+from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
+
+_RETRY = 0.002  # seconds, while libfabric wants something to be tried again
+_LAST = 0.25  # seconds for the last word
+_KNOWN = 64  # clients whose names a listener remembers
+_MAX_WAITING = 128  # clients that wait to be accepted
+_ANSWERING = 16  # that are answered at once: one that does not take its answer keeps no other waiting
+#: That have an endpoint and have not joined: each costs 16 MB and a dozen descriptors, and has proved nothing yet.
+_JOINING = 16
+_JOIN_TIME = 1.0  # seconds that each of these may take although others wait
+
+
+class _Answer:
+    """What a client that said HELLO is told, and the connection that there is once it has been."""
+
+    __slots__ = ("begun", "client", "connection", "end", "ended", "kind", "payload")
+
+    def __init__(self, client: int, kind: Kind, payload: Any, connection: Connection | None) -> None:
+        self.client, self.kind, self.payload, self.connection = client, kind, payload, connection
+        self.begun, self.end = False, time.monotonic() + _LAST
+        self.ended: list[Completion] = []
+
+
+class FabricListener(NativeListener):
+    """An endpoint that only hears of clients; each then gets one of its own."""
+
+    def __init__(self, uri: Uri) -> None:
+        self._provider, self._heartbeat = provider_of(uri), heartbeat_interval(uri)
+        self._host = uri.host or "127.0.0.1"
+        rma = allows_rma(uri, self._provider)
+        self._endpoint = endpoint = Endpoint(self._provider, self._host, str(uri.port or 0), rma)
+        super().__init__(exposes_memory=rma)
+        self._ffi = endpoint.ofi.ffi
+        self._hellos: deque[bytes] = deque()
+        self._known: deque[int] = deque()
+        self._answers: list[_Answer] = []
+        self._joining: list[tuple[float, FabricConnection]] = []  # and since when, the oldest first
+        for _ in range(CONTROL_BUFFERS):
+            self._listen(self._ffi.new(f"char[{CONTROL_SIZE}]"))
+        parameters = {"provider": self._provider, "protocol": endpoint.protocol, "libfabric": endpoint.ofi.version}
+        if "heartbeat" in uri.parameters:
+            parameters["heartbeat"] = uri.parameters["heartbeat"]
+        self.uri = Uri("fabric", host=self._host, port=host_and_port(endpoint.name)[1], parameters=parameters)
+
+    def _listen(self, memory: Any) -> None:
+        def done(completion: Completion) -> None:
+            if not completion.error:
+                if len(self._hellos) < _MAX_WAITING:
+                    self._hellos.append(bytes(self._ffi.buffer(memory, completion.length)))
+                self._listen(memory)
+
+        self._endpoint.receive_tagged(memory, CONTROL | Kind.HELLO, 0, done)
+
+    def _progress(self) -> None:
+        while not self._closed and self._endpoint.progress():
+            pass
+        while not self._closed and self._endpoint.look() is not None:
+            self._endpoint.discard()
+
+    def _next(self) -> Connection | None:
+        while self._hellos and len(self._answers) < _ANSWERING and self._has_place():
+            self._welcome(self._hellos[0])
+            self._hellos.popleft()
+        for answer in [one for one in self._answers if self._given(one)]:
+            self._answers.remove(answer)
+            if answer.connection is not None:
+                return answer.connection
+        return None
+
+    def _arm(self) -> bool:
+        return self._endpoint.arm()
+
+    def _sleep(self) -> None:
+        self._endpoint.sleep(self._waker, _RETRY if self._answers or self._hellos else LOOK_AGAIN)
+
+    def _has_place(self) -> bool:
+        """Whether one more may have an endpoint. If not, the one that has had most time to join goes, once it had some.
+
+        Whoever has accepted it closes it.
+        """
+        self._joining = [(since, one) for since, one in self._joining if one.joining]
+        if len(self._joining) < _JOINING:
+            return True
+        since, slowest = self._joining[0]
+        if time.monotonic() >= since + _JOIN_TIME:
+            slowest.arrived()  # it may have come, and nobody has looked yet
+            if slowest.joining:
+                slowest.interrupt()
+        return False
+
+    def _welcome(self, hello: bytes) -> None:
+        """Begin to answer the client that says this: with a connection, unless there can be none."""
+        version, name = hello[:1], hello[1:]
+        try:
+            client = self._endpoint.insert(name)
+            peer = "fabric client {}:{}".format(*host_and_port(name))
+        except (TransportError, ValueError, struct.error) as error:
+            _log.info("%s: a client said what is no name: %s", self.uri, error)
+            return
+        self._known.append(client)
+        if len(self._known) > _KNOWN:
+            self._endpoint.remove(self._known.popleft())
+        if version != bytes([VERSION]) or len(name) != len(self._endpoint.name) * lanes(self._provider):
+            self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")
+            return
+        # Memory is registered with a domain, so that endpoints from which it is read share the listener's.
+        domain = self._endpoint.domain if self.exposes_memory else None
+        endpoint = open_endpoint(self._provider, self._host, self.exposes_memory, domain)
+        try:
+            connection = FabricConnection(endpoint, peer, self._heartbeat, name)
+        except BaseException:
+            endpoint.close()
+            raise
+        connection.exposes_memory = self.exposes_memory
+        self._joining.append((time.monotonic(), connection))
+        self._answer(client, Kind.WELCOME, bytes([VERSION]) + endpoint.name, connection)
+
+    def _answer(self, client: int, kind: Kind, payload: bytes, connection: Connection | None = None) -> None:
+        self._answers.append(_Answer(client, kind, self._ffi.from_buffer(payload), connection))
+
+    def _given(self, answer: _Answer) -> bool:
+        """Whether an answer has been given, or is so no more: who does not take it is waited for no longer."""
+        try:
+            if not answer.begun:
+                answer.begun = self._endpoint.send(
+                    answer.client, CONTROL | answer.kind, [answer.payload], answer.ended.append
+                )
+        except TransportError as error:  # it is gone already
+            _log.debug("%s: %s", self.uri, error)
+            return True
+        return bool(answer.ended) or time.monotonic() >= answer.end
+
+    def _turn_away(self) -> None:
+        for answer in self._answers:
+            if answer.connection is not None:
+                answer.connection.close()
+
+    def _release(self) -> None:
+        self._endpoint.close()
+
+    def _register(self, region: Region) -> tuple[Span, Withdraw]:
+        endpoint = self._endpoint
+        memory = self._ffi.from_buffer(region.memory)
+        registered = endpoint.domain.register(memory, c.REMOTE_READ)
+        withdraw = withdraw_with(region, _withdraw, endpoint.domain, registered, memory)
+        return Span(region.base, region.size, RMA_KEY.pack(endpoint.virtual_addresses, registered.key)), withdraw
+
+
+def _withdraw(domain: Domain, registered: Any, memory: Any) -> None:
+    domain.unregister(registered)

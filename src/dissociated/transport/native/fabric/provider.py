@@ -1,0 +1,83 @@
+"""Providers of libfabric: which can be used, what endpoints they need, and what a URI says of them."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from dissociated.errors import UriError
+from dissociated.transport.native.fabric._ofi import LIBRARY, ofi
+from dissociated.transport.native.fabric.control import held_up
+from dissociated.transport.native.fabric.domain import Domain
+from dissociated.transport.native.fabric.dual import DualEndpoint
+from dissociated.transport.native.fabric.endpoint import Endpoint
+from dissociated.uri import Uri
+
+PROVIDER = "tcp;ofi_rxm"
+_HEARTBEAT = 2.0  # seconds
+
+#: What one connection has.
+ConnectionEndpoint: TypeAlias = Endpoint | DualEndpoint
+
+
+def allows_rma(uri: Uri, provider: str) -> bool:
+    """Whether a listener lets clients fetch from memory. Raises UriError where the provider cannot do it."""
+    if uri.parameters.get("rma") != "allow":
+        return False
+    if not provider.endswith("ofi_rxm"):
+        raise UriError(f"provider={provider} in {uri} cannot share registered memory: use {PROVIDER}, or no allow_rma")
+    return True
+
+
+def provider_of(uri: Uri) -> str:
+    """The provider that a URI names. Raises UriError for those that are known to be wrong."""
+    name = uri.parameters.get("provider", PROVIDER)
+    version = tuple(map(int, ofi().version.split(".")))
+    wrong = None
+    if name == "tcp" and version < (2, 0):
+        wrong = f"before libfabric 2.0, and this is {ofi().version}, it means tcp;ofi_rxm: say that"
+    elif name == "shm":
+        wrong = "it can only be waited for by spinning, and leaves memory in /dev/shm: use shm: or tcp;ofi_rxm"
+    elif name == "net":
+        wrong = "it keeps a processor busy while nothing happens: use tcp;ofi_rxm"
+    elif name.startswith("udp"):
+        wrong = "it cuts messages off without an error: use tcp;ofi_rxm"
+    elif name == "sockets":
+        wrong = "libfabric has given it up: use tcp;ofi_rxm"
+    elif not name or not all(part.isascii() and part.isidentifier() for part in name.split(";")):
+        wrong = "that is no name of a provider"
+    if wrong:
+        raise UriError(f"provider={name} in {uri} cannot be used: {wrong}")
+    return name
+
+
+def lanes(provider: str) -> int:
+    """How many endpoints a connection has."""
+    return DualEndpoint.lanes if provider == "tcp" else Endpoint.lanes
+
+
+def open_endpoint(provider: str, host: str, rma: bool, domain: Domain | None = None) -> ConnectionEndpoint:
+    """What one connection has."""
+    if lanes(provider) == DualEndpoint.lanes:
+        return DualEndpoint(provider, host, held_up)
+    return Endpoint(provider, host, None, rma, domain)
+
+
+def check_same(uri: Uri, endpoint: ConnectionEndpoint) -> None:
+    """Raise TransportError where the server says that it talks otherwise: nothing would ever arrive."""
+    ours = endpoint.ofi.version
+    theirs = uri.parameters.get("libfabric", ours)
+    protocol = uri.parameters.get("protocol", endpoint.protocol)
+    if theirs.split(".")[0] != ours.split(".")[0] or protocol != endpoint.protocol:
+        where = f"the fabric server {uri.host}:{uri.port}"
+        raise LIBRARY.mismatch(where, f"{theirs} (protocol {protocol})", f"{ours} ({endpoint.protocol})")
+
+
+def heartbeat_interval(uri: Uri) -> float:
+    text = uri.parameters.get("heartbeat", "")
+    try:
+        seconds = float(text or _HEARTBEAT)
+    except ValueError:
+        seconds = 0.0
+    if not 0.01 <= seconds <= 3600:
+        raise UriError(f"heartbeat={text} in {uri}: it is from 0.01 to 3600 seconds")
+    return seconds

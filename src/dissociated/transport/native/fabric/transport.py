@@ -1,0 +1,64 @@
+"""fabric://HOST:PORT[?provider=…]: libfabric, over TCP unless another provider is named.
+
+Untagged and tagged messages are libfabric's own, and carry what the protocol says. Tags have no sender, so each
+connection has an endpoint of its own, or two; what the two ends say to each other beside the protocol, from the
+exchange of their names to heartbeats, are tagged messages too: see docs/fabric.md.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from dissociated.errors import UriError
+from dissociated.memory.remote import spans_of
+from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.framed.connection import explain
+from dissociated.transport.framed.tcp import check_name
+from dissociated.transport.native.fabric.connection import FabricConnection
+from dissociated.transport.native.fabric.listener import FabricListener
+from dissociated.transport.native.fabric.provider import check_same, heartbeat_interval, open_endpoint, provider_of
+from dissociated.uri import Uri
+
+
+class FabricTransport(Transport):
+    """See the module."""
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        if not uri.host or not uri.port:
+            raise UriError(f"{uri} needs a host and a port: fabric://HOST:PORT")
+        provider, heartbeat = provider_of(uri), heartbeat_interval(uri)
+        where = f"the fabric server {uri.host}:{uri.port}"
+        here, there = _probe(uri.host, uri.port, timeout, where)
+        spans = spans_of(uri)
+        endpoint = open_endpoint(provider, here, bool(spans))
+        try:
+            check_same(uri, endpoint)
+            listener = endpoint.find(there, str(uri.port))
+            connection = FabricConnection(endpoint, where, heartbeat)
+        except BaseException:
+            endpoint.close()
+            raise
+        try:
+            connection.introduce(listener, there, timeout)
+            if spans:
+                connection.reach(spans)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def listen(self, uri: Uri) -> Listener:
+        return FabricListener(uri)
+
+
+def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
+    """The addresses of this host and of the other one, as seen from here. Raises where nobody listens.
+
+    libfabric would try to connect to a closed port for ever.
+    """
+    check_name(host)
+    try:
+        with socket.create_connection((host, port), timeout) as probe:
+            return probe.getsockname()[0], probe.getpeername()[0]
+    except OSError as error:
+        raise explain(error, f"connecting to {where}") from None

@@ -1,0 +1,140 @@
+"""Listening over UCX: a worker that only hears of connections."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+from dissociated.errors import TransportError
+from dissociated.memory.region import Region
+from dissociated.memory.remote import Span
+from dissociated.transport.base import Connection
+from dissociated.transport.native.addresses import host_and_port, sockaddr
+from dissociated.transport.native.listener import LOOK_AGAIN, NativeListener, Withdraw, withdraw_with
+from dissociated.transport.native.ucx import _ucp as c
+from dissociated.transport.native.ucx._ucp import Ucp
+from dissociated.transport.native.ucx.callbacks import callbacks
+from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.ucx.handshake import SEGMENT_PARAMETER, client_says
+from dissociated.transport.native.ucx.worker import SEGMENT, Worker, place
+from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
+
+_MAX_WAITING = 128  # connections that wait to be accepted
+
+
+class UcxListener(NativeListener):
+    """A worker that only hears of connections; each then gets its own."""
+
+    def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
+        self._place = place(address, rma, large=False)
+        self._worker = Worker(self._place)
+        super().__init__(exposes_memory=rma)
+        self._mode = mode
+        self._ucp = u = self._worker.ucp
+        self._handle = u.ffi.new_handle(self)
+        self._requests: deque[Any] = deque()
+        params = u.ffi.new("ucp_listener_params_t *")
+        params.field_mask = c.LISTENER_PARAM_SOCK_ADDR | c.LISTENER_PARAM_CONN_HANDLER
+        keep = u.point(params.sockaddr, sockaddr(address, port))
+        params.conn_handler.cb, params.conn_handler.arg = callbacks().requested, self._handle
+        made = u.ffi.new("ucp_listener_h *")
+        try:
+            status = u.lib.ucp_listener_create(self._worker.handle, params, made)
+            u.check(status, f"listening on {host}:{port}")
+        except BaseException:
+            self._worker.destroy()
+            self._waker.close()
+            raise
+        del keep
+        self._listener = made[0]
+        attributes = u.ffi.new("ucp_listener_attr_t *")
+        attributes.field_mask = c.LISTENER_ATTR_SOCKADDR
+        u.check(u.lib.ucp_listener_query(self._listener, attributes), "listening")
+        parameters = {"ucx": u.version, **({"err_mode": mode} if mode != "peer" else {})}
+        if self._worker.context.segment:
+            parameters[SEGMENT_PARAMETER] = str(self._worker.context.segment)
+        self.uri = Uri("ucx", host=host, port=host_and_port(u.raw(attributes.sockaddr))[1], parameters=parameters)
+
+    def _progress(self) -> None:
+        while not self._closed and not self._requests and self._worker.progress():
+            pass
+
+    def _next(self) -> Connection | None:
+        while self._requests and not self._closed:
+            try:
+                return self._welcome(self._requests.popleft())
+            except TransportError as error:
+                _log.info("%s: %s", self.uri, error)
+        return None
+
+    def _arm(self) -> bool:
+        return self._worker.arm()
+
+    def _sleep(self) -> None:
+        self._worker.sleep(self._waker, LOOK_AGAIN)
+
+    def _welcome(self, request: Any) -> Connection:
+        u = self._ucp
+        asked = u.ffi.new("ucp_conn_request_attr_t *")
+        asked.field_mask = c.CONN_REQUEST_CLIENT_ADDR | c.CONN_REQUEST_CLIENT_ID
+        known = u.lib.ucp_conn_request_query(request, asked) == c.OK
+        peer = "ucx client {}:{}".format(*host_and_port(u.raw(asked.client_address))) if known else "ucx client"
+        ours, segment = client_says(asked.client_id if known else 0)
+        try:
+            # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
+            worker = Worker(self._place._replace(large=segment >= SEGMENT and not self.exposes_memory))
+        except TransportError:
+            u.lib.ucp_listener_reject(self._listener, request)
+            raise
+        endpoint = u.ffi.new("ucp_ep_params_t *")
+        endpoint.field_mask, endpoint.conn_request = c.EP_PARAM_CONN_REQUEST, request
+        if self._mode == "peer":  # otherwise it is the client's choice
+            endpoint.field_mask |= c.EP_PARAM_ERR_MODE
+            endpoint.err_mode = c.ERR_MODE_PEER
+        made = UcxConnection(worker, peer, endpoint, accepted=True, ours=ours)
+        made.exposes_memory = self.exposes_memory
+        return made
+
+    def _register(self, region: Region) -> tuple[Span, Withdraw]:
+        u, context = self._ucp, self._worker.context.handle
+        address = int(region.memory.address)
+        params = u.ffi.new("ucp_mem_map_params_t *")
+        params.field_mask = c.MEM_ADDRESS | c.MEM_LENGTH | c.MEM_PROT
+        params.address, params.length = u.ffi.cast("void *", address), region.size
+        params.prot = c.MEM_LOCAL_READ | c.MEM_REMOTE_READ
+        memory = u.ffi.new("ucp_mem_h *")
+        u.check(u.lib.ucp_mem_map(context, params, memory), f"registering {region.size} bytes of memory")
+        withdraw = withdraw_with(region, _withdraw, u, context, memory[0], region.memory)
+        packed, size = u.ffi.new("void **"), u.ffi.new("size_t *")
+        try:
+            u.check(u.lib.ucp_rkey_pack(context, memory[0], packed, size), "making a key for memory")
+        except BaseException:
+            withdraw()
+            raise
+        key = bytes(u.ffi.buffer(packed[0], size[0]))
+        u.lib.ucp_rkey_buffer_release(packed[0])
+        return Span(address, region.size, key), withdraw
+
+    def _requested(self, request: Any) -> None:
+        """Called by UCX: somebody wants to connect."""
+        if len(self._requests) >= _MAX_WAITING:
+            self._ucp.lib.ucp_listener_reject(self._listener, request)
+        else:
+            self._requests.append(request)
+
+    def _turn_away(self) -> None:
+        for request in self._requests:
+            self._ucp.lib.ucp_listener_reject(self._listener, request)
+        self._requests.clear()
+
+    def _release(self) -> None:
+        self._ucp.lib.ucp_listener_destroy(self._listener)
+        self._worker.destroy()
+        self._handle = None
+
+
+def _withdraw(u: Ucp, context: Any, handle: Any, memory: Any) -> None:
+    u.lib.ucp_mem_unmap(context, handle)

@@ -1,0 +1,57 @@
+"""ucx://HOST:PORT[?err_mode=none]: UCX, which picks what two hosts have in common: TCP, shared memory, RDMA.
+
+Untagged messages are active messages of id 0, without a header; tagged messages carry the protocol's own tags. Nothing
+else is on the wire, so that any UCX peer can take part, but for a reason to give up (active message 1), which goes
+only to peers that say by their client id that they know it.
+
+Tags carry no sender: each connection has a worker of its own.
+"""
+
+from __future__ import annotations
+
+from dissociated.errors import UriError
+from dissociated.memory.remote import spans_of
+from dissociated.transport.base import Connection, Listener, Transport
+from dissociated.transport.native.addresses import resolve, sockaddr
+from dissociated.transport.native.ucx import _ucp as c
+from dissociated.transport.native.ucx._ucp import ucp
+from dissociated.transport.native.ucx.connection import UcxConnection
+from dissociated.transport.native.ucx.handshake import MODES, check_version, error_mode, segment_of
+from dissociated.transport.native.ucx.listener import UcxListener
+from dissociated.transport.native.ucx.worker import SEGMENT, Worker, place
+from dissociated.uri import Uri
+
+
+class UcxTransport(Transport):
+    """See the module."""
+
+    def connect(self, uri: Uri, timeout: float) -> Connection:
+        if not uri.host or not uri.port:
+            raise UriError(f"{uri} needs a host and a port: ucx://HOST:PORT")
+        mode = error_mode(uri)
+        where = f"the ucx server {uri.host}:{uri.port}"
+        u = ucp()
+        check_version(u, uri, where)
+        address = resolve(uri.host, f"connecting to {where}")
+        endpoint = u.ffi.new("ucp_ep_params_t *")
+        endpoint.field_mask = c.EP_PARAM_SOCK_ADDR | c.EP_PARAM_FLAGS | c.EP_PARAM_ERR_MODE
+        endpoint.flags = c.EP_CLIENT_SERVER | c.EP_SEND_CLIENT_ID
+        endpoint.err_mode = MODES[mode]
+        keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
+        spans = spans_of(uri)
+        worker = Worker(place(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT))
+        connection = UcxConnection(worker, where, endpoint, accepted=False, ours=False)
+        del keep
+        try:
+            connection.wait_connected(timeout)
+            if spans:
+                connection.reach(spans)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def listen(self, uri: Uri) -> Listener:
+        host = uri.host or "127.0.0.1"
+        address = resolve(host, f"listening on {host}")
+        return UcxListener(host, address, uri.port or 0, error_mode(uri), uri.parameters.get("rma") == "allow")

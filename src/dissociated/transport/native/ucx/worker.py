@@ -1,0 +1,122 @@
+"""Contexts of UCX, one for each kind of place that a connection is in, and workers, which let UCX work."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import Any, NamedTuple
+
+from dissociated.errors import TransportError
+from dissociated.once import once
+from dissociated.transport.native.ucx import _ucp as c
+from dissociated.transport.native.ucx._ucp import ucp
+from dissociated.transport.native.ucx.handshake import client_id
+from dissociated.transport.native.waker import Waker
+
+#: The largest TCP segment that our contexts receive, and send to peers who have said that they receive it. UCX compares
+#: nothing: what is larger than the peer's buffer is written beyond that.
+SEGMENT = 1 << 18
+
+
+class Place(NamedTuple):
+    """What a context depends on."""
+
+    inet6: bool
+    #: Whether the peer can only be on this host: looking at no other devices makes workers ten times as cheap.
+    loopback: bool
+    rma: bool
+    #: Whether the peer has said that it receives segments as large as ours.
+    large: bool
+    pid: int
+
+
+def place(address: str, rma: bool, large: bool) -> Place:
+    """The kind of place that a connection with this address is in, with or without one-sided access to memory."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return Place(ip.version == 6, ip.is_loopback, rma, large, os.getpid())
+
+
+class Context(NamedTuple):
+    """A context, and the bytes of the largest TCP segment that it receives; 0 where the user has chosen that."""
+
+    handle: Any
+    segment: int
+
+
+@once
+def context(where: Place) -> Context:
+    """A context, which lives as long as the process."""
+    u = ucp()
+    config = u.ffi.new("ucp_config_t **")
+    u.check(u.lib.ucp_config_read(u.ffi.NULL, u.ffi.NULL, config), "reading the configuration of UCX")
+    segment = 0 if "UCX_TCP_RX_SEG_SIZE" in os.environ else SEGMENT
+    settings = {}
+    if segment:
+        settings["TCP_RX_SEG_SIZE"] = str(segment)
+    if segment and where.large:
+        settings["TCP_TX_SEG_SIZE"] = str(segment)  # of 8k, UCX's default, bodies in many pieces go at half speed
+    if where.inet6:
+        settings["TCP_AF_PRIO"] = "inet6"
+    if where.loopback:
+        settings["NET_DEVICES"] = "lo"
+    for name, value in settings.items():
+        if f"UCX_{name}" not in os.environ:
+            status = u.lib.ucp_config_modify(config[0], name.encode(), value.encode())
+            u.check(status, f"setting UCX_{name}={value}")
+    params = u.ffi.new("ucp_params_t *")
+    params.field_mask = c.PARAM_FEATURES | c.PARAM_MT_WORKERS_SHARED
+    params.features = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_WAKEUP | (c.FEATURE_RMA if where.rma else 0)
+    params.mt_workers_shared = 1
+    made = u.ffi.new("ucp_context_h *")
+    status = u.lib.ucp_init_version(1, 12, params, config[0], made)
+    u.lib.ucp_config_release(config[0])
+    u.check(status, "starting UCX")
+    return Context(made[0], segment)
+
+
+#: Those that can connect two processes, as UCX_TLS names them.
+_NETWORKS = {"all", "tcp", "ib", "rc", "rc_v", "rc_x", "ud", "ud_v", "ud_x", "dc", "dc_x", "srd"}
+
+
+def _check_choice() -> None:
+    """Raise TransportError where the environment leaves nothing to connect by: UCX would only say "unreachable"."""
+    chosen = os.environ.get("UCX_TLS", "all").split(",")
+    excluded = {chosen[0][1:], *chosen[1:]} if chosen[0].startswith("^") else set()
+    if "tcp" in excluded or not (excluded or _NETWORKS.intersection(chosen)):
+        raise TransportError(f"UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which connections over UCX need: add it")
+
+
+class Worker:
+    """What makes progress, and the descriptor that tells when there is some to make."""
+
+    def __init__(self, where: Place) -> None:
+        self.ucp = u = ucp()
+        _check_choice()
+        self.context = context(where)
+        params = u.ffi.new("ucp_worker_params_t *")
+        params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
+        params.thread_mode = c.THREAD_MODE_SERIALIZED
+        params.flags = c.WORKER_IGNORE_REQUEST_LEAK  # what a dead peer leaves behind in error mode none
+        params.client_id = client_id(self.context.segment)
+        worker = u.ffi.new("ucp_worker_h *")
+        u.check(u.lib.ucp_worker_create(self.context.handle, params, worker), "creating a worker")
+        self.handle = worker[0]
+        descriptor = u.ffi.new("int *")
+        u.check(u.lib.ucp_worker_get_efd(self.handle, descriptor), "creating a worker")
+        self.descriptor: int = descriptor[0]
+
+    def progress(self) -> bool:
+        return bool(self.ucp.lib.ucp_worker_progress(self.handle))
+
+    def arm(self) -> bool:
+        status = self.ucp.lib.ucp_worker_arm(self.handle)
+        if status != c.BUSY:
+            self.ucp.check(status, "waiting")
+        return bool(status == c.OK)
+
+    def sleep(self, waker: Waker, seconds: float) -> None:
+        """Sleep until there is progress to be made, or `waker` is set, which it then is no more."""
+        waker.sleep((self.descriptor,), seconds)
+
+    def destroy(self) -> None:
+        self.ucp.lib.ucp_worker_destroy(self.handle)

@@ -1,0 +1,46 @@
+"""What wakes a thread that sleeps on descriptors, from any other."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Sequence
+
+
+class Waker:
+    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.RLock()  # a finalizer may interrupt its owner
+        self._open = True
+
+    def set(self) -> None:
+        """Wake, now or when somebody next sleeps."""
+        with self._lock:
+            if self._open:
+                os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Forget what was set."""
+        os.eventfd_read(self.descriptor)
+
+    def sleep(self, descriptors: Sequence[int], seconds: float) -> bool:
+        """Sleep until there is something to read at one of them, or this is set, which it then is no more.
+
+        Whether one of them woke us.
+        """
+        poll = select.poll()
+        for descriptor in (*descriptors, self.descriptor):
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        if self.descriptor in ready:
+            self.clear()
+        return not ready.isdisjoint(descriptors)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        with self._lock:
+            self._open = False
+            os.close(self.descriptor)
