@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from dissociated.buffers import Buffer
 from dissociated.errors import (
@@ -28,7 +28,7 @@ from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
 from dissociated.transport.native.addresses import reachable
-from dissociated.transport.native.connection import MAX_IN_FLIGHT, NativeConnection
+from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric.control import (
     BYES,
@@ -43,53 +43,25 @@ from dissociated.transport.native.fabric.control import (
     Kind,
     is_control,
 )
+from dissociated.transport.native.fabric.credit import Credit
 from dissociated.transport.native.fabric.domain import RMA_KEY
 from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED, QUEUE, Completion, Done, Found
+from dissociated.transport.native.fabric.outgoing import Joiner, Outgoing, Prepared, Sending
 from dissociated.transport.native.fabric.provider import ConnectionEndpoint
 from dissociated.transport.native.heartbeat import heartbeat_of
 
 _log = logging.getLogger(__name__)
 
 _JOIN = 1 << 13  # bytes up to which parts are copied together at once
-_OVERHEAD = 1 << 14  # bytes that a message counts beside its own: libfabric keeps as many for one that nobody waits for
-_SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
-#: Bytes that a client has under way: libfabric takes in 32 messages whenever one is looked for, so a server notices one
-#: who sends without end only when it has 32 times as much.
-_CLIENT_WINDOW = 1 << 20
-_TELLING = 8  # parts of what may be under way that are worth telling once they are consumed
 _UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
 _RETRY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST = 0.25  # seconds for the last word
 _MISSED = 10  # heartbeats that a peer may miss
-_STAGING = 4  # pieces of memory that are kept to join messages in
 _LOOKS = 256  # messages that are taken before somebody else's turn
 _BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
 _REFUSED = 1.0  # seconds that libfabric may take nothing, although it has nothing to do
 _BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _ROUNDS = 16  # of completions that are looked at before somebody else is
-
-
-class Outgoing(NamedTuple):
-    """A message to be sent: at most as many pieces as libfabric takes, or more, which are joined on the way."""
-
-    tag: int | None
-    size: int
-    pieces: Sequence[Any]
-
-
-class Prepared(list[Outgoing]):
-    """Messages that are encoded already."""
-
-
-class Sending:
-    """A message that was given to libfabric, or waits until that takes it."""
-
-    __slots__ = ("ended", "memory", "pieces", "size", "tag")
-
-    def __init__(self, tag: int | None, pieces: Sequence[Any], memory: bytearray | None = None) -> None:
-        self.tag, self.pieces, self.memory = tag, pieces, memory
-        self.size = 0  # bytes, of a message that was asked for
-        self.ended = False
 
 
 class FabricConnection(NativeConnection):
@@ -107,15 +79,11 @@ class FabricConnection(NativeConnection):
         self._welcome: bytes | None = None
         self._unsent: deque[Sending] = deque()
         self._again = False  # whether a read must be tried again
-        self._staging: list[bytearray] = []  # in which messages were joined, for the next ones
+        self._joiner = Joiner(self._ffi, endpoint.iov_limit)
         self._receiving = self._receiving_bytes = 0  # on their way into memory
         self._happened = False  # more than heartbeats
         self._ended_before = 0  # operations, when a thread last wanted to sleep
-        self._sent = self._peer_consumed = 0  # bytes, each message with its overhead
-        self._consumed = self._told = 0
-        self._window = MAX_IN_FLIGHT if self._accepted else _CLIENT_WINDOW  # of ours
-        self._peer_window = _CLIENT_WINDOW if self._accepted else MAX_IN_FLIGHT
-        self._taken = self._largest = 0  # bytes that arrived, each message with its overhead; the largest of them
+        self._credit = Credit(self._accepted)
         self._beside = 0  # messages beside the protocol in a row that nobody waited for
         self._bodies_joined = False  # whether that was heard
         self._farewell: set[int] = set()  # of the last words, those that were heard
@@ -213,33 +181,12 @@ class FabricConnection(NativeConnection):
         return Outgoing(tag, size, [self._ffi.from_buffer(part) for part in parts])
 
     def _start(self, message: Outgoing) -> None:
-        tag, size, pieces = message
-        sending = Sending(tag, pieces) if len(pieces) <= self._endpoint.iov_limit else self._joined(tag, size, pieces)
-        sending.size = size
-        self._sent += size + _OVERHEAD
-        self._in_flight = self._sent - self._peer_consumed
+        sending = self._joiner.fitted(message)
+        sending.size = message.size
+        self._credit.send(message.size)
         self._dispatch(sending)
         if not sending.ended:
             self._posted(sending, 0, None)
-
-    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> Sending:
-        """A message in as many pieces as libfabric takes: those in a row are copied together that are the fewest bytes.
-
-        In memory that was used before if there is some: fresh memory costs as much again.
-        """
-        single = self._endpoint.iov_limit - 1 if size > _SINGLY else 0  # each piece is fetched by itself
-        row = len(pieces) - single
-        sizes = [sum(map(len, pieces[at : at + row])) for at in range(single + 1)]
-        least = min(sizes)
-        first = sizes.index(least)
-        staged = next((at for at, memory in enumerate(self._staging) if least <= len(memory)), None)
-        memory = bytearray(least) if staged is None else self._staging.pop(staged)
-        whole = self._ffi.from_buffer(memoryview(memory)[:least])
-        end = 0
-        for piece in pieces[first : first + row]:
-            self._ffi.memmove(whole + end, piece, len(piece))
-            end += len(piece)
-        return Sending(tag, [*pieces[:first], whole, *pieces[first + row :]], memory)
 
     def _say(self, kind: Kind, payload: bytes = b"") -> Sending:
         sending = Sending(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])])
@@ -261,9 +208,7 @@ class FabricConnection(NativeConnection):
             else:
                 self.written += sending.size
                 self._happened |= sending.tag != CONTROL | Kind.CREDIT
-            memory, sending.memory, sending.pieces = sending.memory, None, ()
-            if memory is not None and len(self._staging) < _STAGING:
-                self._staging.append(memory)
+            self._joiner.let_go(sending)
 
         assert self._to is not None
         try:
@@ -275,15 +220,13 @@ class FabricConnection(NativeConnection):
             return True
 
     def _has_room(self, size: int) -> bool:
-        # What is in flight is what the peer has not consumed, or has not told yet, which can be a part of all.
-        few = self._in_flight < self._window // 2 or self._in_flight + size <= self._window
-        return few and len(self._under_way) < _UNDER_WAY
+        return self._credit.has_room(size) and len(self._under_way) < _UNDER_WAY
 
     def _complete(self, request: Sending) -> bool | None:
         return request.ended or None
 
     def _taken_all(self) -> bool:
-        return self._peer_consumed == self._sent or len(self._farewell) == self._endpoint.lanes
+        return self._credit.spent or len(self._farewell) == self._endpoint.lanes
 
     def _tell(self, reason: str) -> bool:
         self._say(Kind.ABORT, reason.encode(errors="backslashreplace"))
@@ -295,18 +238,16 @@ class FabricConnection(NativeConnection):
         incoming = super().receive(timeout, allocate)
         if incoming is not None and not self._accepted:
             with self._lock:
-                self._consumed += len(incoming.data) + _OVERHEAD
+                self._credit.consume(len(incoming.data))
                 self._tell_if_worthwhile()
         return incoming
 
     def _tell_if_worthwhile(self) -> None:
-        worth = self._consumed - self._told >= self._peer_window // _TELLING
-        if worth and not self._closed and not self._gone and self._to is not None:
+        if self._credit.worth_telling and not self._closed and not self._gone and self._to is not None:
             self._tell_consumed()
 
     def _tell_consumed(self) -> None:
-        self._told = self._consumed
-        self._say(Kind.CREDIT, CONSUMED.pack(self._consumed))
+        self._say(Kind.CREDIT, self._credit.tell())
 
     def _receive_untagged(self, memory: Any) -> None:
         def done(completion: Completion) -> None:
@@ -343,13 +284,11 @@ class FabricConnection(NativeConnection):
         self._heard = True
         kind = tag & KINDS
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
-            (consumed,) = CONSUMED.unpack(data)
-            if consumed > self._sent:
+            more = self._credit.hear(data)
+            if more is None:
                 self._broken = RemoteProtocolError(f"{self._peer} says that it consumed more than it was sent")
-            elif consumed > self._peer_consumed:  # one that was looked for may come after the next
+            elif more:
                 self._happened = True
-                self._peer_consumed = consumed
-                self._in_flight = self._sent - consumed
             return
         self._happened = True
         # Each of these is said once: one who says them again and again would be taken for one at work.
@@ -403,7 +342,7 @@ class FabricConnection(NativeConnection):
                 break
             if (found := self._look()) is None:
                 if self._accepted:  # not before: nobody but one who sends without end has more under way
-                    self._consumed = self._taken
+                    self._credit.consume_all()
                     self._tell_if_worthwhile()
                 break
             if found.length > self._endpoint.whole and (only_small or not self._connected()):
@@ -431,7 +370,7 @@ class FabricConnection(NativeConnection):
         """
         if self._gone or self._unsent:
             return False
-        self._say(Kind.CREDIT, CONSUMED.pack(self._told))
+        self._say(Kind.CREDIT, self._credit.repeat())
         if self._unsent and not self._under_way:
             self._lose()
         return not self._unsent and not self._gone
@@ -458,9 +397,7 @@ class FabricConnection(NativeConnection):
     def _arrive(self, incoming: Incoming) -> None:
         self._happened = self._heard = True
         super()._arrive(incoming)
-        self._largest = max(self._largest, len(incoming.data))
-        self._taken += len(incoming.data) + _OVERHEAD
-        if self._taken - self._told - self._largest > self._peer_window * 5 // 4 and self._broken is None:
+        if not self._credit.arrive(len(incoming.data)) and self._broken is None:
             self._broken = RemoteProtocolError(f"{self._peer} sends without waiting until that is consumed")
 
     # The endpoint
@@ -529,7 +466,7 @@ class FabricConnection(NativeConnection):
     def _refuses(self) -> bool:
         """Whether libfabric took something once, has nothing to do, and takes no more: there is no connection then."""
         idle = not self._under_way and not self._receiving
-        refused = self._unsent[0] if self._unsent and idle and (self._sent or self._consumed) else None
+        refused = self._unsent[0] if self._unsent and idle and self._credit.used else None
         now = time.monotonic()
         if refused is not self._refused:
             self._refused, self._refused_at = refused, now

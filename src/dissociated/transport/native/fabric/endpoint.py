@@ -4,22 +4,18 @@ other's names, and one descriptor to wait on. Nothing here is thread-safe, and n
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from dissociated.errors import TransportError
-from dissociated.transport.native.addresses import FAMILIES, host_and_port
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.fabric.domain import Domain
+from dissociated.transport.native.fabric.sockets import shut_down
 from dissociated.transport.native.waker import Waker
-from dissociated.uri import ANY_INTERFACE
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
@@ -49,18 +45,6 @@ class Completion(NamedTuple):
 
 
 Done = Callable[[Completion], None]
-
-
-def _connections() -> Iterator[socket.socket]:
-    """The TCP connections of this process, whoever has made them; each is a duplicate."""
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            if stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
-                found = socket.socket(fileno=os.dup(int(descriptor)))
-                if found.family in FAMILIES and found.type == socket.SOCK_STREAM:
-                    yield found
-                else:
-                    found.close()
 
 
 class _Operation(NamedTuple):
@@ -436,13 +420,7 @@ class Endpoint:
         if self._known is None:
             return
         with suppress(ValueError, struct.error):  # providers that do not use TCP have other names
-            (host, port), peer = host_and_port(self.name), host_and_port(self._known)
-            for connection in _connections():
-                with connection, suppress(OSError):
-                    here = connection.getsockname()
-                    ours = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
-                    if ours or connection.getpeername()[:2] == peer:
-                        connection.shutdown(socket.SHUT_RDWR)
+            shut_down(self.name, self._known)
         end = time.monotonic() + _CUT
         with suppress(TransportError):
             while self._fetching() and time.monotonic() < end:

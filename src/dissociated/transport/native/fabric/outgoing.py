@@ -1,0 +1,70 @@
+"""Messages on their way out over libfabric, in as many pieces as that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
+_STAGING = 4  # pieces of memory that are kept to join messages in
+
+
+class Outgoing(NamedTuple):
+    """A message to be sent: at most as many pieces as libfabric takes, or more, which are joined on the way."""
+
+    tag: int | None
+    size: int
+    pieces: Sequence[Any]
+
+
+class Prepared(list[Outgoing]):
+    """Messages that are encoded already."""
+
+
+class Sending:
+    """A message that was given to libfabric, or waits until that takes it."""
+
+    __slots__ = ("ended", "memory", "pieces", "size", "tag")
+
+    def __init__(self, tag: int | None, pieces: Sequence[Any], memory: bytearray | None = None) -> None:
+        self.tag, self.pieces, self.memory = tag, pieces, memory
+        self.size = 0  # bytes, of a message that was asked for
+        self.ended = False
+
+
+class Joiner:
+    """Joins the pieces of messages that have more than `most`."""
+
+    def __init__(self, ffi: Any, most: int) -> None:
+        self._ffi, self._most = ffi, most
+        self._staging: list[bytearray] = []  # in which messages were joined, for the next ones
+
+    def fitted(self, message: Outgoing) -> Sending:
+        """The message in as many pieces as libfabric takes."""
+        tag, size, pieces = message
+        return Sending(tag, pieces) if len(pieces) <= self._most else self._joined(tag, size, pieces)
+
+    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> Sending:
+        """A message in as many pieces as libfabric takes: those in a row are copied together that are the fewest bytes.
+
+        In memory that was used before if there is some: fresh memory costs as much again.
+        """
+        single = self._most - 1 if size > _SINGLY else 0  # each piece is fetched by itself
+        row = len(pieces) - single
+        sizes = [sum(map(len, pieces[at : at + row])) for at in range(single + 1)]
+        least = min(sizes)
+        first = sizes.index(least)
+        staged = next((at for at, memory in enumerate(self._staging) if least <= len(memory)), None)
+        memory = bytearray(least) if staged is None else self._staging.pop(staged)
+        whole = self._ffi.from_buffer(memoryview(memory)[:least])
+        end = 0
+        for piece in pieces[first : first + row]:
+            self._ffi.memmove(whole + end, piece, len(piece))
+            end += len(piece)
+        return Sending(tag, [*pieces[:first], whole, *pieces[first + row :]], memory)
+
+    def let_go(self, sending: Sending) -> None:
+        """The message has been sent, or never will be: nothing that it consists of has to stay."""
+        memory, sending.memory, sending.pieces = sending.memory, None, ()
+        if memory is not None and len(self._staging) < _STAGING:
+            self._staging.append(memory)
