@@ -168,6 +168,7 @@ def test_a_stream_that_takes_nobody_ends_when_all_have_left(serve: Serve) -> Non
         assert connections_left(server) == 0
         fed.put(batch(0))
         assert fed.closed.wait(PATIENCE)
+        server.dataset("live").wait_closed(PATIENCE)
         with pytest.raises(dis.errors.RemoteError, match="has ended"):
             open_at(server, "shm")
 

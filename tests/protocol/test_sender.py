@@ -6,7 +6,8 @@ import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
-from dissociated.protocol.sender import Body, Sender, Tags, encode_end, encode_message
+from dissociated.protocol.message import Incoming, Run
+from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
 from helpers import case
@@ -27,7 +28,7 @@ def sender(state: State = State.STREAMING) -> Sender:
     made = Sender(TAGS)
     if state is State.IDLE:
         return made
-    made.receive(WANT, b"ticket")
+    made.receive(Incoming(WANT, b"ticket"))
     made.send(SCHEMA, None)
     if state is State.FAILED:
         made.fail()
@@ -46,50 +47,56 @@ class TestWhatTheClientSends:
     )
     def test_want_data_names_a_stream_and_by_its_value_the_streams_wanted(self, tag, streams):
         asked = Sender(TAGS)
-        assert asked.receive(tag, b"\x00opaque\xff") == StreamRequested(b"\x00opaque\xff", streams)
+        assert asked.receive(Incoming(tag, b"\x00opaque\xff")) == StreamRequested(b"\x00opaque\xff", streams, tag)
         assert asked.state is State.STREAMING
         assert asked.streams is streams
 
     def test_free_data_gives_addresses_back(self):
-        assert sender().receive(FREE, uint64s(64, 128, 64)) == AddressesFreed((64, 128, 64))
+        assert sender().receive(Incoming(FREE, uint64s(64, 128, 64))) == AddressesFreed((64, 128, 64))
 
     def test_free_data_is_understood_after_the_end_of_stream(self):
-        assert sender(State.ENDING).receive(FREE, uint64s(64)) == AddressesFreed((64,))
+        assert sender(State.ENDING).receive(Incoming(FREE, uint64s(64))) == AddressesFreed((64,))
 
     @pytest.mark.parametrize("body", [b"", bytes(7), bytes(9)])
     def test_free_data_that_is_no_list_of_uint64_is_refused(self, body):
         with pytest.raises(RemoteProtocolError, match="free_data"):
-            sender().receive(FREE, body)
+            sender().receive(Incoming(FREE, body))
 
     def test_free_data_before_want_data_is_refused(self):
         with pytest.raises(RemoteProtocolError, match="free_data is not allowed"):
-            Sender(TAGS).receive(FREE, uint64s(64))
+            Sender(TAGS).receive(Incoming(FREE, uint64s(64)))
 
     def test_a_second_want_data_is_refused(self):
         with pytest.raises(RemoteProtocolError, match="a second stream"):
-            sender().receive(WANT, b"another")
+            sender().receive(Incoming(WANT, b"another"))
 
     @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
     def test_an_untagged_message_is_refused(self, state):
         with pytest.raises(RemoteProtocolError, match="untagged"):
-            sender(state).receive(None, b"\x01\x00\x00\x00\x00")
+            sender(state).receive(Incoming(None, b"\x01\x00\x00\x00\x00"))
+
+    @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
+    def test_a_run_is_refused(self, state):
+        run = Run(1, memoryview(bytes(5)), 5, memoryview(FREE.to_bytes(8, "little")), memoryview(uint64s(64)), 8)
+        with pytest.raises(RemoteProtocolError, match="which only servers do"):
+            sender(state).receive(run)
 
     @pytest.mark.parametrize("state", [State.IDLE, State.STREAMING, State.ENDING])
     def test_an_unknown_tag_is_refused_and_shown(self, state):
         with pytest.raises(RemoteProtocolError, match="unknown tag 0x00000000000000ff"):
-            sender(state).receive(0xFF, b"")
+            sender(state).receive(Incoming(0xFF, b""))
 
     def test_free_data_is_an_unknown_tag_where_no_addresses_are_sent(self):
         asked = Sender(Tags(want={WANT: Streams.BOTH}))
-        asked.receive(WANT, b"ticket")
+        asked.receive(Incoming(WANT, b"ticket"))
         with pytest.raises(RemoteProtocolError, match="unknown tag"):
-            asked.receive(FREE, uint64s(64))
+            asked.receive(Incoming(FREE, uint64s(64)))
 
 
 class TestWhatTheServerSends:
     def test_a_whole_stream_on_one_connection(self):
         sending = Sender(TAGS)
-        sending.receive(WANT, b"ticket")
+        sending.receive(Incoming(WANT, b"ticket"))
         messages = [
             *sending.send(SCHEMA, None),
             *sending.send(BATCH, Body(BodyKind.PACKED, [b"12345678", b"", b"abcdefgh"])),
@@ -116,7 +123,7 @@ class TestWhatTheServerSends:
     def test_on_two_connections_both_number_alike_and_only_the_metadata_ends(self):
         def stream(tag):
             sending = Sender(TAGS)
-            sending.receive(tag, b"ticket")
+            sending.receive(Incoming(tag, b"ticket"))
             body = Body(BodyKind.PACKED, [b"body"])
             return on_the_wire(
                 [
@@ -155,35 +162,43 @@ class TestWhatTheServerSends:
 
     def test_messages_encoded_beforehand_count(self):
         sending = sender()
-        sending.sent(3)
+        sending.sent(1, 3)
         assert on_the_wire(sending.send(BATCH, None)) == [(None, b"\x01\x04\x00\x00\x00<batch>")]
-        sending.sent(2)
+        sending.sent(5, 2)
         assert on_the_wire(sending.end()) == [(None, b"\x00\x07\x00\x00\x00")]
 
     def test_a_stream_has_at_least_one_message(self):
         sending = Sender(TAGS)
-        sending.receive(WANT, b"ticket")
+        sending.receive(Incoming(WANT, b"ticket"))
         with pytest.raises(LocalProtocolError, match="first message"):
             sending.end()
         assert sending.state is State.STREAMING
 
-    def test_encoding_beforehand_is_what_send_does(self):
-        body = Body(BodyKind.PACKED, [b"body"])
-        assert on_the_wire(encode_message(7, BATCH, body, Streams.BOTH)) == [
-            (None, b"\x01\x07\x00\x00\x00<batch>"),
-            (7, b"body"),
-        ]
-        assert on_the_wire(encode_end(8, Streams.BOTH)) == [(None, b"\x00\x08\x00\x00\x00")]
-        assert encode_end(8, Streams.BODIES) == []
+    def test_what_was_encoded_beforehand_goes_where_it_belongs_alone(self):
+        sending = sender()
+        with pytest.raises(LocalProtocolError, match="from 3 on went out where 1 was due"):
+            sending.sent(3, 2)
+        assert sending.sequence == 1
+
+    @pytest.mark.parametrize("streams", Streams.__members__.values())
+    def test_a_stream_is_numbered_ahead_as_it_is_when_it_has_been_asked_for(self, streams):
+        def stream(sending):
+            return on_the_wire(
+                [*sending.send(SCHEMA, None), *sending.send(BATCH, Body(BodyKind.PACKED, [b"body"])), *sending.end()]
+            )
+
+        asked = Sender(TAGS)
+        asked.receive(Incoming(next(tag for tag, wanted in TAGS.want.items() if wanted is streams), b"ticket"))
+        assert stream(Sender.ahead(streams)) == stream(asked)
 
 
 THEIRS = {
-    "want_data": lambda sending: sending.receive(WANT, b"ticket"),
-    "free_data": lambda sending: sending.receive(FREE, uint64s(64)),
+    "want_data": lambda sending: sending.receive(Incoming(WANT, b"ticket")),
+    "free_data": lambda sending: sending.receive(Incoming(FREE, uint64s(64))),
 }
 OURS = {
     "send": lambda sending: sending.send(BATCH, None),
-    "sent": lambda sending: sending.sent(2),
+    "sent": lambda sending: sending.sent(sending.sequence, 2),
     "end": lambda sending: sending.end(),
     "drained": lambda sending: sending.drained(),
     "fail": lambda sending: sending.fail(),

@@ -11,7 +11,8 @@ import pytest
 
 import dissociated as dis
 from dissociated.memory import live
-from dissociated.server.session import Session
+from dissociated.server.live import StreamedSending
+from dissociated.server.sending import Sending
 from helpers import Serve, connections_left
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -46,14 +47,14 @@ def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch:
     monkeypatch.setattr(live, "_SPAN", 1 << 20)
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
     held: list[int] = []  # bytes, after each body that was shared
-    place = Session._place
+    place = StreamedSending._place
 
-    def placed(session: Session, *arguments: Any) -> Any:
-        body = place(session, *arguments)
-        held.append(session._memory.unfreed)
+    def placed(sending: StreamedSending, *arguments: Any) -> Any:
+        body = place(sending, *arguments)
+        held.append(sending._memory.unfreed)
         return body
 
-    monkeypatch.setattr(Session, "_place", placed)
+    monkeypatch.setattr(StreamedSending, "_place", placed)
     server = serve("shm:", live_limit=1 << 21)
     server.publish("live", lambda: live_source(100))  # 8 MB
     kept = list(dis.open_stream(server.locations("live")[0], server.ticket("live")))
@@ -64,9 +65,9 @@ def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch:
 
 def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []  # when a session begins to wait for what is to come back
-    drain = Session._drain
+    drain = Sending.drain
     monkeypatch.setattr(
-        Session, "_drain", lambda session, *timeout: (held.append(len(session._ledger)), drain(session, *timeout))
+        Sending, "drain", lambda sending, *timeout: (held.append(len(sending._ledger)), drain(sending, *timeout))
     )
     server = serve("shm:", inline_limit=10_000)
     small, large = ({f"c{n}": [n] * rows for n in range(400)} for rows in (1, 100))

@@ -26,7 +26,6 @@ from dissociated.codec.split import Pair, batches
 from dissociated.datasets.base import Source
 from dissociated.datasets.blame import source_blamed
 from dissociated.datasets.sources import dataset
-from dissociated.datasets.static import StaticDataset
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, FormatError
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
@@ -160,7 +159,7 @@ class CatalogClient:
                 yield from batches(reader)
 
         size = None
-        if isinstance(made, StaticDataset):  # then a node makes room for all of it, or for nothing
+        if not made.reopened:  # then a node makes room for all of it, or for nothing
             with source_blamed(name):
                 for _ in batches(made.open_reader()):
                     pass  # what is no valid data is refused before anything looks into it

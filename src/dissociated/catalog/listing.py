@@ -14,7 +14,6 @@ from dissociated.access import Granted
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.records import Held, Node, Record
 from dissociated.catalog.schemas import decoded
-from dissociated.datasets.streamed import LiveDataset
 from dissociated.host import boot_id, host_name
 
 #: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
@@ -90,7 +89,7 @@ class Listing:
         about = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
         ]
-        if isinstance(mine, LiveDataset):
+        if mine is not None and mine.reopened:
             expires = None  # whoever asks again may get nothing, or another stream
         ticket = self._registry.tickets.sign(Granted(part.ticket, columns), time.time())
         ends = [end for end in (expires, ticket.expires) if end is not None]

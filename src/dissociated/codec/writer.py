@@ -22,7 +22,7 @@ from dissociated.format.footer import BLOCK, parse_footer
 from dissociated.format.message import Header, HeaderType
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
-from dissociated.protocol.sender import Body, encode_end, encode_message
+from dissociated.protocol.sender import Body, Sender
 from dissociated.protocol.tags import BodyKind
 
 
@@ -254,19 +254,17 @@ class DissociatedWriter(RecordBatchWriter):
         streams: Streams = Streams.BOTH,
     ) -> None:
         self._send = send
-        self._streams = streams
-        self._sequence = 0
+        self._sender = Sender.ahead(streams)
         super().__init__(Splitter(schema, options))
 
     def _put(self, messages: Sequence[SplitMessage]) -> None:
         for header, _, parts in messages:
             body = Body(BodyKind.PACKED, parts) if parts is not None else None
-            for message in encode_message(self._sequence, header, body, self._streams):
+            for message in self._sender.send(header, body):
                 self._send(message)
-            self._sequence += 1
 
     def _end(self) -> None:
-        for message in encode_end(self._sequence, self._streams):
+        for message in self._sender.end():
             self._send(message)
 
     def _discard(self) -> None: ...

@@ -17,8 +17,11 @@ import pyarrow as pa
 
 from dissociated.buffers import too_long
 from dissociated.codec.split import Splitter
+from dissociated.datasets.ways import S, Ways
 from dissociated.errors import OptionError, SourceError
+from dissociated.memory.region import Region
 from dissociated.protocol.request import Selection
+from dissociated.store.segment import Segment
 
 #: Anything `publish` takes; see `dataset`.
 Source: TypeAlias = Any
@@ -42,6 +45,8 @@ class Dataset(ABC):
     nbytes: int | None = None
     #: Whether one server can give metadata of it over one connection, and bodies over another.
     divisible = True
+    #: Whether its source is opened anew for each reading, which may then have other batches, or none.
+    reopened = False
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name
@@ -58,6 +63,23 @@ class Dataset(ABC):
     def exposed(self) -> Dataset:
         """The same, where clients fetch from its memory: that stays where it is until this is dropped."""
         return self.opened()
+
+    @abstractmethod
+    def sent(self, ways: Ways[S]) -> S:
+        """What the one of `ways` to send it that is meant for it says."""
+
+    def regions(self) -> Sequence[Region]:
+        """The memory that its bodies lie in, as far as that stays where it is."""
+        return ()
+
+    def appendable(self) -> Sequence[Segment]:
+        """The segments that more of it may follow. Raises SourceError where it was not written in segments."""
+        raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
+
+    @property
+    def packed_size(self) -> int | None:
+        """Bytes of all bodies, as they are sent inline; None where they are not known before they are read."""
+        return None
 
     @property
     def readers(self) -> int:
@@ -91,6 +113,9 @@ class Dataset(ABC):
     def close(self) -> None:
         """The server is closing."""
         self.drop()
+
+    def wait_closed(self, timeout: float) -> None:  # noqa: B027  # only what runs by itself is waited for
+        """Wait, once it is closed, for up to `timeout` seconds until nothing of it runs any more."""
 
     def select(self, selection: Selection) -> Dataset:
         """The same with these columns and batches alone. Raises ColumnNotFound and OptionError."""

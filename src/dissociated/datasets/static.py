@@ -5,68 +5,27 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import only, selected, sliced
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import Pair, Validated, batches, split
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.blame import source_blamed
+from dissociated.datasets.ways import S, Shared, StaticMessage, T, Ways
 from dissociated.errors import FormatError, SourceError
-from dissociated.format.message import Header, HeaderType
+from dissociated.format.message import HeaderType
 from dissociated.format.projection import Chosen, Projection
 from dissociated.memory.region import MAX_REGIONS, Region
-from dissociated.memory.shared import Backing
-from dissociated.protocol.bodies import encode_addresses
-from dissociated.protocol.events import Streams
-from dissociated.protocol.message import Message
 from dissociated.protocol.request import Selection
-from dissociated.protocol.sender import Body, encode_message
-from dissociated.protocol.tags import BodyKind
 from dissociated.store.segment import Segment
-from dissociated.transport.base import Connection
 
-#: How many messages are encoded and sent at once.
-_GROUP = 512
-#: Static datasets of up to this many messages keep them encoded for each kind of connection that asked.
-_MAX_CACHED = 1 << 16
 #: Of how many selections of columns a static dataset keeps the messages.
 _MAX_SELECTIONS = 16
-
-
-class StaticMessage(NamedTuple):
-    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
-
-    `segment` numbers the segment that it lies in.
-    """
-
-    header: bytes
-    parsed: Header
-    packed: Sequence[Buffer] | None
-    extents: Sequence[tuple[int, int]] | None = None
-    segment: int = 0
-
-
-class Group(NamedTuple):
-    """Messages ready to be sent on one kind of connection, and the addresses that they lease."""
-
-    prepared: Any
-    messages: int
-    leased: Sequence[int]
-    nbytes: int  # of the bodies
-
-
-class Shared(Protocol):
-    """Memory that peers can map. The descriptor is read-only."""
-
-    descriptor: int
-    region: Region
-    backing: Backing
 
 
 class StaticDataset(Dataset):
@@ -75,9 +34,15 @@ class StaticDataset(Dataset):
     def __init__(self, name: str, schema: pa.Schema) -> None:
         super().__init__(name, schema)
         self._lock = threading.Lock()
-        self._cached: dict[tuple[type[Connection], Streams, bool, int], list[Group]] = {}
+        self._encoded: dict[Hashable, Any] = {}
         self._selected: OrderedDict[tuple[int, ...], StaticDataset] = OrderedDict()
         self._dropped = False
+
+    def sent(self, ways: Ways[S]) -> S:
+        return ways.static(self)
+
+    def regions(self) -> Sequence[Region]:
+        return [segment.region for segment in self.mapped()[1]]
 
     @abstractmethod
     def packed(self) -> Sequence[StaticMessage]:
@@ -89,22 +54,15 @@ class StaticDataset(Dataset):
 
     @property
     def packed_size(self) -> int:
-        """Bytes of all bodies, as they are sent inline."""
         return sum(message.parsed.body_length for message in self.packed())
 
-    def groups(self, connection: Connection, streams: Streams, mapped: bool, inline_limit: int) -> Iterable[Group]:
-        """The whole stream but its end, encoded for `connection`.
-
-        Bodies travel by address if `mapped`, but for those of at most `inline_limit` bytes.
-        """
-        messages = self.mapped()[0] if mapped else self.packed()
-        if len(messages) > _MAX_CACHED:
-            return _encode(messages, connection, streams, mapped, inline_limit)
-        key = type(connection), streams, mapped, inline_limit
+    def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
+        """What `encode` made for `key`, now or before. It stays as long as the dataset."""
         with self._lock:
-            if key not in self._cached:
-                self._cached[key] = list(_encode(messages, connection, streams, mapped, inline_limit))
-            return self._cached[key]
+            if key not in self._encoded:
+                self._encoded[key] = encode()
+            made: T = self._encoded[key]
+            return made
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         with self._lock:
@@ -209,29 +167,6 @@ def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
     )
 
 
-def _encode(
-    messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
-) -> Iterator[Group]:
-    first = 0
-    while first < len(messages):
-        outgoing: list[Message] = []
-        leased: list[int] = []
-        # A group ends where a segment does, so that what it holds lies in one piece.
-        some = [m for m in messages[first : first + _GROUP] if m.segment == messages[first].segment]
-        for sequence, message in enumerate(some, first):
-            body = None
-            if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
-                body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
-                leased += (address for address, length in message.extents if length)
-            elif message.packed is not None:
-                body = Body(BodyKind.PACKED, message.packed)
-            outgoing += encode_message(sequence, message.header, body, streams)
-        bodies = bool(streams & Streams.BODIES)
-        nbytes = sum(message.parsed.body_length for message in some) if bodies else 0
-        yield Group(connection.prepare(outgoing), len(some), leased if bodies else (), nbytes)
-        first += len(some)
-
-
 class TableDataset(StaticDataset):
     """A Table. It is sent from where it lies; the first client that can map memory gets it copied there, once."""
 
@@ -326,6 +261,9 @@ class SegmentsDataset(StaticDataset):
     def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
         return self._messages, self.segments
 
+    def appendable(self) -> Sequence[Segment]:
+        return self.segments
+
     def opened(self) -> SegmentsDataset:
         return self
 
@@ -363,6 +301,12 @@ class StoredDataset(Dataset):
             if self._exposed is None and not self._dropped:
                 self._exposed = found
             return self._exposed or found
+
+    def sent(self, ways: Ways[S]) -> S:
+        return self.opened().sent(ways)
+
+    def appendable(self) -> Sequence[Segment]:
+        return self.opened().segments
 
     def moved(self) -> None:
         """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""

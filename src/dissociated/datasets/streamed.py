@@ -12,6 +12,7 @@ from dissociated.codec.columns import only, selected, sliced
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
+from dissociated.datasets.ways import S, Ways
 from dissociated.errors import SourceError
 
 
@@ -19,6 +20,10 @@ class StreamedDataset(Dataset):
     """A dataset whose messages are made for each client, and written with `options`."""
 
     options: WriteOptions | None = None
+    reopened = True
+
+    def sent(self, ways: Ways[S]) -> S:
+        return ways.streamed(self)
 
     @abstractmethod
     def messages(self) -> Iterator[SplitMessage]:

@@ -10,8 +10,9 @@ import pyarrow as pa
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import FORMATS, Tensor, split_tensor
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.static import Shared, StaticDataset, StaticMessage
+from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.tensor_info import TensorInfo, schema_of
+from dissociated.datasets.ways import Shared, StaticMessage
 from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import Selection
 from dissociated.store.tensors import TensorSegment

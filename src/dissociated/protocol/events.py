@@ -23,6 +23,7 @@ class StreamRequested(NamedTuple):
 
     identifier: bytes
     streams: Streams
+    tag: int
 
 
 class AddressesFreed(NamedTuple):

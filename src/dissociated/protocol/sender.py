@@ -10,7 +10,7 @@ from dissociated.buffers import Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.bodies import parse_free
 from dissociated.protocol.events import AddressesFreed, StreamRequested, Streams
-from dissociated.protocol.message import Message, Run
+from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.protocol.metadata import encode_end_of_stream, encode_prefix
 from dissociated.protocol.run import encode
 from dissociated.protocol.states import Machine, Role, State, Step
@@ -35,7 +35,7 @@ class Body(NamedTuple):
     parts: Sequence[Buffer]
 
 
-def encode_message(sequence: int, header: bytes, body: Body | None, streams: Streams) -> list[Message]:
+def _encode(sequence: int, header: bytes, body: Body | None, streams: Streams) -> list[Message]:
     """The messages that carry IPC message number `sequence` on a connection with these `streams`."""
     if streams is Streams.BOTH and body is not None:  # nearly always: flags are slow
         return [
@@ -50,11 +50,6 @@ def encode_message(sequence: int, header: bytes, body: Body | None, streams: Str
     return messages
 
 
-def encode_end(count: int, streams: Streams) -> list[Message]:
-    """The end of stream after `count` messages: it belongs to the metadata stream."""
-    return [Message(None, (encode_end_of_stream(count),))] if streams & Streams.METADATA else []
-
-
 class Sender:
     """Numbers messages, and says what the peer's messages mean. Moves no bytes and holds none."""
 
@@ -64,13 +59,24 @@ class Sender:
         self.streams = Streams.BOTH
         self.sequence = 0
 
+    @classmethod
+    def ahead(cls, streams: Streams) -> Sender:
+        """One of a stream that nobody has asked for yet: what it makes is sent to whoever does, see `sent`."""
+        made = cls(Tags({}))
+        made._machine.move(Step.WANT, LocalProtocolError)
+        made.streams = streams
+        return made
+
     @property
     def state(self) -> State:
         """Where this stream is."""
         return self._machine.state
 
-    def receive(self, tag: int | None, body: bytes) -> StreamRequested | AddressesFreed:
+    def receive(self, arrived: Incoming | Run) -> StreamRequested | AddressesFreed:
         """What a message of the client means. Raises RemoteProtocolError where it means nothing, or not now."""
+        if isinstance(arrived, Run):
+            raise RemoteProtocolError("the client sent a run of messages, which only servers do")
+        tag, body = arrived.tag, bytes(arrived.data)
         if tag is None:
             raise RemoteProtocolError("the client sent an untagged message; clients send want_data and free_data only")
         streams = self._tags.want.get(tag)
@@ -82,7 +88,7 @@ class Sender:
                 )
             self._machine.move(Step.WANT, RemoteProtocolError)
             self.streams = streams
-            return StreamRequested(body, streams)
+            return StreamRequested(body, streams, tag)
         if tag == self._tags.free_data:
             self._machine.move(Step.FREE, RemoteProtocolError)
             return AddressesFreed(parse_free(body))
@@ -91,7 +97,7 @@ class Sender:
     def send(self, header: bytes, body: Body | None) -> list[Message]:
         """The messages for the next IPC message of the stream."""
         self._machine.move(Step.METADATA, LocalProtocolError)
-        messages = encode_message(self.sequence, header, body, self.streams)
+        messages = _encode(self.sequence, header, body, self.streams)
         self.sequence += 1
         return messages
 
@@ -101,8 +107,10 @@ class Sender:
         first, self.sequence = self.sequence, self.sequence + len(bodies)
         return encode(first, header, bodies)
 
-    def sent(self, count: int) -> None:
-        """The next `count` messages went out, encoded beforehand with the numbers that were due."""
+    def sent(self, first: int, count: int) -> None:
+        """The next `count` messages went out: those that a sender which was `ahead` numbered from `first` on."""
+        if first != self.sequence:
+            raise LocalProtocolError(f"messages numbered from {first} on went out where {self.sequence} was due")
         self._machine.move(Step.METADATA, LocalProtocolError)
         self.sequence += count
 
@@ -111,7 +119,9 @@ class Sender:
         if self.state is State.STREAMING and not self.sequence:
             raise LocalProtocolError("a stream cannot end before its first message")
         self._machine.move(Step.END, LocalProtocolError)
-        return encode_end(self.sequence, self.streams)
+        if not self.streams & Streams.METADATA:
+            return []
+        return [Message(None, (encode_end_of_stream(self.sequence),))]
 
     def drained(self) -> None:
         """Every address that was sent has been freed: "the work for this stream is complete"."""

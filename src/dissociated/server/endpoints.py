@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.static import StaticDataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import PARAMETER
-from dissociated.server.session import FREE_DATA, want_tag
+from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import ANY_INTERFACE, PACKED, Uri
@@ -60,18 +59,18 @@ class Endpoints:
         if found is not None and by_address and listener.exposes_memory:
             with suppress(SourceError, DatasetNotFound):  # what is damaged is an error for who reads it, not who lists
                 memory = found.exposed()
-        exposed = isinstance(memory, StaticDataset)
+        regions = () if memory is None else memory.regions()
         located = Uri(
             uri.scheme,
             host=self._advertise if uri.host in ANY_INTERFACE else uri.host,
             port=uri.port,
             path=uri.path,
             want_data=want_tag(streams, packed),
-            free_data=FREE_DATA if exposed or (by_address and transport(uri.scheme).shares_memory) else None,
+            free_data=FREE_DATA if regions or (by_address and transport(uri.scheme).shares_memory) else None,
             parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
         )
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})
-        if isinstance(memory, StaticDataset):
-            located = with_spans(located, [listener.expose(segment.region) for segment in memory.mapped()[1]])
+        if regions:
+            located = with_spans(located, [listener.expose(region) for region in regions])
         return located if streams is Streams.BOTH else located.with_parameters(stream=str(streams.name).lower())

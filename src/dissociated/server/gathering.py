@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from dissociated.codec.split import SplitMessage
-from dissociated.datasets.broadcast import AT_ONCE, BYTES_AT_ONCE, Part
+from dissociated.datasets.part import AT_ONCE, BYTES_AT_ONCE, Part
 
 #: Seconds that small messages which follow others at once wait for more; one that is alone does not.
 PACE = 0.001

@@ -18,10 +18,11 @@ from dissociated.access import Authorize, security
 from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset, Source, check_name
-from dissociated.datasets.broadcast import Broadcast, Live
+from dissociated.datasets.broadcast import Broadcast
+from dissociated.datasets.fanout import Live
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.sources import dataset
-from dissociated.datasets.static import SegmentsDataset, StoredDataset
+from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import (
     AccessDenied,
     DatasetNotFound,
@@ -250,10 +251,7 @@ class Server:
         """
         with self._changing:
             if append and name in self.registry.names():
-                existing = self.registry.named(name)
-                if not isinstance(existing, SegmentsDataset | StoredDataset):
-                    raise DissociatedError(f"{name!r} was not written in segments, so nothing can be appended to it")
-                segments = [*existing.opened().segments, *segments]
+                segments = [*self.registry.named(name).appendable(), *segments]
             self._adopt(SegmentsDataset(name, segments))
 
     def _adopt(self, new: Dataset) -> None:
@@ -458,8 +456,7 @@ class Server:
             thread.join(max(0.0, end - time.monotonic()))
         end = min(end, time.monotonic() + _PUMP_TIMEOUT)
         for one in datasets:
-            if isinstance(one, Broadcast) and one.pump is not None:
-                one.pump.join(max(0.0, end - time.monotonic()))
+            one.wait_closed(max(0.0, end - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

@@ -1,0 +1,86 @@
+"""The ways in which datasets can be sent, and what whoever sends them is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from dissociated.buffers import Buffer
+from dissociated.codec.split import SplitMessage
+from dissociated.datasets.fanout import Consumer
+from dissociated.datasets.part import Part
+from dissociated.format.message import Header
+from dissociated.memory.region import Region
+from dissociated.memory.shared import Backing
+
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+T = TypeVar("T")
+
+
+class StaticMessage(NamedTuple):
+    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
+
+    `segment` numbers the segment that it lies in.
+    """
+
+    header: bytes
+    parsed: Header
+    packed: Sequence[Buffer] | None
+    extents: Sequence[tuple[int, int]] | None = None
+    segment: int = 0
+
+
+class Shared(Protocol):
+    """Memory that peers can map. The descriptor is read-only."""
+
+    descriptor: int
+    region: Region
+    backing: Backing
+
+
+class Static(Protocol):
+    """Messages that stay as they are, and the segments in shared memory that their bodies lie in."""
+
+    def packed(self) -> Sequence[StaticMessage]:
+        """The messages, to be sent with their bodies inline."""
+
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+        """The messages, to be sent as addresses into these segments."""
+
+    def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
+        """What `encode` made for `key`, now or before. It stays as long as the dataset."""
+
+
+class Streamed(Protocol):
+    """Messages that are made for each client anew."""
+
+    name: str
+
+    def messages(self) -> Iterator[SplitMessage]:
+        """The messages of one reading, bodies packed. Whatever the source raises comes out of it."""
+
+
+class Broadcasting(Protocol):
+    """Messages that are read once, for all clients together."""
+
+    name: str
+
+    def join(self, wake: Callable[[], None], cut: Callable[[], None]) -> Consumer:
+        """Become one of the consumers: see `Fanout.join`."""
+
+    def choose(self, part: Part) -> Part | None:
+        """What this client gets of a message; None where that is nothing."""
+
+
+class Ways(Protocol[S_co]):
+    """What knows all ways to send a dataset, of which each dataset chooses one: see `Dataset.sent`."""
+
+    def static(self, wanted: Static) -> S_co:
+        """Send messages that stay."""
+
+    def streamed(self, wanted: Streamed) -> S_co:
+        """Send messages that are made for this client."""
+
+    def broadcast(self, wanted: Broadcasting) -> S_co:
+        """Send messages that others read along."""

@@ -1,0 +1,278 @@
+"""Live streams on their way to one client: each with a reading of its own, or read along with others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import groupby
+
+from dissociated.buffers import Buffer, too_long
+from dissociated.codec.split import SplitMessage
+from dissociated.datasets.blame import source_blamed
+from dissociated.datasets.fanout import Consumer
+from dissociated.datasets.part import AT_ONCE, BYTES_AT_ONCE, SMALL, Part
+from dissociated.datasets.ways import Broadcasting, Streamed
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
+from dissociated.format.message import buffer_extents
+from dissociated.memory.live import LiveMemory, LiveRegion
+from dissociated.protocol.bodies import encode_addresses
+from dissociated.protocol.events import Streams
+from dissociated.protocol.message import Message, Run
+from dissociated.protocol.sender import Body
+from dissociated.protocol.tags import BodyKind
+from dissociated.server.gathering import PACE, Gathering
+from dissociated.server.requests import receive
+from dissociated.server.sending import Client, Sending
+from dissociated.transport.framed.framing import MIN_RUN
+
+_LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
+_PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
+
+
+class _LiveSending(Sending):
+    """Sends messages that are made as they are sent. Memory that they lease is used again when it has come back."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        super().__init__(client)
+        self._name = name
+        self._admission = client.admission
+        self._mapped = self._by_address and self._connection.shares_memory
+        self._shared: set[int] = set()  # the bases of the regions that the client knows
+
+    def _admit(self) -> None:
+        if self._mapped:
+            self._admission.admit_live(self._name)
+
+    def _send_together(self, parts: Sequence[Part], body: Callable[[Part], Body | None]) -> int:
+        """Send these all at once, alike ones in runs. Returns how many bytes their bodies have.
+
+        `body` is asked for the body of each that is not in a run.
+        """
+        messages: list[Message | Run] = []
+        for header, group in groupby(parts, _alike):
+            some = [*group]
+            bodies = [one for part in some for one in part.bodies] if header is not None else []
+            if header is not None and len(bodies) >= MIN_RUN and self._connection.takes_runs:
+                self._check(header)
+                messages.append(self._sender.send_alike(header, bodies))
+                continue
+            for part in [one for several in some for one in several.each()]:
+                messages += self._numbered(part.header, body(part))
+        nbytes = sum([part.nbytes for part in parts])
+        with self._tally.sending(self._connection, nbytes):
+            self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
+        return nbytes
+
+    def _numbered(self, header: bytes, body: Body | None) -> list[Message]:
+        """The next message of a stream whose metadata nobody could look at before."""
+        self._check(header)
+        return self._sender.send(header, body)
+
+    def _check(self, header: bytes) -> None:
+        why = too_long(repr(self._name), len(header), self._limits.max_metadata)
+        if why is not None:
+            raise SourceError(why)
+
+    def _share(self, region: LiveRegion) -> None:
+        """Let the client map `region`, once."""
+        if region.base not in self._shared:
+            self._shared.add(region.base)
+            self._connection.share(region.descriptor, region.base, region.size, region.backing)
+
+    def _leased(self, extents: Sequence[tuple[int, int]]) -> Body:
+        """A body by address, which the client holds from now on."""
+        self._ledger.hold(address for address, length in extents if length)
+        return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
+
+
+class StreamedSending(_LiveSending):
+    """Sends messages that are made for this client, through memory of its own."""
+
+    def __init__(self, client: Client, wanted: Streamed) -> None:
+        super().__init__(client, wanted.name)
+        self._wanted = wanted
+        self._memory = LiveMemory(wanted.name, self._limits.live_limit)
+        self._inline = False  # the memory was full, and no free has come since
+        self._lingers = False  # the client was sent away
+
+    def send(self) -> None:
+        self._admit()
+        inline_limit = SMALL if self._limits.inline_limit is None else self._limits.inline_limit
+        gathers = self._streams is Streams.BOTH and self._connection.takes_runs
+        with Gathering(self._send_gathered) as gathering:
+            for message in self._messages():
+                length = message.parsed.body_length
+                by_address = self._mapped and not self._silent and length > inline_limit
+                if gathers and message.body is not None and length <= SMALL and not by_address:
+                    gathering.add(message)
+                    continue
+                gathering.flush()
+                body = None
+                if message.body is not None and self._streams & Streams.BODIES:
+                    region = self._room(length) if by_address else None
+                    body = (
+                        Body(BodyKind.PACKED, message.body)
+                        if region is None
+                        else self._place(region, message, message.body)
+                    )
+                with self._tally.sending(self._connection, 0 if body is None else length):
+                    self._connection.send(self._numbered(message.header, body), self._limits.stall_timeout)
+                self._tally.messages += 1
+                self._take_frees()
+
+    @property
+    def holds_live(self) -> bool:
+        return bool(len(self._ledger))
+
+    @property
+    def kept(self) -> int | None:
+        return self._memory.unfreed if self._lingers else None
+
+    def set_aside(self) -> None:
+        self._lingers = True
+
+    def end(self, gone: bool) -> None:
+        super().end(gone)
+        self._memory.close()
+
+    def _returned(self, addresses: Collection[int]) -> None:
+        self._memory.free(addresses)
+        self._inline = False
+
+    def _messages(self) -> Iterator[SplitMessage]:
+        with source_blamed(self._name):
+            yield from self._wanted.messages()
+
+    def _send_gathered(self, parts: Sequence[Part]) -> None:
+        self._send_together(parts, _packed)
+        self._tally.messages += sum([part.messages for part in parts])
+        self._take_frees()
+
+    def _room(self, length: int) -> LiveRegion | None:
+        """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
+
+        A client that holds everything until the stream ends would wait for us, and we for it. So if no free comes
+        for a second, bodies go inline, and the client's own memory is the limit, until one comes.
+        """
+        region = self._memory.region(length)
+        if region is None:
+            return None
+        while not self._memory.has_room(length):
+            if self._inline:
+                return None
+            try:
+                incoming = receive(self._connection, _PATIENCE)
+            except DeadlineExceeded:
+                self._inline = True
+                return None
+            if incoming is None:
+                self._client_ended()
+                return None
+            self._freed(incoming)
+        self._share(region)
+        return region
+
+    def _place(self, region: LiveRegion, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
+        offsets, lengths = buffer_extents(message.header, message.parsed)
+        placed = region.place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
+        return self._leased(placed)
+
+
+class BroadcastSending(_LiveSending):
+    """Sends messages that others read along, from memory that they share."""
+
+    def __init__(self, client: Client, wanted: Broadcasting) -> None:
+        super().__init__(client, wanted.name)
+        self._wanted = wanted
+        self._consumer: Consumer | None = None
+
+    def send(self) -> None:
+        if self._streams is not Streams.BOTH:
+            raise SourceError(
+                f"each connection has its own place in the live stream {self._name!r}: request all of it over one"
+            )
+        self._admit()
+        # One that maps nothing holds up others only by not taking what is being sent.
+        cut = self._connection.wake if self._mapped else self._connection.interrupt
+        self._consumer = consumer = self._wanted.join(self._connection.wake, cut)
+        paced = 0.0  # until when small messages wait for more
+        while not consumer.over:
+            self._take_frees()
+            if (pause := paced - time.monotonic()) > 0:
+                time.sleep(pause)
+            parts = consumer.take(AT_ONCE, BYTES_AT_ONCE)
+            if parts:
+                count, nbytes = self._send_parts(consumer, parts)
+                paced = time.monotonic() + PACE if count < AT_ONCE and nbytes <= SMALL else 0.0
+            else:
+                self._connection.wait(_LOOK_AGAIN)
+
+    @property
+    def joined(self) -> bool:
+        return self._consumer is not None
+
+    @property
+    def holds_live(self) -> bool:
+        return self._consumer is not None and bool(len(self._ledger))
+
+    @property
+    def kept(self) -> int | None:
+        return None if self._consumer is None else self._consumer.kept_bytes
+
+    def stop(self) -> None:
+        if self._consumer is not None:
+            self._consumer.stop()
+
+    def set_aside(self) -> None:
+        if self._consumer is not None:
+            self._consumer.set_aside()
+
+    def end(self, gone: bool) -> None:
+        super().end(gone)
+        if self._consumer is not None:
+            self._consumer.leave(gone)
+
+    def _returned(self, addresses: Collection[int]) -> None:
+        if self._consumer is not None:
+            self._consumer.free(addresses)
+
+    def _send_parts(self, consumer: Consumer, parts: Sequence[Part]) -> tuple[int, int]:
+        """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
+        given = {address for part in parts for address in part.addresses}
+        unsent, written = {*given}, self._connection.written
+        mapped = self._mapped and not self._silent
+        try:
+            count = sum([part.messages for part in parts])
+            chosen = [part for part in map(self._wanted.choose, parts) if part is not None]
+            nbytes = self._send_together(chosen, lambda part: self._body(part, mapped, unsent))
+            self._tally.messages += count
+            return count, nbytes
+        except ConnectionClosed:
+            if self._connection.written == written:  # nothing of it has left: the client will never give it back
+                self._ledger.release([*given - unsent])
+                unsent = given
+            raise
+        finally:
+            consumer.free(unsent)
+
+    def _body(self, part: Part, mapped: bool, unsent: set[int]) -> Body | None:
+        """The body of a message. What the client holds with it is taken out of `unsent`."""
+        if part.body is None:
+            return None
+        if mapped and part.region is not None and part.parsed.body_length > (self._limits.inline_limit or 0):
+            self._share(part.region)
+            unsent -= part.addresses
+            return self._leased(part.extents)
+        # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
+        if part.region is None or (self._connection.copies and not mapped):
+            return Body(BodyKind.PACKED, part.body)
+        return Body(BodyKind.PACKED, [*map(bytes, part.body)])
+
+
+def _alike(part: Part) -> bytes | None:
+    """What messages have in common that may travel in one run; None for others."""
+    return None if part.more is None else part.header
+
+
+def _packed(part: Part) -> Body | None:
+    return None if part.body is None else Body(BodyKind.PACKED, part.body)

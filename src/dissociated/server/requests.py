@@ -1,0 +1,46 @@
+"""What clients say to a server: the tags that tell it, and how much of it is taken."""
+
+from __future__ import annotations
+
+from dissociated.buffers import Buffer
+from dissociated.errors import RemoteProtocolError
+from dissociated.protocol.events import Streams
+from dissociated.protocol.message import Incoming, Run
+from dissociated.protocol.request import MAX_IDENTIFIER
+from dissociated.protocol.sender import Tags
+from dissociated.transport.base import Connection
+
+# The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed.
+_WANT = 0x4449_5353_0000_0000
+_PACKED = 4
+#: The tag of free_data.
+FREE_DATA = _WANT | 0x100
+
+_MAX_MESSAGE = MAX_IDENTIFIER  # bytes
+
+
+def want_tag(streams: Streams, packed: bool) -> int:
+    """The tag of want_data that requests these streams, and bodies that are `packed` or come as they can."""
+    return _WANT | streams.value | (_PACKED if packed else 0)
+
+
+def wants_packed(tag: int) -> bool:
+    """Whether this tag of want_data requests packed bodies."""
+    return bool(tag & _PACKED)
+
+
+TAGS = Tags(
+    want={want_tag(one, packed): one for one in Streams.__members__.values() for packed in (False, True)},
+    free_data=FREE_DATA,
+)
+
+
+def receive(connection: Connection, timeout: float) -> Incoming | Run | None:
+    """What the client says next, None at its end. Raises as `Connection.receive` does, and for what is too long."""
+    return connection.receive(timeout, _allocate)
+
+
+def _allocate(tag: int | None, length: int) -> Buffer:
+    if length > _MAX_MESSAGE:
+        raise RemoteProtocolError(f"the client sent a message of {length} bytes; at most {_MAX_MESSAGE} are taken")
+    return bytearray(length)

@@ -1,0 +1,149 @@
+"""A dataset on its way to one client, and the memory that the client holds of it until it gives that back."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from dissociated.datasets.ways import Static
+from dissociated.errors import ConnectionClosed, DeadlineExceeded
+from dissociated.memory.leases import Ledger
+from dissociated.monitoring.activity import Tally
+from dissociated.protocol.events import AddressesFreed, Streams
+from dissociated.protocol.message import Incoming, Run
+from dissociated.protocol.sender import Sender
+from dissociated.server.admission import Admission, Limits
+from dissociated.server.encode import groups
+from dissociated.server.requests import receive
+from dissociated.transport.base import Connection
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who has asked for a stream, and for what of it: `packed` bodies, or such as can be shared."""
+
+    connection: Connection
+    sender: Sender
+    limits: Limits
+    admission: Admission
+    tally: Tally
+    streams: Streams
+    packed: bool
+
+
+class Sending(ABC):
+    """Sends one stream to one client, and accounts for what that holds of it until it gives it back.
+
+    Keep it for as long: what clients fetch from must stay until then.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._connection = client.connection
+        self._sender = client.sender
+        self._limits = client.limits
+        self._tally = client.tally
+        self._streams = client.streams
+        self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
+        self._ledger = Ledger()
+        self._silent = False  # the client has ended what it sends, so it can give nothing back any more
+        client.tally.held = self._ledger
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send all but the end."""
+
+    def drain(self, timeout: float) -> None:
+        """ "wait for tagged <free_data> messages", until nothing is outstanding or the client is gone."""
+        while len(self._ledger):
+            incoming = receive(self._connection, timeout)
+            if incoming is None:
+                if not self.holds_live:  # which whoever `ends` this waits for, without a limit
+                    self._outlast(timeout)
+                return
+            self._freed(incoming)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the client reads along with others, who wait for it."""
+        return False
+
+    @property
+    def holds_live(self) -> bool:
+        """Whether the client holds memory that is used again once it has been given back."""
+        return False
+
+    @property
+    def kept(self) -> int | None:
+        """How much memory is held for a client that was sent away, in bytes; None for one that was not."""
+        return None
+
+    def stop(self) -> None:  # noqa: B027  # only where more would be kept for it
+        """The client wants nothing more, and may go on holding what it was sent."""
+
+    def set_aside(self) -> None:  # noqa: B027
+        """The client is sent away. What it holds stays until it lets go, and holds up nobody."""
+
+    def end(self, gone: bool) -> None:
+        """Nothing is held for this client any more. Unless it is `gone`, what it may map is not used again."""
+        self._ledger.release_all()
+
+    def _returned(self, addresses: Collection[int]) -> None:  # noqa: B027
+        """The client holds these no more."""
+
+    def _take_frees(self) -> None:
+        while self._connection.arrived():
+            incoming = receive(self._connection, self._limits.stall_timeout)
+            if incoming is None:
+                self._client_ended()
+                return
+            self._freed(incoming)
+
+    def _freed(self, incoming: Incoming | Run) -> None:
+        event = self._sender.receive(incoming)
+        assert isinstance(event, AddressesFreed)  # the table allows nothing else now
+        self._returned(self._ledger.release(event.addresses))
+
+    def _client_ended(self) -> None:
+        """The client sends no more. If it still listens it gets the whole stream, and what it leases until it hangs up.
+
+        Raises ConnectionClosed where it is gone. Where that shows only by sending, as over TCP, who shares a live
+        stream is taken to be gone: what is read next is for those who are there.
+        """
+        gone = self._connection.hung_up()
+        if gone or (gone is None and self.joined):
+            raise ConnectionClosed("the client closed the connection")
+        self._silent = True
+
+    def _outlast(self, timeout: float) -> None:
+        """Wait until the client, which gives nothing back any more, has hung up."""
+        end = time.monotonic() + timeout
+        while self._connection.hung_up() is False:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"the client held memory for {timeout:g} s without a word")
+            self._connection.wait(left)
+
+
+class StaticSending(Sending):
+    """Sends messages that stay, encoded once for all clients. What they lease lies in memory that stays as well."""
+
+    def __init__(self, client: Client, wanted: Static) -> None:
+        super().__init__(client)
+        self._wanted = wanted
+
+    def send(self) -> None:
+        connection, wanted = self._connection, self._wanted
+        mapped = self._by_address and (connection.shares_memory or connection.exposes_memory)
+        if mapped and connection.shares_memory:
+            for segment in wanted.mapped()[1]:
+                region = segment.region
+                connection.share(segment.descriptor, region.base, region.size, segment.backing)
+        for group in groups(wanted, connection, self._streams, mapped, self._limits.inline_limit or 0):
+            self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
+            with self._tally.sending(connection, group.nbytes):
+                connection.send(group.prepared, self._limits.stall_timeout)
+            self._sender.sent(group.first, group.messages)
+            self._tally.messages += group.messages
+            self._take_frees()
