@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+import helpers
 from certificates import Certificates
 from helpers import wait_until
 
@@ -30,11 +31,7 @@ ROWS = 1000
 def descriptors() -> Counter[str]:
     """What this process has open, by what it refers to."""
     found: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue  # the descriptor of the directory itself
+    for name, target in helpers.descriptors().items():
         if not target.startswith("anon_inode:"):  # those of gRPC and libarrow come and go
             found[f"{name} {target}" if target.startswith(("socket:", "pipe:")) else target] += 1
     return found

@@ -26,6 +26,7 @@ from dissociated.uri import Uri
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
+from .stages import server_stages
 from .test_death import CLIENT, Reading, line
 
 pytestmark = pytest.mark.needs("libfabric")
@@ -82,14 +83,7 @@ def metadata(sequence: int, header: bytes) -> list[object]:
 SCHEMA, META, END = metadata(0, SCHEMA_HEADER), metadata(1, BATCH_HEADER), ["send", None, "0002000000"]
 
 #: How far a server comes before its end.
-SERVER_STAGES: dict[str, list[list[object]]] = {
-    "accepted": [],
-    "after want_data": [["read"]],
-    "after the schema": [["read"], SCHEMA],
-    "between metadata and body": [["read"], SCHEMA, META],
-    "before the end of stream": [["read"], SCHEMA, META, ["send", 1, BODY.hex()]],
-    "before a body that the end of stream overtook": [["read"], SCHEMA, META, END],
-}
+SERVER_STAGES = server_stages(["read"], SCHEMA, META, ["send", 1, BODY.hex()], END)
 #: And a client, which is sent addresses if it asks.
 CLIENT_STAGES = ["before want_data", "after want_data", "before free_data"]
 

@@ -26,6 +26,7 @@ from dissociated.transport.native.ucx.connection import UcxConnection
 from .conftest import Good, wait_until
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
+from .stages import server_stages
 from .test_death import CLIENT, Reading, line
 
 pytestmark = pytest.mark.needs("ucx")
@@ -90,14 +91,7 @@ def metadata(sequence: int, header: bytes) -> list[object]:
 SCHEMA, META, END = metadata(0, SCHEMA_HEADER), metadata(1, BATCH_HEADER), ["am", struct.pack("<BI", 0, 2).hex()]
 
 #: How far a server comes before its end, as steps of `ucx_peer.play`.
-SERVER_STAGES: dict[str, list[list[object]]] = {
-    "accepted": [],
-    "after want_data": [["read", 1]],
-    "after the schema": [["read", 1], SCHEMA],
-    "between metadata and body": [["read", 1], SCHEMA, META],
-    "before the end of stream": [["read", 1], SCHEMA, META, ["tag", 1, BODY.hex()]],
-    "before a body that the end of stream overtook": [["read", 1], SCHEMA, META, END],
-}
+SERVER_STAGES = server_stages(["read", 1], SCHEMA, META, ["tag", 1, BODY.hex()], END)
 
 
 def start_server(spawn: Spawn, mode: str, steps: list[list[object]]) -> tuple[subprocess.Popen[str], str]:

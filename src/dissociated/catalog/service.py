@@ -74,7 +74,7 @@ class CatalogService:
     `holdings`, which it then owns, are what this process serves: that makes it a node. Left out, it is a catalog alone.
     What it knows is in `database`, which it owns too, and by default in memory. `retain` is for how many seconds a
     ticket that was given out stays good after its version has been replaced. With `upstream` it is a node of that
-    catalog, which has all this, and hears from it every `beat` seconds. `security` says who may call, and how this one
+    catalog, which has both, and hears from it every `beat` seconds. `security` says who may call, and how this one
     proves itself to others.
 
     Raises TransportError if it cannot listen, UriError for what is no place, and AccessDenied where the upstream does
@@ -99,8 +99,8 @@ class CatalogService:
         self._ticking: threading.Thread | None = None
         with ExitStack() as undo:
             undo.callback(holdings.backend.close)
-            database = database or Database()
-            undo.callback(database.close)
+            if database is not None:
+                undo.callback(database.close)
             use_grpc()
             _check_free(uri)  # gRPC would say it, and much else, on stderr
             try:
@@ -112,7 +112,7 @@ class CatalogService:
             self.uri = _shown(uri, self._flight.port, advertise)
             node = Node(holdings.backend.id, host_name(), boot_id(), self.uri, tuple(holdings.places.listening()))
             self.catalog: Catalog = (
-                LocalCatalog(node, holdings, security, database, retain)
+                LocalCatalog(node, holdings, security, database or Database(), retain)
                 if upstream is None
                 else UpstreamCatalog(node, holdings, security, upstream, beat)
             )

@@ -91,7 +91,7 @@ class Node:
             self.service = CatalogService(
                 flight,
                 self.server.holdings(backend),
-                database=Database(database),
+                database=Database(database) if catalog is None else None,
                 upstream=catalog,
                 retain=retain,
                 beat=beat,
