@@ -13,7 +13,7 @@ with dis.connect(uri) as client:
 from __future__ import annotations
 
 from dissociated import errors
-from dissociated._version import __version__
+from dissociated._version import __version__ as __version__
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.reader import Client, connect
 from dissociated.client.open import open_stream, open_stream_async
@@ -31,7 +31,6 @@ __all__ = [
     "ReadOptions",
     "Server",
     "WriteOptions",
-    "__version__",
     "connect",
     "errors",
     "open_stream",

@@ -384,7 +384,7 @@ SLOW = textwrap.dedent(
     import mmap, sys, threading, time
     import pyarrow as pa
     import dissociated as dis
-    import dissociated.transport.shm as shm
+    import dissociated.transport.framed.shm as shm
 
     class Slow(mmap.mmap):
         def __del__(self):

@@ -62,7 +62,8 @@ def _nested(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(type_):
         return pa.dictionary(type_.index_type, layout(type_.value_type), type_.ordered)
     # Fields that may have nulls: libarrow would take none for those that may not, though they may have some.
-    fields = [pa.field(field.name, layout(field.type)) for field in map(type_.field, range(type_.num_fields))]
+    # Their names are not looked at: damaged, they would be no text.
+    fields = [pa.field(str(number), layout(type_.field(number).type)) for number in range(type_.num_fields)]
     for is_list, list_of in _LISTS:
         if is_list(type_):
             return list_of(fields[0])
