@@ -80,7 +80,10 @@ class Client(CatalogClient):
         return _chained(*self._endpoints(name, version, opened))
 
     read_async = asynchronous(read)
-    """`read` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
+    """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
+
+    It takes and raises the same, and blocks a thread in place of the event loop.
+    """
 
     def read_endpoint(
         self,

@@ -28,8 +28,8 @@ def asynchronous(open_reader: Callable[P, pa.RecordBatchReader]) -> Callable[P, 
     opened.__name__ = f"{open_reader.__name__}_async"
     opened.__qualname__ = f"{open_reader.__qualname__}_async"
     opened.__doc__ = (
-        f"`{open_reader.__name__}` for `async for`: it takes and raises the same, and blocks a thread in place of the "
-        "event loop."
+        f"`{open_reader.__name__}` for `async for`: awaited, it gives an `AsyncStreamReader`.\n\n"
+        "It takes and raises the same, and blocks a thread in place of the event loop."
     )
     signature = inspect.signature(open_reader)
     opened.__signature__ = signature.replace(return_annotation="AsyncStreamReader")  # type: ignore[attr-defined]

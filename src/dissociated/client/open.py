@@ -66,7 +66,10 @@ def open_stream(
 
 
 open_stream_async = asynchronous(open_stream)
-"""`open_stream` for `async for`: it takes and raises the same, and blocks a thread in place of the event loop."""
+"""`open_stream` for `async for`: awaited, it gives an `AsyncStreamReader`.
+
+It takes and raises the same, and blocks a thread in place of the event loop.
+"""
 
 
 def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
