@@ -44,7 +44,7 @@ def pytest_sessionfinish() -> None:
 LONGEST = (
     "spark/test_cluster",
     "spark",
-    "store/test_node.py",
+    "node/test_node.py",
     "faults/test_ucx",
     "test_examples",
     "golden/test_damaged",
