@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.client import open as client
+from dissociated.client import stream
 from dissociated.store.segment import Segment, SegmentWriter
 
 
@@ -26,7 +26,7 @@ def only_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("not read in place")
 
-    monkeypatch.setattr(client, "join", refuse)
+    monkeypatch.setattr(stream, "join", refuse)
 
 
 def read(server: dis.Server, name: str) -> pa.RecordBatchReader:

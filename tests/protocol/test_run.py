@@ -67,14 +67,20 @@ def as_run(count: int, untagged: bytes, tags: bytes, tagged: bytes) -> Run:
     return Run(count, pieces[0], len(untagged) // count, pieces[1], pieces[2], len(tagged) // count)
 
 
-def one_by_one(run: Run, first: int = 1) -> list[Delivery]:
-    """What the Receiver makes of the messages of the run, or the error that it raises."""
+def begun(first: int = 1) -> Receiver:
+    """A receiver that has delivered a schema, and all messages before number `first`."""
     receiver = Receiver()
     receiver.want()
     schema = numbers(1).schema.serialize().to_pybytes()
     receiver.receive_metadata(b"\x01\0\0\0\0" + schema[8:])
     assert receiver.next() is not None
     receiver._next = first
+    return receiver
+
+
+def one_by_one(run: Run, first: int = 1) -> list[Delivery]:
+    """What the Receiver makes of the messages of the run, or the error that it raises."""
+    receiver = begun(first)
     delivered = []
     for message in run.expand():
         if message.tag is None:
@@ -133,6 +139,49 @@ def test_nothing_is_recognised_that_would_be_refused_or_mean_something_else(data
     except RemoteProtocolError as error:
         raise AssertionError(f"recognised, but one by one: {error}") from error
     assert same(list(batches.expand()), received)
+
+
+@pytest.mark.parametrize("run", [shared_run([5, 9, 2]), packed_run(7, 3)], ids=["shared", "packed"])
+def test_a_receiver_delivers_a_run_together_or_one_by_one_as_it_is_asked(run: Run) -> None:
+    together, single = begun(), begun()
+    together.receive(run)
+    single.receive(run)
+    batches = together.next_together()
+    assert batches is not None
+    assert together.next_together() is None
+    delivered = [*iter(single.next, None)]
+    assert same([*batches.expand()], delivered)
+    assert same(delivered, one_by_one(run))
+    for receiver in (together, single):
+        receiver.receive_metadata(struct.pack("<BI", 0, 4))
+        assert receiver.complete
+
+
+def test_of_a_doubtful_run_all_is_delivered_that_comes_before_the_doubt() -> None:
+    run = packed_run(6, 4)
+    tags = struct.pack("<4Q", 1, 2, 2, 4)
+    receiver = begun()
+    receiver.receive(run._replace(tags=memoryview(tags)))
+    assert [receiver.next_together().sequence, receiver.next_together().sequence] == [1, 2]
+    with pytest.raises(RemoteProtocolError, match="the body of message 2 twice"):
+        receiver.next_together()
+
+
+def test_a_run_that_is_overtaken_by_the_end_is_still_delivered() -> None:
+    receiver = begun()
+    receiver.receive(packed_run(6, 3))
+    receiver.receive_metadata(struct.pack("<BI", 0, 4))
+    assert not receiver.complete
+    assert [delivery.sequence for delivery in iter(receiver.next_together, None)] == [1, 2, 3]
+    assert receiver.complete
+
+
+def test_messages_that_come_together_may_come_in_any_order() -> None:
+    first, second = packed_run(6, 3), packed_run(6, 2, first=4)
+    receiver = begun()
+    receiver.receive(second)
+    receiver.receive(first)
+    assert [delivery.sequence for delivery in iter(receiver.next, None)] == [1, 2, 3, 4, 5]
 
 
 def test_only_the_number_that_is_due_is_recognised() -> None:

@@ -66,7 +66,7 @@ class Pump:
     def _run(self, allocate: Allocate, timeout: float) -> None:
         try:
             while (incoming := self._connection.receive(timeout, allocate)) is not None:
-                for one in incoming.expand() if isinstance(incoming, Run) else (incoming,):
+                for one in incoming.expand():
                     self._check(one)
                     self.arrived.put(one, len(one.data), None)
             self.arrived.close()

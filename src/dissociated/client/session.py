@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import pyarrow as pa
 
@@ -14,14 +14,11 @@ from dissociated.client.leases import Leases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
-from dissociated.protocol.message import Incoming, Run
+from dissociated.protocol.events import Delivered
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import Batches
 from dissociated.transport.base import Connection
 
-Deliveries: TypeAlias = Generator[Delivery | Batches, None, None]
-D = TypeVar("D", bound=Delivery | Batches)
+Deliveries: TypeAlias = Generator[Delivered, None, None]
 
 
 class Session:
@@ -44,24 +41,16 @@ class Session:
         stopped = True
         try:
             with arrivals(self._connections, self._allocate, self._timeout) as receive:
-                while not receiver.complete:
-                    if (delivery := receiver.next()) is not None:
-                        yield self._delivered(delivery)
-                        continue
-                    incoming = receive(receiver.needs_body)
-                    if incoming is None:
+                while True:
+                    while (item := receiver.next_together()) is not None:
+                        yield self._delivered(item)
+                    if receiver.complete:
+                        break
+                    arrived = receive(receiver.needs_body)
+                    if arrived is None:
                         receiver.disconnected()
-                    elif isinstance(incoming, Run):
-                        batches = receiver.receive_run(incoming)
-                        if batches is not None:
-                            yield self._delivered(batches)
-                            continue
-                        for message in incoming.expand():
-                            _receive(receiver, message)
-                            if (delivery := receiver.next()) is not None:
-                                yield self._delivered(delivery)
                     else:
-                        _receive(receiver, incoming)
+                        receiver.receive(arrived)
             stopped = False
         except DissociatedError:
             receiver.fail()
@@ -77,7 +66,7 @@ class Session:
         """What was delivered and has not gone through `bodies` by now never will."""
         self._leases.settle()
 
-    def _delivered(self, item: D) -> D:
+    def _delivered(self, item: Delivered) -> Delivered:
         """Take note of what `item` leases. Raises RemoteProtocolError where a body is larger than is taken."""
         self._check_size(item.largest_body)
         self._leases.expect(item.lease_count)
@@ -99,17 +88,9 @@ class Session:
         """Stop receiving, and give back what is on its way: the server waits for it, for the sake of others."""
         connection.stop_receiving()
         with suppress(DissociatedError):
-            while (incoming := connection.receive(self._timeout, self._allocate)) is not None:
-                for message in incoming.expand() if isinstance(incoming, Run) else (incoming,):
-                    _receive(self._receiver, message)
+            while (arrived := connection.receive(self._timeout, self._allocate)) is not None:
+                self._receiver.receive(arrived)
                 while (delivery := self._receiver.next()) is not None:
                     self._leases.expect(delivery.lease_count)
                     if isinstance(delivery.body, AddressList):
                         self._leases.give_back(delivery.body.leased)
-
-
-def _receive(receiver: Receiver, incoming: Incoming) -> None:
-    if incoming.tag is None:
-        receiver.receive_metadata(incoming.data)
-    else:
-        receiver.receive_body(incoming.tag, incoming.data)

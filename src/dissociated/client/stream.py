@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
 
 from dissociated.client.session import Session
@@ -14,8 +14,8 @@ from dissociated.codec.reader import StreamReader
 from dissociated.codec.tensor import Tensor, cut, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
-from dissociated.protocol.run import Batches, PackedBatches
+from dissociated.protocol.events import Delivered, Delivery
+from dissociated.protocol.run import PackedBatches
 
 #: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
 _MAX_SEEN = 1 << 16
@@ -34,7 +34,7 @@ class Stream:
         #: The flatbuffer of the first message: the schema, or a tensor.
         self.header = first.header
         self.is_tensors = first.parsed.is_tensor
-        self._seen: deque[Delivery | Batches] = deque([first])
+        self._seen: deque[Delivered] = deque([first])
 
     def batches(self, options: ReadOptions) -> StreamReader:
         """A reader, which ends the stream where it is exhausted or dropped. Raises as `join` does.
@@ -49,7 +49,7 @@ class Stream:
         """One after the other. Raises WrongKind where there are none."""
         with closing(self):
             for item in self._items():
-                yield from map(self._tensor, _each(item))
+                yield from map(self._tensor, item.expand())
 
     def close(self) -> None:
         """End the stream. What has been read of it stays."""
@@ -75,9 +75,9 @@ class Stream:
                 if isinstance(item, PackedBatches):
                     yield item
                 else:
-                    yield from map(self._bodies.attach, _each(item))
+                    yield from map(self._bodies.attach, item.expand())
 
-    def _items(self) -> Generator[Delivery | Batches, None, None]:
+    def _items(self) -> Generator[Delivered, None, None]:
         """What has been looked at, and then the rest."""
         while self._seen:
             yield self._seen.popleft()
@@ -93,7 +93,3 @@ class Stream:
         except FormatError as error:
             why = str(error)  # and not the error: its frames hold what the peer leased to us
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")
-
-
-def _each(item: Delivery | Batches) -> Iterable[Delivery]:
-    return (item,) if isinstance(item, Delivery) else item.expand()

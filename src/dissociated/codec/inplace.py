@@ -18,8 +18,8 @@ from dissociated.format.encapsulated import encapsulate, first_message_at
 from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
-from dissociated.protocol.run import Batches, PackedBatches, SharedBatches
+from dissociated.protocol.events import Delivered, Delivery
+from dissociated.protocol.run import SharedBatches
 
 #: Gives the same memory as a buffer, at whose end these addresses go back.
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
@@ -69,11 +69,11 @@ class InPlace:
         self._space = space
         self._parts: list[_Part] = []
 
-    def add(self, item: Delivery | Batches) -> bool:
+    def add(self, item: Delivered) -> bool:
         """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
         if isinstance(item, SharedBatches):
             return self._add_batches(item)
-        return not isinstance(item, PackedBatches) and self._add_message(item)
+        return isinstance(item, Delivery) and self._add_message(item)
 
     def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
         """A reader over all of it, by libarrow; None where it cannot be read so."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Flag
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from dissociated.buffers import Buffer
 from dissociated.format.message import Header
@@ -32,6 +33,21 @@ class AddressesFreed(NamedTuple):
     addresses: tuple[int, ...]
 
 
+class Delivered(Protocol):
+    """Arrow IPC messages, one or more, whole and in their turn."""
+
+    @property
+    def largest_body(self) -> int:
+        """Bytes of the largest body, as its metadata announced them."""
+
+    @property
+    def lease_count(self) -> int:
+        """How many addresses must be given back."""
+
+    def expand(self) -> Iterable[Delivery]:
+        """The messages one by one."""
+
+
 class Delivery(NamedTuple):
     """One Arrow IPC message, whole and in its turn.
 
@@ -53,3 +69,7 @@ class Delivery(NamedTuple):
     def lease_count(self) -> int:
         """How many addresses must be given back."""
         return len(self.body.leased) if isinstance(self.body, AddressList) else 0
+
+    def expand(self) -> Iterable[Delivery]:
+        """This message."""
+        return (self,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dissociated.buffers import Buffer
@@ -24,6 +24,10 @@ class Incoming(NamedTuple):
 
     tag: int | None
     data: Buffer
+
+    def expand(self) -> Iterable[Incoming]:
+        """The message: see `Run`."""
+        return (self,)
 
 
 class Run(NamedTuple):

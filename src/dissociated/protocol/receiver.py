@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Container
+from collections import deque
+from collections.abc import Container, Iterator
 
 from dissociated.buffers import MAX_METADATA, Buffer
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.layout import SchemaLayout, layout_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.bodies import AddressList, parse_addresses
-from dissociated.protocol.events import Delivery
-from dissociated.protocol.message import Run
+from dissociated.protocol.events import Delivered, Delivery
+from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
-from dissociated.protocol.run import Batches, recognise
+from dissociated.protocol.run import recognise
 from dissociated.protocol.sequence import unwrap
 from dissociated.protocol.states import Machine, Role, State, Step
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
@@ -49,6 +50,9 @@ class Receiver:
         self._max_waiting_metadata = max_waiting_metadata
         self._headers: dict[int, tuple[bytes, Header]] = {}
         self._bodies: dict[int, tuple[BodyKind, Buffer]] = {}
+        self._runs: deque[Run] = deque()  # which nobody has looked at yet
+        self._rest: Iterator[Incoming] = iter(())  # of a run whose messages are taken one by one
+        self._left = 0  # how many these are
         self._waiting_bytes = 0
         self._waiting_metadata = 0  # bytes
         self._next = 0  # of the message to deliver next
@@ -76,11 +80,20 @@ class Receiver:
     @property
     def complete(self) -> bool:
         """Whether every message up to the end of stream has been delivered."""
-        return self._machine.state in (State.COMPLETE, State.DONE)
+        return self._machine.state in (State.COMPLETE, State.DONE) and not self._left and not self._runs
 
     def want(self) -> None:
         """The stream was requested."""
         self._machine.move(Step.WANT, LocalProtocolError)
+
+    def receive(self, arrived: Incoming | Run) -> None:
+        """Take what arrived. Raises RemoteProtocolError where it breaks the protocol; for a run, `next` does."""
+        if isinstance(arrived, Run):
+            self._runs.append(arrived)
+        elif arrived.tag is None:
+            self.receive_metadata(arrived.data)
+        else:
+            self.receive_body(arrived.tag, arrived.data)
 
     def receive_metadata(self, message: bytes) -> None:
         """Take an untagged message. Raises RemoteProtocolError where it breaks the protocol."""
@@ -159,11 +172,8 @@ class Receiver:
         parsed = known[1]
         return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
 
-    def receive_run(self, run: Run) -> Batches | None:
-        """Take a run of messages at once, and deliver it at once.
-
-        Returns None where that cannot be, for whatever reason: then its messages are to be received one by one.
-        """
+    def _recognised(self, run: Run) -> Delivered | None:
+        """All of a run, delivered at once; None where that cannot be, for whatever reason."""
         if self._machine.state is not State.STREAMING or not self._next or self._headers or self._bodies:
             return None
         batches = recognise(run, self._next)
@@ -177,8 +187,33 @@ class Receiver:
         """Whether the next message waits for its body rather than for its metadata."""
         return self._next in self._headers
 
+    def next_together(self) -> Delivered | None:
+        """The next message in order, with those after it that came in a run with it, as far as that is beyond doubt.
+
+        None while it, or its body, has not arrived. Raises as `next` does.
+        """
+        if self._runs and not self._left and (batches := self._recognised(self._runs[0])) is not None:
+            self._runs.popleft()
+            return batches
+        return self.next()
+
     def next(self) -> Delivery | None:
-        """The next message in order, or None while it, or its body, has not arrived."""
+        """The next message in order, or None while it, or its body, has not arrived.
+
+        Raises RemoteProtocolError where what arrived breaks the protocol.
+        """
+        while (delivery := self._deliver()) is None and (self._left or self._runs):
+            if not self._left:
+                run = self._runs.popleft()
+                self._rest, self._left = run.expand(), 2 * run.length
+            self._left -= 1
+            message = next(self._rest)
+            if not self._left:
+                self._rest = iter(())  # so that nothing keeps the run
+            self.receive(message)
+        return delivery
+
+    def _deliver(self) -> Delivery | None:
         sequence = self._next
         known = self._headers.get(sequence)
         if known is None:

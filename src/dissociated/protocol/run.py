@@ -199,9 +199,5 @@ def _kind_in_order(run: Run, untagged: Bytes, sequence: int) -> BodyKind | None:
     return None
 
 
-#: What a run may turn out to be.
-Batches: TypeAlias = PackedBatches | SharedBatches
-
-
 def _uint64s(columns: Bytes) -> Uint64s:
     return np.ascontiguousarray(columns).view("<u8")
