@@ -62,8 +62,9 @@ def _nested(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(type_):
         return pa.dictionary(type_.index_type, layout(type_.value_type), type_.ordered)
     # Fields that may have nulls: libarrow would take none for those that may not, though they may have some.
-    # Their names are not looked at: damaged, they would be no text.
-    fields = [pa.field(str(number), layout(type_.field(number).type)) for number in range(type_.num_fields)]
+    fields = [
+        pa.field(_name(type_.field(number)), layout(type_.field(number).type)) for number in range(type_.num_fields)
+    ]
     for is_list, list_of in _LISTS:
         if is_list(type_):
             return list_of(fields[0])
@@ -76,6 +77,14 @@ def _nested(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_union(type_):
         return pa.union(fields, type_.mode, type_.type_codes)
     return type_
+
+
+def _name(field: pa.Field) -> str:
+    """The field's own, so that a type that is its own layout stays so. Damaged, it is no text."""
+    try:
+        return str(field.name)
+    except UnicodeDecodeError:
+        return ""
 
 
 def _has_runs(type_: pa.DataType) -> bool:
