@@ -11,7 +11,7 @@ import pyarrow as pa
 ROWS = 19  # not a multiple of 8, so that bitmaps end within a byte
 
 
-class Celsius(pa.ExtensionType):
+class Celsius(pa.ExtensionType):  # type: ignore[misc]  # pyarrow has no types
     """An extension type that libarrow does not know by itself."""
 
     def __init__(self) -> None:
@@ -105,13 +105,13 @@ def _plain(type_: pa.DataType, values: list[object]) -> tuple[pa.Array, pa.Array
     arrays = pa.array(values, storage), pa.array(holes, storage)
     if storage is type_:
         return arrays
-    return tuple(pa.ExtensionArray.from_storage(type_, array) for array in arrays)  # type: ignore[return-value]
+    return tuple(pa.ExtensionArray.from_storage(type_, array) for array in arrays)
 
 
 def _dictionary(values: pa.Array, indices: pa.DataType, ordered: bool = False) -> tuple[pa.Array, pa.Array]:
     keys = [index % len(values) for index in range(ROWS)]
     holes = [key if index % 4 else None for index, key in enumerate(keys)]
-    return tuple(  # type: ignore[return-value]
+    return tuple(
         pa.DictionaryArray.from_arrays(pa.array(some, indices), values, ordered=ordered) for some in (keys, holes)
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import trustme
 
@@ -24,7 +24,7 @@ class Certificates(NamedTuple):
         return cls(*(str(roots.with_name(name)) for name in _NAMES))
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """What a Server is told."""
         return {"tls_cert": self.cert, "tls_key": self.key}
 

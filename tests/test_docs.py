@@ -134,7 +134,8 @@ def test_what_the_reference_lists_is_there() -> None:
 
 def named(path: str) -> object:
     """What a dotted path names."""
-    module, names = path, []
+    module = path
+    names: list[str] = []
     while not installed(module):
         module, _, name = module.rpartition(".")
         names.insert(0, name)

@@ -102,7 +102,8 @@ def test_the_demo_runs_over_ucx_and_libfabric(tmp_path: Path) -> None:
     if generator() is None:
         pytest.skip("tpchgen-cli is not installed")
     transports = ["--transport", "ucx", "--transport", "fabric"]
-    command = [sys.executable, "-m", "examples.tpch", "--scale", "0.001", *transports, "--plot", tmp_path / "tpch.png"]
+    plot = str(tmp_path / "tpch.png")
+    command = [sys.executable, "-m", "examples.tpch", "--scale", "0.001", *transports, "--plot", plot]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for transport in ("ucx", "fabric"):

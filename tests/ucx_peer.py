@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dissociated.transport.native.ucx import _ucp as c
@@ -259,19 +260,23 @@ class Worker:
         self.lib.ucp_worker_destroy(self.handle)
 
 
+def _read_one(worker: Worker) -> None:
+    seen = len(worker.messages)
+    worker.until(lambda: len(worker.messages) > seen or worker.probe(0, 0))
+
+
 def play(worker: Worker, steps: list[list[Any]], say: Callable[[str], None]) -> None:
     """See the module."""
     for name, *rest in steps:
         if name == "am":
             request = worker.send_message([bytes.fromhex(rest[0])])
-            worker.until(lambda request=request: worker.done(request))
+            worker.until(partial(worker.done, request))
         elif name == "tag":
             worker.send_tagged(rest[0], [bytes.fromhex(rest[1])])
             worker.progress()
         elif name == "read":
             for _ in range(rest[0]):
-                seen = len(worker.messages)
-                worker.until(lambda seen=seen: len(worker.messages) > seen or worker.probe(0, 0))
+                _read_one(worker)
         elif name == "stream":
             worker.until(lambda: any(one[0] == 0 for one in worker.messages))
         elif name == "reached":

@@ -63,6 +63,7 @@ def test_a_catalog_describes_tensors(client: dis.Client) -> None:
 def test_of_many_tensors_the_first_are_described(server: dis.Server, client: dis.Client) -> None:
     server.publish("many", [DENSE] * 1000)
     described = client.describe("many").tensors
+    assert described is not None
     assert described.number == 1000
     assert set(described.first) == {TensorInfo("dense", "int64", (2, 3, 4), ())}
     assert len(described.first) == 256

@@ -186,7 +186,8 @@ def test_commands_show_their_token_and_check_the_certificate(
         if asked == "get"
         else (catalog, [])
     )
-    roots, token = ["--tls-roots", certified.roots], ["--token-file", directory / "tokens"]
+    roots: list[str | Path] = ["--tls-roots", certified.roots]
+    token: list[str | Path] = ["--token-file", directory / "tokens"]
     for options, sentence in [
         ([], "is not to be trusted"),
         (roots, "asks for a token"),

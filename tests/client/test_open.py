@@ -77,7 +77,7 @@ class Scripted:
 
     def receive(self) -> tuple[int | None, bytes] | None:
         arrived = self.connection.receive(PATIENCE, allocate)
-        return None if arrived is None else (arrived[0], bytes(arrived[1]))  # type: ignore[arg-type]
+        return None if arrived is None else (arrived[0], bytes(arrived[1]))
 
     def freed(self) -> list[int]:
         """The addresses in the next free_data message."""

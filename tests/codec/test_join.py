@@ -135,6 +135,7 @@ def test_content_that_libarrow_refuses() -> None:
 
 def test_compressed_content_that_would_be_longer_than_memory() -> None:
     """Its first 8 bytes say how long."""
+    assert LZ4.body is not None
     body = (1 << 56).to_bytes(8, "little") + LZ4.body[8:]
     reader = join(iter(Feed([(SCHEMA.header, None), (LZ4.header, pa.py_buffer(body))])), max_body=1 << 60)
     with pytest.raises(TransportError, match=r"there is no memory for what the peer sent: .* 72057594037927936 "):
@@ -196,9 +197,9 @@ def test_what_came_together_whatever_it_is() -> None:
         for codec in (None, "lz4"):
             pairs = encoded(*batches, options=pa.ipc.IpcWriteOptions(compression=codec), custom_metadata={"k": "v"})
             first = len(pairs) - count  # the schema, and dictionaries
-            messages = [*pairs[:first], together(pairs[first:])]
+            messages: list[tuple[bytes, pa.Buffer | None] | PackedBatches] = [*pairs[:first], together(pairs[first:])]
             assert list(join(one for one in messages)) == batches
-            reader = join(one for one in messages)
+            reader: pa.RecordBatchReader = join(one for one in messages)
             assert reader.read_next_batch_with_custom_metadata().custom_metadata == {b"k": b"v"}
     schema, *pairs = encoded(*[one.append_column("m", one["n"]) for one in plain])
     reader = join((one for one in (schema, together(pairs))), ReadOptions(included_fields=[1]))

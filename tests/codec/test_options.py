@@ -78,12 +78,12 @@ TAKES_OPTIONS: dict[str, tuple[Callable[[], object], str]] = {
     "publish": (lambda: _publish(options=OTHERS), "WriteOptions"),
     "publish live": (lambda: _publish(options=OTHERS, live=dis.Live()), "WriteOptions"),
     "publish no Live": (lambda: _publish(live=True), "live is a dissociated.Live, not True"),
-    "StreamWriter": (lambda: StreamWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),  # type: ignore[arg-type]
-    "FileWriter": (lambda: FileWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),  # type: ignore[arg-type]
+    "StreamWriter": (lambda: StreamWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),
+    "FileWriter": (lambda: FileWriter(io.BytesIO(), TABLE.schema, OTHERS), "WriteOptions"),
     "write_tensor": (lambda: write_tensor(pa.Tensor.from_numpy(np.zeros(2)), io.BytesIO(), OTHERS), "WriteOptions"),
     "ipc.open_stream": (lambda: open_stream(io.BytesIO(), options=OTHERS), "ReadOptions"),
     "ipc.open_file": (lambda: open_file(io.BytesIO(), options=OTHERS), "ReadOptions"),
-    "StreamDecoder": (lambda: StreamDecoder(CollectListener(), OTHERS), "ReadOptions"),  # type: ignore[arg-type]
+    "StreamDecoder": (lambda: StreamDecoder(CollectListener(), OTHERS), "ReadOptions"),
     "open_stream": (lambda: dis.open_stream("tcp://h:1?want_data=1", b"", options=OTHERS), "ReadOptions"),
 }
 

@@ -249,7 +249,7 @@ def test_tables_and_sizes_of_chunks_are_checked() -> None:
             writer.write_table(NUMBERS)
         for wrong in (0, -1, 2.5):
             with pytest.raises(OptionError, match=f"max_chunksize is a number of rows, 1 or more, not {wrong}"):
-                writer.write_table(pa.table(NUMBERS), wrong)
+                writer.write_table(pa.table(NUMBERS), wrong)  # type: ignore[arg-type]  # 2.5 is no number of rows
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["at the end", "in between"])

@@ -166,7 +166,7 @@ def with_metadata() -> tuple[pa.Buffer, list[tuple[pa.RecordBatch, Custom]]]:
 
 
 def read_with_metadata(reader: pa.RecordBatchReader) -> list[tuple[pa.RecordBatch, Custom]]:
-    pairs = []
+    pairs: list[tuple[pa.RecordBatch, Custom]] = []
     while True:
         try:
             batch, custom = reader.read_next_batch_with_custom_metadata()

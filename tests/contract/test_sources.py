@@ -147,7 +147,7 @@ def test_files_of_polars(either: Route, tmp_path: Path, compression: str) -> Non
     (tmp_path / "file").write_bytes(BY_POLARS[compression])
     schema, arrived = either.read(tmp_path / "file")
     assert schema == pa.ipc.open_file(tmp_path / "file").schema
-    assert pl.from_arrow(pa.Table.from_batches(arrived)).equals(FRAMES["polars"])  # type: ignore[union-attr]
+    assert pl.from_arrow(pa.Table.from_batches(arrived)).equals(FRAMES["polars"])
 
 
 def test_a_stream_of_the_other_byte_order(quick: Route, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_tickets_are_unguessable_and_of_one_publication_alone() -> None:
 
 
 def test_a_callable_is_called_for_each_reader_and_no_more() -> None:
-    calls = []
+    calls: list[None] = []
 
     def source() -> pa.Table:
         calls.append(None)

@@ -21,6 +21,9 @@ SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string()), ("d", pa.dictionary(p
 MEDIA = ("shm:", "tcp://127.0.0.1:0", "inproc:")
 WORDS = pa.array(["a", "b", "c"])
 
+#: how to publish: for all readers at once, or for each alone
+SHARED_OR_NOT: list[dict[str, Any]] = [{"live": dis.Live()}, {}]
+
 
 def open_at(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
     (uri,) = (uri for uri in server.locations("live") if uri.startswith(scheme))
@@ -66,7 +69,11 @@ def test_what_waits_is_within_the_limit_whatever_its_size(serve: Serve) -> None:
         server.publish("live", reader, live=dis.Live(stall_timeout=0.3))
         one = open_at(server, "shm")
         held = [one.read_next_batch()]
-        wait_until(lambda server=server: server.status().consumers[0].state == "cut off", "it is given up")
+
+        def given_up(server: dis.Server = server) -> bool:
+            return server.status().consumers[0].state == "cut off"
+
+        wait_until(given_up, "it is given up")
         assert given[0] * batch.nbytes <= 4 * limit  # what waits, and what the socket and its two ends took
         assert shared_bytes("live") <= limit + (1 << 16)
         with pytest.raises(dis.errors.RemoteError, match="held up the others"):
@@ -89,11 +96,14 @@ def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
         texts = ["x" * (number % 50 // 49)] * size
         sent.append(pa.record_batch([np.full(size, number), pa.array(texts, pa.string()), words], schema=SCHEMA))
     server = serve(*MEDIA)
-    for options, names in product(({"live": dis.Live(consumers=4)}, {}), (["n", "s", "d"], ["n", "s"], ["n"])):
+    shared_or_not: list[dict[str, Any]] = [{"live": dis.Live(consumers=4)}, {}]
+    for options, names in product(shared_or_not, (["n", "s", "d"], ["n", "s"], ["n"])):
         some = [one.select(names) for one in sent]
         server.publish("live", partial(pa.RecordBatchReader.from_batches, some[0].schema, some), **options)
         readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
         readers.append(open_at(server, "tcp", columns=["n"]))
+        whole: list[list[pa.RecordBatch]]
+        narrow: list[pa.RecordBatch]
         with ThreadPoolExecutor(4) as pool:
             *whole, narrow = pool.map(list, readers)
         assert whole == [some] * 3, (options, names)
@@ -103,7 +113,7 @@ def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
 def test_what_a_source_gave_before_it_failed_arrives(serve: Serve) -> None:
     batch = pa.record_batch({"n": [1]})
     server = serve(*MEDIA)
-    for options, length, scheme in product(({"live": dis.Live()}, {}), (1, 2, 100), ("shm", "tcp", "inproc")):
+    for options, length, scheme in product(SHARED_OR_NOT, (1, 2, 100), ("shm", "tcp", "inproc")):
 
         def source(length: int = length) -> Iterator[pa.RecordBatch]:
             for _ in range(length):
@@ -161,7 +171,7 @@ def test_no_batch_waits_for_others(serve: Serve) -> None:
                 assert arrived.acquire(timeout=PATIENCE), "a batch is kept back"
 
     server = serve(*MEDIA)
-    for options in ({"live": dis.Live()}, {}):
+    for options in SHARED_OR_NOT:
         for scheme in ("shm", "tcp", "inproc"):
             server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()), **options)
             count = 0
@@ -182,7 +192,7 @@ def test_a_source_may_use_its_memory_again(serve: Serve) -> None:
             yield pa.record_batch({"n": pa.array(memory[: 3000 if number % 10 == 9 else 2])})
 
     server = serve(*MEDIA)
-    for publish in ({"live": dis.Live()}, {}):
+    for publish in SHARED_OR_NOT:
         for scheme in ("shm", "tcp", "inproc") if publish else ("shm", "tcp"):  # alone, inproc gives what it got
             made = lambda: pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), source())  # noqa: E731
             server.publish("live", made, **publish)

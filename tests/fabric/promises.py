@@ -25,6 +25,8 @@ from dissociated.errors import ConnectionClosed, RemoteProtocolError
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from faults import test_fabric as faults
+from faults.peer import PATIENCE
+from faults.test_death import Reading, line
 from helpers import connections_left, leaving_nothing
 from machine import missing
 from transport import test_connections
@@ -98,8 +100,8 @@ def when_peers_are_killed() -> None:
     print("a server is killed", flush=True)
     steps = json.dumps(faults.SERVER_STAGES["between metadata and body"])
     with process(faults.PEER, faults.WHERE, steps) as running:
-        reading = faults.Reading(faults.line(running), faults.PATIENCE)
-        assert faults.line(running) == "reached"
+        reading = Reading(line(running), PATIENCE)
+        assert line(running) == "reached"
         running.kill()
         failure = reading.failure()
         assert type(failure) in (ConnectionClosed, RemoteProtocolError), failure
@@ -107,7 +109,7 @@ def when_peers_are_killed() -> None:
     with dis.Server([faults.WHERE], catalog=None) as server:
         server.publish("data", pa.table({"n": range(1000)}))
         with process(faults.PEER, server.locations("data")[0], "[]") as running:
-            assert faults.line(running) == "reached"
+            assert line(running) == "reached"
             assert server.connections == 1
             running.kill()
             assert connections_left(server) == 0

@@ -140,7 +140,7 @@ def serve(table: pa.Table, trusted: Certificates) -> Iterator[Callable[..., Good
     def start(*listen: str, **options: object) -> Good:
         # No deadline of the server's own: that a client is gone has to be noticed, within the patience of a test.
         defaults = {"catalog": None, "handshake_timeout": 3 * PATIENCE, **trusted.options}
-        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{**defaults, **options})  # type: ignore[arg-type]
+        server = dis.Server(listen or ("shm:", "tcp://127.0.0.1:0"), **{**defaults, **options})
         server.publish("good", table)
         servers.append(Good(server, table))
         return servers[-1]

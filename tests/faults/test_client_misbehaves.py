@@ -18,9 +18,9 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import case
+from helpers import case, wait_until
 
-from .conftest import ROWS, Good, descriptors, wait_until
+from .conftest import ROWS, Good, descriptors
 from .peer import (
     ABORT,
     PATIENCE,

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from helpers import wait_until
 from memory.maps import shared_bytes
 
-from .conftest import ROWS, Good, wait_until
+from .conftest import ROWS, Good
 from .peer import PREAMBLE, RawConnection, connect, frame, free, free_of, head, want, want_of
 from .test_client_misbehaves import read_stream
 

@@ -16,8 +16,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
+from helpers import wait_until
 
-from .conftest import PEER, Good, wait_until
+from .conftest import PEER, Good
 from .content import BASE, BODY, GOOD, META, SCHEMA
 from .peer import (
     ADDRESSES,

@@ -22,8 +22,9 @@ from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtoco
 from dissociated.transport.native.fabric.domain import Domain
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from helpers import wait_until
 
-from .conftest import Good, wait_until
+from .conftest import Good
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
 from .stages import server_stages

@@ -91,7 +91,7 @@ for line in sys.stdin:
 
 #: Whether the server waits for a request, the size of what it sends first, if anything, and of all the rest; the bytes
 #: of the client's request, and for how many seconds it receives nothing.
-FLOODS = {
+FLOODS: dict[str, tuple[list[int], list[float | None]]] = {
     "before the request is out": ([False, 0, 4096], [1 << 22, 0]),
     "behind a message that is to be fetched": ([False, 20_000, 4096], [1 << 22, 0]),
     "messages that are to be fetched": ([False, 0, 20_000], [1 << 22, 0]),

@@ -151,14 +151,19 @@ def test_server_of_a_slow_client_stays_small(spawn: Spawn, where: str) -> None:
     reader = dis.open_stream(uri, bytes.fromhex(ticket))
     first = reader.read_next_batch()
     numbers: queue.Queue[int] = queue.Queue()
-    listen = threading.Thread(target=lambda: [numbers.put(int(line(process))) for _ in range(40)])
-    listen.start()
+
+    def listen() -> None:
+        for _ in range(40):
+            numbers.put(int(line(process)))
+
+    listening = threading.Thread(target=listen)
+    listening.start()
     produced = numbers.get(timeout=PATIENCE)
     with suppress(queue.Empty):
         while True:  # the client sleeps, until the server has had enough
             produced = numbers.get(timeout=0.5)
     assert 0 < produced < 20
     assert [first["n"][0].as_py(), *(batch["n"][0].as_py() for batch in reader)] == list(range(40))
-    listen.join(PATIENCE)
+    listening.join(PATIENCE)
     process.stdin.write("end\n")
     assert int(line(process)) < 350_000

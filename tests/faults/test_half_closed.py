@@ -70,7 +70,7 @@ def test_what_comes_by_address_is_leased_until_the_client_hangs_up(serve: Serve,
     good = serve("shm:", live_limit=1 << 20)
     good.server.publish("data", table() if source == "static" else reader())
     with asked(good, "shm", "any") as connection:
-        frames = []
+        frames: list[Frame] = []
         while not frames or not is_end(frames[-1]):
             frames.append(connection.read_frame())
         by_address = [frame for frame in frames if frame.kind == TAGGED and frame.tag >> 56]

@@ -274,11 +274,16 @@ def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_conne
 def test_whatever_becomes_of_a_live_stream_its_readers_keep_what_they_hold(serve: Serve) -> None:
     sent = batches(30)
     expected = [*map(checksum, sent)]
+
+    def drop_and_close(server: dis.Server) -> None:
+        server.drop("live")
+        server.close()
+
     ends: dict[str, Callable[[dis.Server], object]] = {
         "dropped": lambda server: server.drop("live"),
         "replaced": lambda server: server.publish("live", sent[0]),
         "the server closes": lambda server: server.close(),
-        "dropped before the server closes": lambda server: (server.drop("live"), server.close()),
+        "dropped before the server closes": drop_and_close,
     }
     for publish in (publish_shared, publish_own):
         for what, end in ends.items():

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from helpers import wait_until
 from memory.maps import shared_bytes
 
-from .conftest import Good, wait_until
+from .conftest import Good
 from .peer import PATIENCE
 
 Serve = Callable[..., Good]

@@ -25,6 +25,7 @@ from .peer import (
     PREAMBLE,
     REGION,
     SEALED,
+    Frame,
     RawConnection,
     RawServer,
     Script,
@@ -253,7 +254,7 @@ def test_descriptors_that_no_region_claims(scripted: Start) -> None:
 
 def test_good_conversation(scripted: Start) -> None:
     # The cases above are variations of this one. What is read lies in the region, and is given back.
-    given_back = []
+    given_back: list[Frame] = []
 
     def script(connection: RawConnection) -> None:
         connection.read_frame()

@@ -136,8 +136,13 @@ def test_path_that_does_not_answer(runtime: str) -> None:
         waiting = [connect(f"shm://{path}")]
         with pytest.raises(DeadlineExceeded, match=r"connecting to the shm server .*: no answer in time"):
             dis.open_stream(nothing(path), b"t", timeout=0.3)
+
         # One that is only busy is waited for.
-        timer = threading.Timer(0.1, lambda: [sock.accept()[0].close() for _ in range(2)])
+        def hang_up() -> None:
+            for _ in range(2):
+                sock.accept()[0].close()
+
+        timer = threading.Timer(0.1, hang_up)
         timer.start()
         with pytest.raises(DissociatedError, match="the peer closed the connection"):
             dis.open_stream(nothing(path), b"t", timeout=PATIENCE)

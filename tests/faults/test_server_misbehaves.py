@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -38,7 +38,7 @@ SILENCE = 0.2  # seconds that these clients wait
 Start = Callable[[str, Script], RawServer]
 
 
-def read(uri: str, timeout: float = 10.0, **options: int) -> pa.Table:
+def read(uri: str, timeout: float = 10.0, **options: Any) -> pa.Table:
     return dis.open_stream(uri, b"ticket", timeout=timeout, **options).read_all()
 
 

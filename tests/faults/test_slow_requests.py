@@ -14,8 +14,9 @@ from dissociated.transport.native.fabric.control import Kind
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
+from helpers import wait_until
 
-from .conftest import Good, wait_until
+from .conftest import Good
 
 Serve = Callable[..., Good]
 

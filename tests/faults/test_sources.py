@@ -11,9 +11,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import DissociatedError, RemoteError, SourceError
-from helpers import case
+from helpers import case, wait_until
 
-from .conftest import Good, wait_until
+from .conftest import Good
 from .peer import PATIENCE
 
 Serve = Callable[..., Good]

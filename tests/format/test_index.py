@@ -51,13 +51,13 @@ def file(batches: list[pa.RecordBatch], **options: object) -> bytes:
     return sink.getvalue()
 
 
-def messages(content: bytes) -> list[tuple[str, bytes, int]]:
+def messages(content: bytes) -> list[tuple[HeaderType, bytes, int]]:
     """What libarrow finds in a stream: type, metadata, length of the body."""
     types = {"schema": S, "dictionary": D, "record batch": R}
     return [(types[m.type], m.metadata.to_pybytes(), m.body.size) for m in pa.ipc.MessageReader.open_stream(content)]
 
 
-def seen(content: bytes, index: Index) -> list[tuple[str, bytes, int]]:
+def seen(content: bytes, index: Index) -> list[tuple[HeaderType, bytes, int]]:
     """The same, out of the places that the index names."""
     found = []
     for entry in index:

@@ -51,7 +51,8 @@ CORPUS = {
 def slices(message: Encoded) -> list[bytes]:
     """The buffers of a message, cut from its packed body."""
     offsets, lengths = buffer_extents(message.header, parse_header(message.header))
-    return [message.body[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
+    body = message.body or b""
+    return [body[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
 
 
 class TestParse:

@@ -33,6 +33,7 @@ def project(whole: list[SplitMessage], indices: list[int]) -> bytes:
     for message in whole[1:]:
         chosen = projection.choose(message.header, message.parsed)
         if chosen is not None:
+            assert message.body is not None
             body = b"".join(map(bytes, message.body))
             pieces = [bytes(padding) + body[begin:end] for padding, begin, end in chosen.cuts]
             packed = b"".join(pieces) + bytes(chosen.padding)

@@ -12,7 +12,8 @@ from dissociated.errors import FormatError
 from dissociated.format.message import buffer_extents, parse_header
 from dissociated.format.tensor import Format, TensorHeader, encode_tensor, parse_tensor
 from helpers import case
-from protocol.wire import BY_HAND, GOLDEN, golden_tensor
+from protocol.wire import BY_HAND, golden_tensor
+from tensor_cases import GOLDEN
 
 HEADERS = {name: golden_tensor(name).header for name in GOLDEN}
 

@@ -180,7 +180,7 @@ class _CSchema(ctypes.Structure):
     ]
 
 
-@_Release
+@_Release  # type: ignore[untyped-decorator]  # ctypes does not say
 def _released(address: int) -> None:
     _CSchema.from_address(address).release = _Release()
 
@@ -280,6 +280,7 @@ def _fixed(type_: Json, data: Sequence[Any]) -> pa.Buffer:
             return pa.py_buffer(b"".join(int(one).to_bytes(size, "little", signed=True) for one in data))
         case "interval" if type_["unit"] in _INTERVALS:
             members = _INTERVALS[type_["unit"]]
+            assert members.fields is not None
             return pa.py_buffer(np.array([tuple(one[key] for key in members.fields) for one in data], members))
         case "interval":
             return _packed(data, "i4")

@@ -155,6 +155,7 @@ def test_a_reader_without_batches() -> None:
 def test_calls_that_are_outstanding_get_the_batches_in_order(coalesce: bool) -> None:
     async def test() -> None:
         async with await open_async(FILE) as reader:
+            assert isinstance(reader, AsyncFileReader)
             batches = reader.batches(coalesce=coalesce, readahead=2)
             found = await asyncio.gather(*(anext(batches) for _ in range(7)), return_exceptions=True)
             assert found[:5] == BATCHES
@@ -168,7 +169,7 @@ def test_calls_that_are_outstanding_read_at_once() -> None:
     meeting = threading.Barrier(4, timeout=PATIENCE)
 
     class Meeting(ThreadPoolExecutor):
-        def submit(self, call: Any, *arguments: Any, **named: Any) -> Any:
+        def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
             return super().submit(lambda: (meeting.wait(), call(*arguments, **named))[1])
 
     async def test() -> None:
@@ -237,6 +238,7 @@ def test_neighbours_are_read_together(hole: int, reads: int) -> None:
 
     async def test() -> None:
         async with await open_async(source) as reader:
+            assert isinstance(reader, AsyncFileReader)
             await reader.get_batch(0)  # with the dictionary
             source.reads.clear()
             assert [batch async for batch in reader.batches(coalesce=True, cache_options=cache)] == BATCHES
@@ -352,6 +354,7 @@ def test_a_task_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 def test_a_loop_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         reader = await open_async(written(tmp_path / "file", FILE), memory_map=False)
+        assert isinstance(reader, AsyncFileReader)
         await anext(reader.batches())
         await reader.pre_buffer_metadata()
 
@@ -369,6 +372,7 @@ def test_an_exception_comes_out_where_its_batch_would_have(coalesce: bool, memor
 
     async def test() -> None:
         async with await open_async(path, memory_map=memory_map) as reader:
+            assert isinstance(reader, AsyncFileReader)
             batches = reader.batches(coalesce=coalesce)
             calls = [asyncio.create_task(anext(batches)) for _ in range(5)]
             found = await asyncio.gather(*calls, return_exceptions=True)
@@ -403,6 +407,7 @@ def test_an_executor_that_is_lent_is_used_and_stays(tmp_path: Path) -> None:
     async def test() -> None:
         with ThreadPoolExecutor(1) as executor:
             async with await open_async(path, executor=executor) as reader:
+                assert isinstance(reader, AsyncFileReader)
                 assert [batch async for batch in reader.batches(coalesce=True)] == BATCHES
             async with await open_async(written(tmp_path / "stream", STREAM), executor=executor) as stream:
                 assert (await stream.to_table()).num_rows == 5 * ROWS
@@ -458,9 +463,11 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="footer_offset"):
             await open_async(FILE, footer_offset=len(FILE) + 1)
         async with await open_async(FILE) as reader:
+            assert isinstance(reader, AsyncFileReader)
             with pytest.raises(OptionError, match="has 5"):
                 await reader.get_batch(5)
-            for wrong in ({"readahead": -1}, {"readahead_bytes": -1}):
+            cases: list[dict[str, Any]] = [{"readahead": -1}, {"readahead_bytes": -1}]
+            for wrong in cases:
                 with pytest.raises(OptionError, match="readahead"):
                     reader.batches(**wrong)
 

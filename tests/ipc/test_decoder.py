@@ -525,7 +525,8 @@ def announcing(length: int) -> bytes:
 
 
 def test_a_body_that_is_too_large_is_refused_when_it_is_announced() -> None:
-    for length, limits in ((1 << 40, {}), (1001, {"max_body": 1000})):
+    cases: list[tuple[int, dict[str, Any]]] = [(1 << 40, {}), (1001, {"max_body": 1000})]
+    for length, limits in cases:
         decoder = StreamDecoder(Recorder(), **limits)
         with pytest.raises(FormatError, match=f"message 1 announces a body of {length} bytes"):
             decoder.consume(announcing(length))
@@ -573,7 +574,7 @@ def test_damage_is_refused_or_changes_only_what_it_touches(data: st.DataObject) 
     content = bytearray(STREAMS[data.draw(st.sampled_from(UNCOMPRESSED))])
     for at, bit in data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 7)), min_size=1)):
         content[at] ^= 1 << bit
-    outcomes = set()
+    outcomes: set[int | str] = set()
     for way in ("whole", "7 bytes", "as required"):
         try:
             outcomes.add(len(decoded(bytes(content), WAYS[way])[0]))

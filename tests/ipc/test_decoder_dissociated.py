@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import permutations
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +46,7 @@ def stats_of(batches: Sequence[pa.RecordBatch]) -> pa.ipc.ReadStats:
 class Peer:
     """Sends these batches; the bodies of the messages numbered `shared` by address, their buffers far apart."""
 
-    def __init__(self, batches: Sequence[pa.RecordBatch], shared: Sequence[int] = (), at: int = 64) -> None:
+    def __init__(self, batches: Sequence[pa.RecordBatch], shared: Collection[int] = (), at: int = 64) -> None:
         self.memory = bytearray(1 << 16)
         self.sent: list[int] = []
         self.counts: list[int] = []  # how many of them with each message
@@ -100,11 +101,9 @@ def test_messages_may_come_in_any_order(shared: Sequence[int]) -> None:
         listener = CollectListener()
         decoder = DissociatedDecoder(listener, space=peer.space, returns=queue)
         feed(decoder, order[:-1])
-        assert not decoder.complete
-        assert not listener.ended
+        assert (decoder.complete, listener.ended) == (False, False)
         feed(decoder, order[-1:])
-        assert decoder.complete
-        assert listener.ended
+        assert (decoder.complete, listener.ended) == (True, True)
         decoder.finish()
         assert listener.batches == NUMBERS
         assert decoder.schema == listener.schema == NUMBERS[0].schema
@@ -323,7 +322,8 @@ def test_what_a_listener_raises_comes_out_as_it_is() -> None:
 
 def test_metadata_and_bodies_have_limits() -> None:
     fed = Peer(NUMBERS).fed
-    for limits in ({"max_metadata": 100}, {"max_body": 30}):
+    cases: list[dict[str, Any]] = [{"max_metadata": 100}, {"max_body": 30}]
+    for limits in cases:
         decoder = DissociatedDecoder(CollectListener(), **limits)
         with pytest.raises(RemoteProtocolError, match=next(iter(limits))):
             feed(decoder, fed)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -257,7 +257,7 @@ def test_metadata_that_was_loaded_ahead_is_not_read_again() -> None:
     source = Counted(FILE)
     with open_file(source, options=ReadOptions(pre_buffer_cache_options=pa.CacheOptions(hole_size_limit=0))) as reader:
         reader.pre_buffer_metadata([1, 3])
-        reader._source._background.shutdown()
+        cast(Any, reader._source)._background.shutdown()  # a file that is read piece by piece
         loaded = [span for span in source.reads if span[1] <= batches[-1][2]]
         assert loaded == [
             (dictionary[0], dictionary[2]),
@@ -362,8 +362,8 @@ def test_memory_comes_from_the_pool(tmp_path: Path) -> None:
                 assert pool.bytes_allocated() >= held
                 del batch
             assert pool.bytes_allocated() < held
-        for source, mapped in ((stream, False), (file, True)):
-            batch = next(open_stream(source, memory_map=mapped, options=options))
+        for origin, mapped in ((stream, False), (file, True)):
+            batch = next(open_stream(origin, memory_map=mapped, options=options))
             assert pool.bytes_allocated() >= batch.nbytes
             del batch
     batch = open_file(as_file(compression="zstd"), options=options).get_batch(0)  # libarrow's own allocations

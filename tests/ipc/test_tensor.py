@@ -140,14 +140,20 @@ def test_arrays_lie_in_the_file_that_a_path_names(tmp_path: Path) -> None:
         assert int(first, 16) <= array.ctypes.data < int(last, 16)
 
 
+def body_parts(tensor: Any) -> list[Any]:
+    parts = split_tensor(tensor).body
+    assert parts is not None
+    return parts
+
+
 def test_a_body_is_borrowed_from_the_tensor() -> None:
     values = np.arange(1000.0)
     before = pa.total_allocated_bytes()
-    (body,) = split_tensor(pa.Tensor.from_numpy(values)).body
+    (body,) = body_parts(pa.Tensor.from_numpy(values))
     assert body.address == values.ctypes.data
     coo = pa.SparseCOOTensor.from_dense_numpy(CUBE)
     lying = {array.ctypes.data for array in arrays(coo)}
-    assert lying <= {part.address for part in split_tensor(coo).body if isinstance(part, pa.Buffer)}
+    assert lying <= {part.address for part in body_parts(coo) if isinstance(part, pa.Buffer)}
     del coo
     assert pa.total_allocated_bytes() == before
 
@@ -350,7 +356,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not found:
         pytest.skip("this pyarrow brings no libarrow.so to link tensors/read.cc with")
     program = tmp_path_factory.mktemp("reader") / "read"
-    options = ["-std=c++20", "-w", f"-I{pa.get_include()}", f"-Wl,-rpath,{library}", "-o", program]
+    options = ["-std=c++20", "-w", f"-I{pa.get_include()}", f"-Wl,-rpath,{library}", "-o", str(program)]
     subprocess.run([compiler, FOLDER / "read.cc", found[0], *options], check=True, timeout=100)
     return program
 

@@ -139,7 +139,7 @@ def test_a_stream_arrives(serve: Serve, tmp_path: Path, name: str) -> None:
 
 
 def batches(reader: Any) -> list[tuple[list[Any], dict[bytes, bytes] | None]]:
-    found = []
+    found: list[tuple[list[Any], dict[bytes, bytes] | None]] = []
     while True:
         try:
             batch, metadata = reader.read_next_batch_with_custom_metadata()

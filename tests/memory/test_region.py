@@ -22,7 +22,8 @@ def covered(spans: list[tuple[int, int]]) -> set[int]:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=12))
 def test_a_space_holds_regions_that_do_not_overlap(spans: list[tuple[int, int]]) -> None:
-    space, accepted = AddressSpace(), []
+    space = AddressSpace()
+    accepted: list[tuple[int, int]] = []
     for base, size in spans:
         if covered([(base, size)]) & covered(accepted):
             with pytest.raises(RemoteProtocolError, match="overlaps"):
@@ -49,11 +50,11 @@ def test_a_space_takes_no_more_regions_than_it_was_told() -> None:
 
 def test_a_space_is_static_where_all_of_it_is() -> None:
     space = AddressSpace()
-    assert not space.static
-    space.add(region(0, 1))
-    assert space.static
-    space.add(region(1, 1, static=False))
-    assert not space.static
+    seen = [space.static]
+    for static in (True, False):
+        space.add(region(len(seen), 1, static))
+        seen.append(space.static)
+    assert seen == [False, True, False]
 
 
 def spaced(*regions: Region) -> AddressSpace:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.client.tensors import TensorReader
 from helpers import Serve, connections_left
 from tensor_cases import arrays, some
 
@@ -21,7 +22,7 @@ LARGE = [
 ]
 
 
-def read(server: dis.Server, name: str = "data") -> dis.tensor_client.TensorReader:
+def read(server: dis.Server, name: str = "data") -> TensorReader:
     return dis.open_tensors(server.locations(name)[0], server.ticket(name))
 
 

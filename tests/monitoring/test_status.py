@@ -187,10 +187,10 @@ def test_fifty_clients_at_once_are_counted_right(serve: Serve) -> None:
     assert sum(one.streams for one in now.datasets) == whole
     assert sum(one.bytes for one in now.datasets) == whole * BYTES
     assert (now.leases, now.consumers) == (0, ())
-    for one, other in zip(seen, [*seen[1:], now], strict=True):
+    for earlier, later in zip(seen, [*seen[1:], now], strict=True):
         for field in ("streams", "messages", "bytes", "done"):
-            assert getattr(one.totals, field) <= getattr(other.totals, field)
-        assert len(one.consumers) <= clients + 50  # some may be over for their client and not for the server
+            assert getattr(earlier.totals, field) <= getattr(later.totals, field)
+        assert len(earlier.consumers) <= clients + 50  # some may be over for their client and not for the server
 
 
 def test_the_catalog_answers_with_the_same() -> None:
@@ -227,6 +227,6 @@ def test_a_catalog_that_answers_with_nonsense() -> None:
     with dis.Server([]) as server, dis.connect(server.catalog_uri) as client:
         activity = server.activity
         now = activity.status(None, [], {})
-        activity.status = lambda *_: replace(now, totals=None)  # type: ignore[method-assign,type-var]
+        activity.status = lambda *_: replace(now, totals=None)  # type: ignore[method-assign,arg-type]  # nonsense
         with pytest.raises(CatalogError, match="answered with what cannot be read"):
             client.status()

@@ -191,7 +191,7 @@ def test_a_node_that_is_guarded_otherwise_is_told_when_it_starts(
 def test_a_node_with_the_same_secret_accepts_tickets_from_before_it_was_started_again(
     tmp_path: Path, certified: Certificates, options: dict[str, Any]
 ) -> None:
-    tickets = []
+    tickets: list[bytes] = []
     for _ in range(2):
         with (
             Node(Store(tmp_path / "store"), ["shm:"], flight=TLS, **options) as node,

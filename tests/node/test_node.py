@@ -380,9 +380,9 @@ def test_a_catalog_killed_during_a_commit_has_it_whole_or_not_at_all(
     wait_until(lambda: staged(memory / "a") == staged(memory / "b") == [], "nothing half is left")
     with dis.connect(listen) as client:
         client.drop("d")
-    for node, name in ((a, "a"), (b, "b")):
-        wait_until(lambda n=name: segments(memory / n / "segments") == [], "the dropped parts are gone")
-        wait_until(lambda n=name, p=node: p.open_files(memory / n / "segments") == [], "nothing is mapped")
+    places = ((a, memory / "a" / "segments"), (b, memory / "b" / "segments"))
+    wait_until(lambda: all(segments(place) == [] for _, place in places), "the dropped parts are gone")
+    wait_until(lambda: all(node.open_files(place) == [] for node, place in places), "nothing is mapped")
 
 
 def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
@@ -404,8 +404,10 @@ def test_a_commit_that_stood_half_way_can_come_again_with_other_segments(
         wait_until(lambda: sum(node["alive"] for node in client.nodes()) == 2, "both nodes were heard again")
     commit([write(a.uri, "3", 2), write(b.uri, "4", 1)])  # the same rows, that other tasks wrote elsewhere
     assert read_at_last(listen, "d") == [2, 1]
-    for name in "ab":
-        wait_until(lambda n=name: len(segments(memory / n / "segments")) == 1, "nothing is left of the first attempt")
+    wait_until(
+        lambda: all(len(segments(memory / name / "segments")) == 1 for name in "ab"),
+        "nothing is left of the first attempt",
+    )
 
 
 def test_nodes_that_are_killed_are_marked_and_come_back(memory: Path, tmp_path: Path, start: Start) -> None:

@@ -58,25 +58,30 @@ class Form(NamedTuple):
     delivered: bytes | AddressList
 
 
+def packed(message: Encoded) -> Form:
+    assert message.body is not None
+    return Form(message, 0, message.body, message.body)
+
+
 # Buffer lengths are literal: they are what makes an address list agree with its metadata.
 FORMS = [
-    Form(BATCH, 0, BATCH.body, BATCH.body),
+    packed(BATCH),
     Form(BATCH, 1, address_list((0, 0), (4096, 32)), AddressList((0, 4096), (0, 32))),
     Form(EMPTY_BATCH, 0, b"", b""),
     Form(EMPTY_BATCH, 1, address_list((0, 0), (0, 0)), AddressList((0, 0), (0, 0))),
-    Form(DICTIONARY_BATCH, 0, DICTIONARY_BATCH.body, DICTIONARY_BATCH.body),
+    packed(DICTIONARY_BATCH),
     Form(
         DICTIONARY_BATCH,
         1,
         address_list((0, 0), (64, 12), (128, 3)),
         AddressList((0, 64, 128), (0, 12, 3)),
     ),
-    Form(INDICES, 0, INDICES.body, INDICES.body),
+    packed(INDICES),
 ]
 TENSOR_FORMS = [
-    Form(TENSOR, 0, TENSOR.body, TENSOR.body),
+    packed(TENSOR),
     Form(TENSOR, 1, address_list((2**40, 32)), AddressList((2**40,), (32,))),
-    Form(SPARSE, 0, SPARSE.body, SPARSE.body),
+    packed(SPARSE),
     Form(
         SPARSE,
         1,
@@ -96,6 +101,13 @@ def receiver(next_: int = 0, *, schema: bool = False, **caps: int) -> Receiver:
         made.receive_metadata(metadata(0, SCHEMA.header))
         assert made.next() is not None
     return made
+
+
+def following(receiving: Receiver) -> Delivery:
+    """The next message, which is there."""
+    delivery = receiving.next()
+    assert delivery is not None
+    return delivery
 
 
 def receive(receiving: Receiver, sequence: int, form: Form) -> None:
@@ -152,10 +164,10 @@ class TestOrder:
             assert receiving.complete
 
     def test_a_body_is_handed_on_as_the_transport_delivered_it(self):
-        receiving, body = receiver(schema=True), memoryview(bytearray(BATCH.body))
+        receiving, body = receiver(schema=True), memoryview(bytearray(PACKED.sent))
         receiving.receive_metadata(metadata(1, BATCH.header))
         receiving.receive_body(tag(1), body)
-        assert receiving.next().body is body
+        assert following(receiving).body is body
 
     def test_an_empty_batch_is_not_delivered_without_its_body_message(self):
         receiving = receiver(schema=True)
@@ -164,7 +176,7 @@ class TestOrder:
         assert receiving.next() is None
         assert not receiving.complete
         receiving.receive_body(tag(1), b"")
-        assert receiving.next().body == b""
+        assert following(receiving).body == b""
         assert receiving.complete
 
     def test_what_the_next_message_waits_for_is_known(self):
@@ -387,7 +399,7 @@ class TestCaps:
         receiving.receive_metadata(end_of_stream(count))
         for sequence in range(1, count):
             receiving.receive_body(tag(sequence), BATCH.body)
-            assert receiving.next().sequence == sequence
+            assert following(receiving).sequence == sequence
         assert receiving.complete
 
     def test_how_many_bytes_of_metadata_may_wait_what_keeping_them_takes_included(self):
@@ -434,8 +446,8 @@ class TestBodies:
         ("form", "body"),
         [
             (PACKED, b""),
-            (PACKED, BATCH.body[:-1]),
-            (PACKED, BATCH.body + b"\0"),
+            (PACKED, PACKED.sent[:-1]),
+            (PACKED, PACKED.sent + b"\0"),
             (EMPTY_PACKED, b"\0"),
             (LISTED, b""),
             (LISTED, address_list()),

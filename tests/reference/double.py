@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -149,7 +150,7 @@ class ReferenceClient:
             worker.connect(_port(location), None)
         for worker, location in zip((metadata, data), self._locations, strict=True):
             wanted = worker.send_tagged(_want(location), [self._ticket], sync=True)
-            worker.until(lambda worker=worker, wanted=wanted: worker.done(wanted))
+            worker.until(partial(worker.done, wanted))
         metadata.until(lambda: any(one[0] == 0 for one in metadata.messages) and self._whole(metadata.messages))
         headers = {_sequence(one): one[5:] for one in metadata.messages if one[0] == 1}
         bodies = {

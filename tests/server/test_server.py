@@ -210,7 +210,8 @@ def test_what_a_writer_writes_is_published_at_its_close(serve: Serve) -> None:
     assert writer.stats.num_record_batches == 3
     for uri in server.locations("data"):
         assert dis.open_stream(uri, server.ticket("data")).read_all() == pa.concat_tables([TABLE, TABLE])
-    segment = server.dataset("data").mapped()[1][0]
+    dataset: Any = server.dataset("data")
+    segment = dataset.mapped()[1][0]
     assert segment.nbytes == writer.stats.total_serialized_body_size
     modes = {fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE for descriptor in shared("data")}
     assert modes == {os.O_RDONLY}  # what it was written with is closed

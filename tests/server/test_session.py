@@ -66,9 +66,12 @@ def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch:
 def test_what_arrived_of_a_group_that_is_cut_off_is_held(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []  # when a session begins to wait for what is to come back
     drain = Sending.drain
-    monkeypatch.setattr(
-        Sending, "drain", lambda sending, *timeout: (held.append(len(sending._ledger)), drain(sending, *timeout))
-    )
+
+    def draining(sending: Sending, *timeout: Any) -> Any:
+        held.append(len(sending._ledger))
+        return drain(sending, *timeout)
+
+    monkeypatch.setattr(Sending, "drain", draining)
     server = serve("shm:", inline_limit=10_000)
     small, large = ({f"c{n}": [n] * rows for n in range(400)} for rows in (1, 100))
     # The first is inline, so nothing is read in place; of the rest there are megabytes of addresses.

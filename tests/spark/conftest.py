@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,17 +28,14 @@ def spark() -> Iterator[SparkSession]:
         pytest.skip(str(error))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        running = session(
-            "tests",
-            "local[2,2]",
-            **{
-                "spark.log.level": "OFF",
-                "spark.python.daemon.module": "warm",
-                "spark.sql.session.timeZone": "America/New_York",
-                "spark.sql.shuffle.partitions": 2,
-                "spark.sql.timeType.enabled": True,
-            },
-        )
+        settings: dict[str, Any] = {
+            "spark.log.level": "OFF",
+            "spark.python.daemon.module": "warm",
+            "spark.sql.session.timeZone": "America/New_York",
+            "spark.sql.shuffle.partitions": 2,
+            "spark.sql.timeType.enabled": True,
+        }
+        running = session("tests", "local[2,2]", **settings)
     yield running
     running.stop()
 

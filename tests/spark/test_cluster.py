@@ -229,8 +229,8 @@ def two_hosts(java: str, home: Path) -> Iterator[Cluster]:
         places = ("--host", "127.0.0.1", "--port", port, "--webui-port", "0")
         daemons.enter_context(daemon(environment(java, home), f"{package}.master.Master", *places))
         for host in HOSTS:
-            places = ("--host", host, "--webui-port", "0", "-c", "1", "-m", "1g", "-d", str(home / f"work-{host}"))
-            daemons.enter_context(daemon(environment(java, home, host), f"{package}.worker.Worker", *places, master))
+            place = ("--host", host, "--webui-port", "0", "-c", "1", "-m", "1g", "-d", str(home / f"work-{host}"))
+            daemons.enter_context(daemon(environment(java, home, host), f"{package}.worker.Worker", *place, master))
         settings = {"spark.scheduler.minRegisteredResourcesRatio": "1.0", "spark.cores.max": 2}
         driver = Driver(master, environment(java, home), home / "two.log", **settings)
         with running_cluster(driver, home, HOSTS) as cluster:

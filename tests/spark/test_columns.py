@@ -209,7 +209,8 @@ def test_lists_and_maps_of_slices_with_nulls_in_between() -> None:
 @pytest.mark.usefixtures("spark")  # which parses DDL
 def test_columns_come_in_the_order_in_which_they_are_wanted() -> None:
     batch = pa.record_batch({"a": [1], "b": ["x"], "c": [2.0]})
-    taken = Columns(batch.schema, StructType.fromDDL("c double, a bigint")).convert(batch)
+    wanted: Any = StructType.fromDDL("c double, a bigint")
+    taken = Columns(batch.schema, wanted).convert(batch)
     assert taken.to_pydict() == {"c": [2.0], "a": [1]}
     assert taken.schema.names == ["c", "a"]
 
@@ -226,8 +227,9 @@ def test_columns_come_in_the_order_in_which_they_are_wanted() -> None:
 )
 def test_another_type_than_there_is_names_its_column(ddl: str, message: str) -> None:
     schema = pa.schema({"n": pa.int64(), "items": pa.list_(pa.int64()), "at": pa.timestamp("us", "UTC")})
+    wanted: Any = StructType.fromDDL(ddl)
     with pytest.raises(SourceError, match=re.escape(message)):
-        Columns(schema, StructType.fromDDL(ddl))
+        Columns(schema, wanted)
 
 
 @pytest.mark.usefixtures("spark")  # which parses DDL
@@ -240,7 +242,7 @@ def test_what_never_is_null_may_be_read_as_if_it_could_be() -> None:
     )
     batch = pa.record_batch([pa.array([1], pa.int32()), pa.array([[2]], schema.field("l").type)], schema=schema)
     assert spark_schema(schema).fields[0].nullable is False
-    wanted = StructType.fromDDL("n int, l array<int>")
+    wanted: Any = StructType.fromDDL("n int, l array<int>")
     taken = Columns(schema, wanted).convert(batch)
     assert taken.to_pylist() == [{"n": 1, "l": [2]}]
     assert taken.schema.field("l").type.value_field.nullable

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dissociated.spark import session
 
@@ -18,7 +18,8 @@ def test_the_environment_is_as_it_was(spark: SparkSession) -> None:
 
 
 def test_a_running_session_is_taken_and_told_the_settings(spark: SparkSession) -> None:
-    assert session("again", **{"spark.sql.shuffle.partitions": 2}) is spark
+    settings: dict[str, Any] = {"spark.sql.shuffle.partitions": 2}
+    assert session("again", **settings) is spark
 
 
 def test_settings_of_the_caller_win(spark: SparkSession) -> None:

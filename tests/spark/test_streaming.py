@@ -31,7 +31,7 @@ from processes import Process, Start, free_port
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -333,11 +333,12 @@ def test_memory_is_held_until_the_batch_is_committed_and_no_longer(node: Node, r
 
 
 def test_a_store_that_evicts_keeps_what_an_uncommitted_batch_reads(memory: Path) -> None:
-    def names() -> list[str]:
-        return [version.name for version in node.store.versions()]
-
     numbers = range(100_000)
     with Node(Store(memory / "small", limit=2 << 20, policy=Policy.EVICT), ["shm:"]) as node:
+
+        def names() -> list[str]:
+            return [version.name for version in node.store.versions()]
+
         reader = reading(node)
         put(node.uri, "in", numbers)
         start = reader.initialOffset()

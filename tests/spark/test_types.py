@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
@@ -10,7 +12,8 @@ from dissociated.spark.types import arrow_schema, conform
 
 @pytest.mark.usefixtures("spark")  # who knows types by name
 def test_instants_are_in_utc_at_every_depth() -> None:
-    schema = arrow_schema(StructType.fromDDL("a timestamp not null, b array<timestamp>, c timestamp_ntz"))
+    wanted: Any = StructType.fromDDL("a timestamp not null, b array<timestamp>, c timestamp_ntz")
+    schema = arrow_schema(wanted)
     instant = pa.timestamp("us", "UTC")
     assert schema == pa.schema(
         [
@@ -23,7 +26,7 @@ def test_instants_are_in_utc_at_every_depth() -> None:
 
 @pytest.mark.usefixtures("spark")  # who knows types by name
 def test_a_type_that_arrow_lacks_names_its_column() -> None:
-    schema = StructType.fromDDL("fine int, age struct<months: interval year to month>")
+    schema: Any = StructType.fromDDL("fine int, age struct<months: interval year to month>")
     with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
         arrow_schema(schema)
 

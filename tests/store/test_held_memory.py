@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_deadlines_drops_replacements_and_the_end_of_the_server() -> None:
         uri, ticket = server.locations("d")[0], server.ticket("d")
         if publish is as_tensor:
             (tensor,) = dis.open_tensors(uri, ticket)
-            return lambda: zlib.crc32(np.ascontiguousarray(tensor.to_numpy()))
+            return lambda: zlib.crc32(np.ascontiguousarray(tensor.to_numpy()).data)
         read = dis.open_stream(uri, ticket).read_all()
         return lambda: checksum(read)
 
@@ -105,7 +106,7 @@ def test_deadlines_drops_replacements_and_the_end_of_the_server() -> None:
                 publish(server, table)
                 look = held_by_a_reader(server)
                 end(server)
-                wait_until(lambda server=server: _sent_away(server), "the server has given up on it")
+                wait_until(partial(_sent_away, server), "the server has given up on it")
                 assert look() == checksum(table)
                 for other in range(3):
                     if end is not ends["the server ends"]:

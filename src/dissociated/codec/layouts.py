@@ -42,7 +42,11 @@ class Layouts:
             return
         batch.select(self._others).validate(full=True)  # as a whole, since pyarrow has no arrays of some of their types
         for number, type_ in self._types.items():
-            _seen_as(batch.column(number), type_).validate(full=True)
+            column = batch.column(number)
+            try:
+                _seen_as(column, type_).validate(full=True)
+            except pa.ArrowException:  # libarrow's view of some slices of structs has children that are too short
+                column.validate(full=True)
 
 
 def layout(type_: pa.DataType) -> pa.DataType:

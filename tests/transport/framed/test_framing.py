@@ -130,7 +130,8 @@ def test_a_reader_goes_on_after_a_deadline() -> None:
     for at in range(1, len(STREAM)):
         before, after = cut(STREAM, at)
         reader = FrameReader(Source([before, DeadlineExceeded("silent"), after]).read_into)
-        frames, deadlines = [], 0
+        frames: list[Frame] = []
+        deadlines = 0
         while len(frames) < len(FRAMES):
             try:
                 frame = reader.read(1.0, allocate)
