@@ -22,7 +22,7 @@ def _ucx() -> str | None:
     try:
         for address in ("127.0.0.1", "::1"):
             for rma, large in product((False, True), repeat=2):
-                worker.context(worker.place(address, rma, large))
+                worker.context(worker.context_key(address, rma, large))
     except TransportError as error:
         return str(error)
     return None

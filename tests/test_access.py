@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import dissociated as dis
 from certificates import Certificates
 from dissociated import access
-from dissociated.access import Granted, Signer, Tokens, read_token
+from dissociated.access import Grant, Signer, Tokens, read_token
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
 from helpers import Serve
 
@@ -35,34 +35,34 @@ TRANSPORTS = ("shm", "tcp", "tls", "inproc")
 def test_the_layout_of_a_signed_ticket() -> None:
     content = struct.pack("<QH", 1_007_000, 5) + b"datum" + rb'["a", "\u00e9"]'
     ticket = hmac.new(SECRET, content, hashlib.sha256).digest() + content
-    assert Signer(SECRET, 8.0).sign(Granted(b"datum", ("a", "é")), 999.4) == (ticket, 1007.0)
-    assert Signer(SECRET, 8.0).check(ticket, 1006.999) == Granted(b"datum", ("a", "é"))
+    assert Signer(SECRET, 8.0).sign(Grant(b"datum", ("a", "é")), 999.4) == (ticket, 1007.0)
+    assert Signer(SECRET, 8.0).check(ticket, 1006.999) == Grant(b"datum", ("a", "é"))
 
 
 def test_a_ticket_is_good_for_at_most_its_lifetime_and_at_least_most_of_it() -> None:
     signer = Signer(SECRET, 80.0)
     for now in (0.0, 1.5, 9.999, 1e9 + 0.25):
-        _, expires = signer.sign(Granted(b"datum"), now)
+        _, expires = signer.sign(Grant(b"datum"), now)
         assert expires is not None
         assert 70 < expires - now <= 80
 
 
 def test_who_asks_twice_gets_the_same_ticket_for_a_while() -> None:
     signer = Signer(SECRET, 80.0)
-    assert signer.sign(Granted(b"datum"), 1000.0) == signer.sign(Granted(b"datum"), 1009.9)
-    assert signer.sign(Granted(b"datum"), 1000.0) != signer.sign(Granted(b"datum"), 1010.0)
+    assert signer.sign(Grant(b"datum"), 1000.0) == signer.sign(Grant(b"datum"), 1009.9)
+    assert signer.sign(Grant(b"datum"), 1000.0) != signer.sign(Grant(b"datum"), 1010.0)
 
 
 def test_an_expired_ticket_is_refused() -> None:
-    ticket, expires = Signer(SECRET, 80.0).sign(Granted(b"datum"), 1000.0)
+    ticket, expires = Signer(SECRET, 80.0).sign(Grant(b"datum"), 1000.0)
     assert expires == 1080.0
     Signer(SECRET, 80.0).check(ticket, 1079.9)
     with pytest.raises(AccessDenied, match="this ticket has expired: look the dataset up again"):
         Signer(SECRET, 80.0).check(ticket, 1080.0)
 
 
-@given(st.data(), st.builds(Granted, st.binary(max_size=50), st.none() | st.lists(st.text(max_size=9)).map(tuple)))
-def test_an_altered_ticket_is_refused(data: st.DataObject, granted: Granted) -> None:
+@given(st.data(), st.builds(Grant, st.binary(max_size=50), st.none() | st.lists(st.text(max_size=9)).map(tuple)))
+def test_an_altered_ticket_is_refused(data: st.DataObject, granted: Grant) -> None:
     signer = Signer(SECRET, 80.0)
     ticket = signer.sign(granted, 1000.0).data
     assert signer.check(ticket, 1000.0) == granted

@@ -1,12 +1,22 @@
-"""Names that were documented at other places can be imported from there for one release, which says so."""
+"""Documented names are at their old places, and have their old names, for one release, which says so."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from queue import SimpleQueue
 
+import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.ipc import CollectListener, DissociatedDecoder
+from dissociated.memory.region import AddressSpace
+from dissociated.node.node import Node
+from dissociated.store.store import Store
+from dissociated.transport.inproc import InprocConnection, InprocTransport
+from dissociated.transport.mailbox import Mailbox
+from dissociated.transport.registry import transport
 
 
 @pytest.mark.parametrize(
@@ -35,3 +45,42 @@ def test_modules_that_are_rooms_now() -> None:
 def test_what_is_nowhere() -> None:
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from dissociated.log import nothing  # noqa: F401
+
+
+def test_parameters_have_their_old_names(tmp_path: Path) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="beat is called heartbeat_interval now"),
+        Node(Store(tmp_path), [], beat=1.5) as node,  # type: ignore[call-arg]
+    ):
+        assert not node.server.connections
+    with pytest.warns(DeprecationWarning, match="space is called address_space now"):
+        DissociatedDecoder(CollectListener(), space=AddressSpace(), returns=SimpleQueue())  # type: ignore[call-arg]
+
+
+def test_attributes_have_their_old_names() -> None:
+    info = dis.DatasetInfo("d", pa.schema([]), 0, 0, (), lineage_id="a key")
+    with pytest.warns(DeprecationWarning, match=r"DatasetInfo.began is called lineage_id now"):
+        assert info.began == "a key"
+    with pytest.warns(DeprecationWarning, match=r"nearness is called locality now"):
+        assert transport("inproc").nearness == 2
+
+
+def test_a_transport_of_a_user_has_the_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Near.nearness is called locality now"):
+
+        class Near(InprocTransport):
+            nearness = 7
+
+    assert Near().locality == 7
+    with pytest.warns(DeprecationWarning, match=r"Fetching.fetches is called supports_rma now"):
+
+        class Fetching(InprocConnection):
+            fetches = True
+
+    connection = Fetching(Mailbox(1), Mailbox(1))
+    assert connection.supports_rma
+    with pytest.warns(DeprecationWarning, match=r"space is called address_space now"):
+        assert connection.space is connection.address_space
+    with pytest.warns(DeprecationWarning, match=r"fetches is called supports_rma now"):
+        connection.fetches = False
+    assert not connection.supports_rma

@@ -1,11 +1,12 @@
-"""Documented names at their old places, for one release."""
+"""Documented names at their old places, and under their old names, for one release."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 
 def moved(old: str, *places: str) -> Callable[[str], Any]:
@@ -24,3 +25,55 @@ def moved(old: str, *places: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {old!r} has no attribute {name!r}")
 
     return find
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Parameters whose old names are taken, too, for one release: `renamed(old="new")`. Says so with a warning."""
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def taking(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old, new in names.items():
+                if old in kwargs:
+                    _warn(f"the parameter {old} is called {new} now", 3)
+                    kwargs[new] = kwargs.pop(old)
+            return call(*args, **kwargs)
+
+        return taking
+
+    return decorate
+
+
+class Renamed:
+    """The old name of an attribute, for one release. Who reads it, or sets it on an instance, is warned."""
+
+    def __init__(self, new: str) -> None:
+        self._new = new
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._old = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        _warn(f"{owner.__name__}.{self._old} is called {self._new} now", 3)
+        return getattr(owner if instance is None else instance, self._new)
+
+    def __set__(self, instance: object, value: object) -> None:
+        _warn(f"{type(instance).__name__}.{self._old} is called {self._new} now", 3)
+        setattr(instance, self._new, value)
+
+
+def take_old_names(cls: type, **names: str) -> None:
+    """In `__init_subclass__`: what a subclass says under an old name counts as said under the new one."""
+    for old, new in names.items():
+        if old in vars(cls):
+            _warn(f"{cls.__name__}.{old} is called {new} now", 4)
+            setattr(cls, new, vars(cls)[old])
+            delattr(cls, old)
+
+
+def _warn(what: str, stacklevel: int) -> None:
+    warnings.warn(f"{what}; the old name goes with the next release", DeprecationWarning, stacklevel=stacklevel)

@@ -33,8 +33,8 @@ from dissociated.errors import AccessDenied, OptionError
 Authorize: TypeAlias = Callable[[str], object]
 
 _MAC = hashlib.sha256().digest_size
-_head = struct.Struct("<QH")
-_STEPS = 8  # in a lifetime
+_ticket_header = struct.Struct("<QH")
+_EXPIRY_STEPS = 8  # in a lifetime
 
 _FOREIGN = "this ticket was not made by this server, or was altered: look the dataset up again"
 _EXPIRED = "this ticket has expired: look the dataset up again"
@@ -47,7 +47,7 @@ class Ticket(NamedTuple):
     expires: float | None
 
 
-class Granted(NamedTuple):
+class Grant(NamedTuple):
     """What a signed ticket is good for: a publication, or some columns of it."""
 
     identifier: bytes
@@ -65,30 +65,30 @@ class Signer:
             raise OptionError(f"the lifetime of tickets is a positive number of seconds, not {lifetime}")
         _check_secret(secret)
         self._secret = secret
-        self._lifetime = max(_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
+        self._lifetime = max(_EXPIRY_STEPS, round(min(lifetime, 1e9) * 1000))  # milliseconds
 
-    def sign(self, granted: Granted, now: float) -> Ticket:
+    def sign(self, grant: Grant, now: float) -> Ticket:
         """A ticket for what is granted."""
-        identifier, columns = granted
+        identifier, columns = grant
         selection = b"" if columns is None else json.dumps(columns).encode()
-        step = self._lifetime // _STEPS
+        step = self._lifetime // _EXPIRY_STEPS
         expires = (round(now * 1000) + self._lifetime) // step * step
-        content = _head.pack(expires, len(identifier)) + identifier + selection
+        content = _ticket_header.pack(expires, len(identifier)) + identifier + selection
         return Ticket(self._mac(content) + content, expires / 1000)
 
-    def check(self, ticket: bytes, now: float) -> Granted:
+    def check(self, ticket: bytes, now: float) -> Grant:
         """What `ticket` is good for. Raises AccessDenied where it is foreign, altered or expired."""
         mac, content = ticket[:_MAC], ticket[_MAC:]
-        if len(content) < _head.size or not hmac.compare_digest(mac, self._mac(content)):
+        if len(content) < _ticket_header.size or not hmac.compare_digest(mac, self._mac(content)):
             raise AccessDenied(_FOREIGN)
-        expires, length = _head.unpack_from(content)
+        expires, length = _ticket_header.unpack_from(content)
         if now * 1000 >= expires:
             raise AccessDenied(_EXPIRED)
-        end = _head.size + length
+        end = _ticket_header.size + length
         columns = tuple(json.loads(content[end:])) if content[end:] else None
-        return Granted(content[_head.size : end], columns)
+        return Grant(content[_ticket_header.size : end], columns)
 
-    def mark(self) -> str:
+    def fingerprint(self) -> str:
         """Tells this secret from others, and nothing of it: who has the same mark accepts these tickets."""
         return self._mac(b"a mark").hex()[:16]
 
@@ -99,18 +99,18 @@ class Signer:
 class Unsigned:
     """Tickets that are the identifiers themselves: good for as long as the publication is there."""
 
-    def sign(self, granted: Granted, now: float) -> Ticket:
+    def sign(self, grant: Grant, now: float) -> Ticket:
         """A ticket for what is granted. Raises OptionError where that is some columns alone."""
-        if granted.columns is not None:
+        if grant.columns is not None:
             raise OptionError("only signed tickets can be for some columns: give the server a ticket_lifetime")
-        return Ticket(granted.identifier, None)
+        return Ticket(grant.identifier, None)
 
-    def check(self, ticket: bytes, now: float) -> Granted:
+    def check(self, ticket: bytes, now: float) -> Grant:
         """What `ticket` is good for, if there is such a publication."""
-        return Granted(ticket)
+        return Grant(ticket)
 
-    def mark(self) -> str:
-        """See `Signer.mark`."""
+    def fingerprint(self) -> str:
+        """See `Signer.fingerprint`."""
         return ""
 
 

@@ -15,7 +15,7 @@ MAX_BODY = 1 << 34
 MAX_METADATA = 1 << 28
 
 
-def too_long(what: str, length: int, limit: int) -> str | None:
+def metadata_too_long(what: str, length: int, limit: int) -> str | None:
     """Why metadata of so many bytes cannot be sent; None where it can."""
     if length <= limit:
         return None
@@ -25,7 +25,7 @@ def too_long(what: str, length: int, limit: int) -> str | None:
     )
 
 
-def cutter(parts: Sequence[Buffer]) -> Callable[[int, int], list[Buffer]]:
+def slicer(parts: Sequence[Buffer]) -> Callable[[int, int], list[Buffer]]:
     """A function that gives the bytes from one position to another of what `parts` are one after the other.
 
     They are given by reference.

@@ -35,12 +35,12 @@ class DissociatedError(Exception):
     """The root of the tree: catch this to catch everything below."""
 
     #: What a peer is told in place of the message, which may have what somebody's own code said. The log has it all.
-    told: str | None = None
+    peer_reason: str | None = None
 
 
-def told(error: DissociatedError) -> str:
+def peer_message(error: DissociatedError) -> str:
     """What a peer is told of an error."""
-    return str(error) if error.told is None else error.told
+    return str(error) if error.peer_reason is None else error.peer_reason
 
 
 class UriError(DissociatedError, ValueError):

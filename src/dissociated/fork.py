@@ -1,10 +1,11 @@
 """What becomes of servers, clients and connections in a process that is forked: they stay with its parent.
 
 A child has copies of all objects and none of the threads that work for them; its descriptors are the parent's, locks
-may be held by threads that it does not have, and gRPC does not work in it any more. So whatever `belongs` to a process
-is told as soon as a child begins, before anything else runs there, and leaves: it closes the child's copies of
-descriptors, without a word to whoever is at the other end, and does nothing from then on. Closing it in the child is
-allowed and does nothing; whatever else is asked of it raises ForkedError. Memory that is mapped stays readable.
+may be held by threads that it does not have, and gRPC does not work in it any more. So whatever is bound to a process
+(`bind_to_process`) is told as soon as a child begins, before anything else runs there, and leaves: it closes the
+child's copies of descriptors, without a word to whoever is at the other end, and does nothing from then on. Closing it
+in the child is allowed and does nothing; whatever else is asked of it raises ForkedError. Memory that is mapped stays
+readable.
 """
 
 from __future__ import annotations
@@ -20,50 +21,50 @@ from typing import Any, Protocol
 from dissociated.errors import ForkedError
 
 
-class Bound(Protocol):
+class ProcessBound(Protocol):
     """What belongs to the process that made it."""
 
     def forked(self) -> None:
         """This is a child's copy. Called once, with no other thread running: it takes no lock, and never raises."""
 
 
-_bound: weakref.WeakSet[Bound] = weakref.WeakSet()
+_bound_objects: weakref.WeakSet[ProcessBound] = weakref.WeakSet()
 _watching = False
 _lock = threading.Lock()  # of these; held throughout a fork
 _grpc: int | None = None  # the process that began to use gRPC
 
 
-def belongs(thing: Bound) -> None:
+def bind_to_process(thing: ProcessBound) -> None:
     """From now on, a child that is forked calls `thing.forked()`."""
     global _watching
     with _lock:
         if not _watching:
             os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_child)
             _watching = True
-        _bound.add(thing)
+        _bound_objects.add(thing)
 
 
 def _begin_child() -> None:
-    global _bound
-    inherited, _bound = [*_bound], weakref.WeakSet()
+    global _bound_objects
+    inherited, _bound_objects = [*_bound_objects], weakref.WeakSet()
     _lock.release()
     for thing in inherited:
         with suppress(AttributeError):  # one that another thread was just making
             thing.forked()
 
 
-def disown(thing: Any) -> None:
+def invalidate(thing: Any) -> None:
     """What `forked` does at last: `thing` is the parent's, and here it only says so."""
     kind = type(thing)
-    thing.__class__ = new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(_LEFT))
+    thing.__class__ = new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(_INVALID))
 
 
 #: What owners do at the end, in finalizers too.
-_ENDS = ("abort", "close", "finish", "interrupt", "join", "leave", "settle", "stop", "stop_receiving", "wake")
+_CLOSERS = ("abort", "close", "finish", "interrupt", "join", "leave", "settle", "stop", "stop_receiving", "wake")
 
 
 def _attribute(thing: object, name: str) -> Any:
-    if name in _ENDS:
+    if name in _CLOSERS:
         return _nothing
     if name.startswith("__"):
         return object.__getattribute__(thing, name)
@@ -79,7 +80,7 @@ def _nothing(*_: object) -> None:
 
 
 #: What is different with that which has left.
-_LEFT: dict[str, Any] = {
+_INVALID: dict[str, Any] = {
     "__slots__": (),
     "__getattribute__": _attribute,
     "__enter__": _refuse,
@@ -89,7 +90,7 @@ _LEFT: dict[str, Any] = {
 }
 
 
-def keep(thing: object) -> None:
+def leak(thing: object) -> None:
     """See to it that nothing finalizes `thing` in this process, at its exit neither.
 
     That would wait for threads of the parent's, or change what the parent uses.

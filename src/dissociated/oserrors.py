@@ -10,7 +10,7 @@ from dissociated.errors import DissociatedError, StoreError
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
+def store_errors(what: str) -> Iterator[None]:
     """Turn what a file raises into a StoreError that says what to do: the system's refusals, or that it is closed."""
     try:
         yield

@@ -14,8 +14,8 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.database import FOR_EVER, Database
-from dissociated.catalog.records import Node, Part
+from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.records import NodeRecord, Part
 from dissociated.catalog.service import CatalogService
 from processes import Start
 
@@ -112,8 +112,8 @@ class Liar(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no typ
 def test_a_catalog_does_not_believe_what_a_node_sends() -> None:
     names = ["list offsets that go back", "string offsets beyond the text in the middle", "views beyond their buffer"]
     with Liar("grpc://127.0.0.1:0") as liar, closing(Database()) as database:
-        liars = Node("liar", "here", "boot", f"grpc://127.0.0.1:{liar.port}", ())
-        database.register(liars, [], "", FOR_EVER, serial=-1)
+        liars = NodeRecord("liar", "here", "boot", f"grpc://127.0.0.1:{liar.port}", ())
+        database.register(liars, [], "", FOREVER, serial=-1)
         for name in names:
             schema = pa.ipc.open_stream(DAMAGED[name]).schema.serialize().to_pybytes()
             database.publish(name, name, schema, [Part(name, "liar", name.encode(), 2, 9)])

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dissociated.catalog.database import ABANDONED, FOR_EVER, Database
-from dissociated.catalog.records import Announced, Node, Part
+from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
+from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.errors import CatalogError, DatasetNotFound
 from helpers import leaving_nothing, rest_of
 
-A = Node("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
-B = Node("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
+A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
+B = NodeRecord("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
 SCHEMA = b"schema"
 
 
@@ -37,7 +37,7 @@ def clock() -> Clock:
 def database(clock: Clock) -> Database:
     made = Database(clock=clock)
     for node in (A, B):
-        made.register(node, [], "", FOR_EVER)
+        made.register(node, [], "", FOREVER)
     return made
 
 
@@ -45,8 +45,10 @@ def part(name: str, node: str = "a", number: int = 0, rows: int | None = 1, seri
     return Part(name, node, f"ticket {name}".encode(), rows, 8, number, serial)
 
 
-def announced(name: str, dataset: str, *, prepared: bool = False, created: float = 1.0, node: str = "a") -> Announced:
-    return Announced(part(name, node), dataset, f"key {name}", SCHEMA, created, prepared)
+def announced(
+    name: str, dataset: str, *, prepared: bool = False, created: float = 1.0, node: str = "a"
+) -> AnnouncedVersion:
+    return AnnouncedVersion(part(name, node), dataset, f"key {name}", SCHEMA, created, prepared)
 
 
 def tickets(database: Database, name: str) -> list[bytes]:
@@ -68,10 +70,10 @@ def test_copies_of_a_part_are_one_part(database: Database) -> None:
     database.publish("d", "k", SCHEMA, copies)
     (held,) = database.find("d").parts
     assert [node.id for node in held.nodes] == ["a", "b"]
-    database.released(["1"])
+    database.delete_parts(["1"])
     (held,) = database.find("d").parts
     assert [node.id for node in held.nodes] == ["b"]
-    database.released(["2"])
+    database.delete_parts(["2"])
     with pytest.raises(DatasetNotFound):
         database.find("d")
 
@@ -82,9 +84,9 @@ def test_replacing_is_at_once_and_a_repeated_commit_does_nothing(database: Datab
     assert database.publish("d", "1", SCHEMA, [part("1")]) == first
     assert tickets(database, "d") == [b"ticket 2"]
     assert second > first
-    assert database.unwanted("a") == ["1"]
-    database.released(["1"])
-    assert database.unwanted("a") == []
+    assert database.unreferenced_parts("a") == ["1"]
+    database.delete_parts(["1"])
+    assert database.unreferenced_parts("a") == []
 
 
 def test_append_keeps_the_parts_and_wants_the_schema(database: Database) -> None:
@@ -92,7 +94,7 @@ def test_append_keeps_the_parts_and_wants_the_schema(database: Database) -> None
     database.publish("d", "2", SCHEMA, [part("2")], append=True)
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
     assert database.find("d").rows == 2
-    assert database.unwanted("a") == []
+    assert database.unreferenced_parts("a") == []
     with pytest.raises(CatalogError, match="another schema"):
         database.publish("d", "3", b"other", [part("3")], append=True)
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
@@ -108,39 +110,39 @@ def test_a_commit_of_unknown_nodes_changes_nothing(database: Database) -> None:
 
 def test_a_replaced_version_is_there_for_as_long_as_was_promised(database: Database, clock: Clock) -> None:
     database.publish("d", "1", SCHEMA, [part("1")])
-    old = database.find("d", promise=60).version
+    old = database.find("d", retain=60).version
     database.publish("d", "2", SCHEMA, [part("2")])
     clock.now += 59
     assert database.find("d", old).current is False
-    assert database.by_ticket(b"ticket 1", promise=60)[0].version == old  # renewed
-    assert database.unwanted("a") == []
+    assert database.find_by_ticket(b"ticket 1", retain=60)[0].version == old  # renewed
+    assert database.unreferenced_parts("a") == []
     clock.now += 59
     assert [record.version == old for record in database.versions("d")] == [True, False]
     clock.now += 20
     with pytest.raises(DatasetNotFound, match=f"no version {old} of the dataset 'd'"):
         database.find("d", old)
     with pytest.raises(DatasetNotFound, match="look it up again"):
-        database.by_ticket(b"ticket 1")
-    assert database.unwanted("a") == ["1"]
+        database.find_by_ticket(b"ticket 1")
+    assert database.unreferenced_parts("a") == ["1"]
 
 
 def test_a_time_to_live(database: Database, clock: Clock) -> None:
     database.publish("d", "0", SCHEMA, [part("0")])
-    database.find("d", promise=60)
+    database.find("d", retain=60)
     database.publish("d", "1", SCHEMA, [part("1")], ttl=10)
     clock.now += 9.9
-    assert database.find("d", promise=60).expires == 1010.0
+    assert database.find("d", retain=60).expires == 1010.0
     clock.now += 0.2
     assert database.datasets() == database.versions("d") == []  # with what it replaced: that shall not come back
-    assert database.unwanted("a") == ["0", "1"]
+    assert database.unreferenced_parts("a") == ["0", "1"]
 
 
 def test_drop(database: Database) -> None:
     database.publish("d", "1", SCHEMA, [part("1")])
-    database.find("d", promise=60)
+    database.find("d", retain=60)
     database.publish("d", "2", SCHEMA, [part("2")])
     database.drop("d")
-    assert database.unwanted("a") == ["1", "2"]
+    assert database.unreferenced_parts("a") == ["1", "2"]
     with pytest.raises(DatasetNotFound, match="no dataset 'd'"):
         database.drop("d")
 
@@ -166,74 +168,74 @@ def test_nodes_come_and_go(database: Database, clock: Clock) -> None:
     assert [(node.id, node.alive) for node in database.nodes()] == [("a", True), ("b", True)]
     clock.now += 11
     assert [(node.id, node.alive) for node in database.nodes()] == [("a", True), ("b", False)]
-    assert database.heard("b", "other", clock.now + 10) is False
-    assert database.heard("b", "digest", clock.now + 10) is True
+    assert database.touch_node("b", "other", clock.now + 10) is False
+    assert database.touch_node("b", "digest", clock.now + 10) is True
     assert database.nodes()[1].alive
-    assert database.heard("stranger", "digest", clock.now + 10) is False
-    database.left("b")
+    assert database.touch_node("stranger", "digest", clock.now + 10) is False
+    database.deregister("b")
     assert not database.nodes()[1].alive
 
 
 def test_what_a_node_published_itself_becomes_known_when_it_registers(database: Database) -> None:
     database.publish("newer", "k", SCHEMA, [part("n", "b")])
     mine = [announced("1", "d"), announced("2", "d", created=2.0), announced("o", "newer")]
-    database.register(A, mine, "", FOR_EVER, serial=9)
+    database.register(A, mine, "", FOREVER, serial=9)
     assert tickets(database, "d") == [b"ticket 2"]
     assert tickets(database, "newer") == [b"ticket n"]
-    assert database.unwanted("a", mine) == ["1"]  # what is merely older than another node's stays
+    assert database.unreferenced_parts("a", mine) == ["1"]  # what is merely older than another node's stays
 
 
 def test_what_a_node_has_lost_is_gone_but_not_what_it_made_since(database: Database) -> None:
     database.publish("old", "1", SCHEMA, [part("1", serial=5)])
     database.publish("two", "2", SCHEMA, [part("2", serial=6), part("3", "b", 1)])
     database.publish("new", "4", SCHEMA, [part("4", serial=8)])
-    database.register(A, [], "", FOR_EVER, serial=7)
+    database.register(A, [], "", FOREVER, serial=7)
     assert [record.name for record in database.datasets()] == ["new"]
-    assert database.unwanted("b") == ["3"]  # a dataset that lacks a part is none
+    assert database.unreferenced_parts("b") == ["3"]  # a dataset that lacks a part is none
 
 
 def test_parts_prepared_for_a_commit_that_never_came_are_released_after_a_while(
     database: Database, clock: Clock
 ) -> None:
     mine = [announced("1", "d", prepared=True, created=clock.now)]
-    database.register(A, mine, "", FOR_EVER, serial=9)
+    database.register(A, mine, "", FOREVER, serial=9)
     assert database.datasets() == []
-    assert database.unwanted("a", mine) == []
-    clock.now += ABANDONED + 1
-    assert database.unwanted("a", mine) == ["1"]
+    assert database.unreferenced_parts("a", mine) == []
+    clock.now += PREPARE_TIMEOUT + 1
+    assert database.unreferenced_parts("a", mine) == ["1"]
     with pytest.raises(CatalogError, match="has been aborted: write it again"):  # its node may have removed it by now
         database.publish("d", "key 1", SCHEMA, [mine[0].part])
-    assert database.unwanted("a", mine) == ["1"]
+    assert database.unreferenced_parts("a", mine) == ["1"]
 
 
 def test_a_node_is_told_what_is_published_and_whether_that_is_all(database: Database) -> None:
     database.publish("d", "one", SCHEMA, [part("1")])
-    assert database.wanted("a", ["1", "unknown"]) == {"1": True}
-    assert database.wanted("a", []) == {}
+    assert database.referenced_parts("a", ["1", "unknown"]) == {"1": True}
+    assert database.referenced_parts("a", []) == {}
     database.publish("d", "more", SCHEMA, [part("2", "b")], append=True)
-    assert database.wanted("b", ["2"]) == {"2": False}
+    assert database.referenced_parts("b", ["2"]) == {"2": False}
     for _ in range(2):  # until it says that it knows
-        assert database.wanted("a", []) == {"1": False}
-    assert database.heard("a", "then", FOR_EVER, since="", announced=[replace(announced("1", "d"), whole=False)])
-    assert database.wanted("a", []) == {}
+        assert database.referenced_parts("a", []) == {"1": False}
+    assert database.touch_node("a", "then", FOREVER, since="", announced=[replace(announced("1", "d"), whole=False)])
+    assert database.referenced_parts("a", []) == {}
     database.publish("d", "yet more", SCHEMA, [part("3", "b")], append=True)
-    assert (database.wanted("a", []), database.wanted("b", [])) == ({}, {})
+    assert (database.referenced_parts("a", []), database.referenced_parts("b", [])) == ({}, {})
     database.publish("e", "other", SCHEMA, [part("4")])
     database.publish("e", "more of it", SCHEMA, [part("5", "b")], append=True)
-    database.heard("a", "later", FOR_EVER, since="then", gone=["4"])
-    assert database.wanted("a", []) == {}
+    database.touch_node("a", "later", FOREVER, since="then", gone=["4"])
+    assert database.referenced_parts("a", []) == {}
 
 
 def test_a_node_tells_what_has_changed_to_a_catalog_that_knows_the_rest(database: Database) -> None:
-    database.register(A, [announced("1", "d"), announced("2", "e")], "first", FOR_EVER, serial=9)
+    database.register(A, [announced("1", "d"), announced("2", "e")], "first", FOREVER, serial=9)
     told = {"announced": [announced("3", "f"), announced("4", "g", prepared=True)], "gone": ["1"]}
-    assert not database.heard("a", "second", FOR_EVER, since="another", **told)  # type: ignore[arg-type]
+    assert not database.touch_node("a", "second", FOREVER, since="another", **told)  # type: ignore[arg-type]
     assert [one.name for one in database.datasets()] == ["d", "e"]
-    assert database.heard("a", "second", FOR_EVER, since="first", **told)  # type: ignore[arg-type]
+    assert database.touch_node("a", "second", FOREVER, since="first", **told)  # type: ignore[arg-type]
     assert [one.name for one in database.datasets()] == ["e", "f"]
-    assert not database.heard("a", "second", FOR_EVER, since="first", **told)  # type: ignore[arg-type]
-    assert database.heard("a", "second", FOR_EVER)
-    assert database.heard("b", "mine", FOR_EVER, since="", gone=["2"])  # which is another's
+    assert not database.touch_node("a", "second", FOREVER, since="first", **told)  # type: ignore[arg-type]
+    assert database.touch_node("a", "second", FOREVER)
+    assert database.touch_node("b", "mine", FOREVER, since="", gone=["2"])  # which is another's
     assert [one.name for one in database.datasets()] == ["e", "f"]
 
 
@@ -246,26 +248,26 @@ def test_commits_are_over_when_they_were_done_or_aborted_for_as_long_as_is_remem
     database.publish("d", "done", SCHEMA, [part("1")])
     for key in ("done", "aborted", "aborted"):
         database.abort(key)
-    assert database.over(["done", "aborted", "to come"]) == ["done", "aborted"]
+    assert database.resolved_commits(["done", "aborted", "to come"]) == ["done", "aborted"]
     assert database.committed("aborted") is None
     assert tickets(database, "d") == [b"ticket 1"]
     clock.now += 31 * 86_400
     database.publish("d", "another", SCHEMA, [part("2")])
-    assert database.over(["done", "aborted", "another"]) == ["another"]
+    assert database.resolved_commits(["done", "aborted", "another"]) == ["another"]
 
 
 def test_a_part_prepared_for_an_aborted_commit_is_released_at_once(database: Database, clock: Clock) -> None:
     prepared = announced("1", "d", prepared=True, created=clock.now)
-    assert database.unwanted("a", [prepared]) == []
+    assert database.unreferenced_parts("a", [prepared]) == []
     database.abort("key 1")
-    assert database.unwanted("a", [prepared]) == ["1"]
+    assert database.unreferenced_parts("a", [prepared]) == ["1"]
 
 
 def test_what_was_committed_is_in_the_file(tmp_path: Path) -> None:
     path = str(tmp_path / "catalog.db")
     with leaving_nothing():
         database = Database(path)
-        database.register(A, [], "", FOR_EVER)
+        database.register(A, [], "", FOREVER)
         database.publish("d", "k", SCHEMA, [part("1")])
         with pytest.raises(CatalogError, match="is another catalog using it"):
             Database(path)
@@ -288,10 +290,10 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 COMMITTER = """
 import itertools, sys
-from dissociated.catalog.database import FOR_EVER, Database
-from dissociated.catalog.records import Node, Part
+from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.records import NodeRecord, Part
 database = Database(sys.argv[1])
-database.register(Node("a", "h", "b", "f", ()), [], "", FOR_EVER, serial=-1)
+database.register(NodeRecord("a", "h", "b", "f", ()), [], "", FOREVER, serial=-1)
 for n in itertools.count(int(sys.argv[2])):
     parts = [Part(f"{n}-{k}", "a", f"{n}-{k}".encode(), 1, 1, k) for k in range(3)]
     database.publish("log", str(n), b"s", parts, append=True)

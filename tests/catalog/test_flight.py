@@ -251,7 +251,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[CatalogService, list[Node]]]:
     nodes = []
     try:
         for name in "ab":
-            nodes.append(Node(Store(tmp_path / name), catalog=catalog.uri, beat=0.2))  # noqa: PERF401
+            nodes.append(Node(Store(tmp_path / name), catalog=catalog.uri, heartbeat_interval=0.2))  # noqa: PERF401
         yield catalog, nodes
     finally:
         for node in nodes:

@@ -71,13 +71,15 @@ class Pair:
         self._where = self.catalog.uri
 
     def start_node(self) -> None:
-        self.node = Node(Store(self._directory / "store"), ["shm:"], catalog=self.catalog.uri, beat=SELDOM, retain=0.0)
+        self.node = Node(
+            Store(self._directory / "store"), ["shm:"], catalog=self.catalog.uri, heartbeat_interval=SELDOM, retain=0.0
+        )
         self._running.callback(self.node.close)
 
     def tell(self) -> None:
         """As with a heartbeat; and with one more, which says what became of what was told."""
-        self.node.service.catalog.catch_up()
-        self.node.service.catalog.catch_up()
+        self.node.service.catalog.reconcile()
+        self.node.service.catalog.reconcile()
 
     def check(self, expected: Mapping[str, int]) -> None:
         with dis.connect(self.catalog.uri) as client:
@@ -108,7 +110,7 @@ def test_a_catalog_knows_what_a_node_has_whatever_was_lost_or_killed(memory: Pat
                     expected[name] = number
                 steps.append((number, Catalog.losing, name, expected.get(name)))
             with suppress(CatalogError):
-                pair.node.service.catalog.catch_up()
+                pair.node.service.catalog.reconcile()
             Catalog.losing = ""
             what = chance.choice(["", "node", "catalog", "fresh catalog", "both"])
             steps.append((number, "", what, None))
@@ -140,13 +142,13 @@ def test_what_was_evicted_is_told(memory: Path) -> None:
             version = store.current(name)
             assert version is not None
             with store._lock:
-                store.eviction.give_up(version)
+                store.eviction.evict(version)
         pair.tell()
         pair.check({"c": 1})
 
 
 def test_more_has_changed_than_is_remembered(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.store.contents._REMEMBERED", 3)
+    monkeypatch.setattr("dissociated.store.contents._MAX_CHANGES", 3)
     with ExitStack() as running:
         pair = Pair(memory, running)
         for number in range(8):
@@ -165,7 +167,7 @@ def test_a_node_that_was_down_for_long_keeps_what_it_did_not_know_to_be_publishe
         put(pair.node.uri, "a", table(1))
         Catalog.losing = "message"
         pair.node.close()
-        monkeypatch.setattr("dissociated.catalog.database.ABANDONED", -1.0)
+        monkeypatch.setattr("dissociated.catalog.database.PREPARE_TIMEOUT", -1.0)
         pair.start_node()
         Catalog.losing = ""
         pair.tell()
@@ -180,10 +182,10 @@ def test_a_part_of_a_dataset_is_not_taken_for_all_of_it(memory: Path) -> None:
         put(pair.node.uri, "e", table(5))
         pair.tell()
         store = Store(memory / "other")
-        with closing(Node(store, ["shm:"], catalog=pair.catalog.uri, beat=SELDOM)) as other:
+        with closing(Node(store, ["shm:"], catalog=pair.catalog.uri, heartbeat_interval=SELDOM)) as other:
             put(other.uri, "d", table(2), mode="append")
             assert read(pair.catalog.uri, "d") == [1, 2]
-            other.service.catalog.catch_up()
+            other.service.catalog.reconcile()
             pair.tell()
         pair.catalog.close()
         pair.start_catalog(fresh=True)

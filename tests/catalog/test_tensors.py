@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.cli import main
-from dissociated.datasets.tensor_info import TensorInfo, TensorsInfo, tensors_of
+from dissociated.datasets.tensor_info import TensorInfo, TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, WrongKind
 from tensor_cases import CUBE, MATRIX, assert_same, some
 
@@ -72,7 +72,7 @@ def test_of_many_tensors_the_first_are_described(server: dis.Server, client: dis
 
 @pytest.mark.parametrize("said", [b"", b"{", b"[]", b"7", b'{"count": 1}', b'{"count": "x", "first": []}', b"\xff"])
 def test_what_others_say_of_tensors_does_no_harm(said: bytes) -> None:
-    assert tensors_of(pa.schema([], metadata={b"dissociated.tensors": said})) == TensorsInfo(0, ())
+    assert parse_tensors_info(pa.schema([], metadata={b"dissociated.tensors": said})) == TensorsInfo(0, ())
 
 
 def test_the_wrong_way_to_read_names_the_right_one(client: dis.Client) -> None:

@@ -14,7 +14,7 @@ from helpers import PATIENCE
 AT_EACH_LINE = textwrap.dedent(
     """
     import os, signal, sys
-    from dissociated.cli.stop import Stop
+    from dissociated.cli.stop import StopSignal
 
     def child(number):
         lines = 0
@@ -28,7 +28,7 @@ AT_EACH_LINE = textwrap.dedent(
             return traced
 
         signal.alarm(10)
-        stop = Stop()
+        stop = StopSignal()
         sys.settrace(traced)
         came = stop.wait(0.01)
         sys.settrace(None)
@@ -60,10 +60,10 @@ def test_a_signal_at_any_line_of_waiting_for_it_is_seen() -> None:
 def test_a_thread_ends_it_as_a_signal_does(when: str) -> None:
     script = f"""
 import threading
-from dissociated.cli.stop import Stop
-stop = Stop()
+from dissociated.cli.stop import StopSignal
+stop = StopSignal()
 assert not stop.wait(0.0)
-coming = threading.Thread(target=stop.come)
+coming = threading.Thread(target=stop.set)
 coming.start()
 {"coming.join()" if when == "before" else ""}
 assert stop.wait() and stop.wait(0.0)

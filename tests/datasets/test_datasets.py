@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sources import dataset
+from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError, StoreError
 from dissociated.store.segment import Segment, SegmentWriter
@@ -49,7 +49,7 @@ SOURCES: dict[str, tuple[Any, int | None]] = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_dataset_knows_its_schema_and_perhaps_its_rows(kind: str, tmp_path: Path) -> None:
     source, rows = SOURCES[kind]
-    made = dataset("data", source(tmp_path / "source"))
+    made = make_dataset("data", source(tmp_path / "source"))
     assert (made.name, made.rows) == ("data", rows)
     assert made.schema.equals(TABLE.schema, check_metadata=kind != "parquet")
     assert made.open_reader().read_all() == TABLE
@@ -57,13 +57,13 @@ def test_a_dataset_knows_its_schema_and_perhaps_its_rows(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["table", "stream", "file"])
 def test_a_dataset_knows_its_bytes(kind: str, tmp_path: Path) -> None:
-    made = dataset("data", SOURCES[kind][0](tmp_path / "source"))
+    made = make_dataset("data", SOURCES[kind][0](tmp_path / "source"))
     assert made.nbytes is not None
     assert 3 * 8 <= made.nbytes <= 1000
 
 
 def test_tickets_are_unguessable_and_of_one_publication_alone() -> None:
-    tickets = {dataset("data", TABLE).ticket for _ in range(100)}
+    tickets = {make_dataset("data", TABLE).ticket for _ in range(100)}
     assert len(tickets) == 100
     assert {len(ticket) for ticket in tickets} == {16}
 
@@ -75,7 +75,7 @@ def test_a_callable_is_called_for_each_reader_and_no_more() -> None:
         calls.append(None)
         return TABLE
 
-    made = dataset("data", source)
+    made = make_dataset("data", source)
     assert len(calls) == 1  # for the schema
     for count in (2, 3, 4):
         assert made.open_reader().read_all() == TABLE
@@ -99,14 +99,14 @@ def failing() -> Any:
 )
 def test_what_cannot_be_published(source: Any, problem: str) -> None:
     with pytest.raises(SourceError, match=problem):
-        dataset("data", source)
+        make_dataset("data", source)
 
 
 def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(SourceError, match=r"data\.parquet"):
-        dataset("data", path)
+        make_dataset("data", path)
 
 
 def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
     nodes = bytes.fromhex("0300000000000000 0000000000000000")  # three rows, no nulls
     header = BATCH.header.replace(nodes, b"\x04" + nodes[1:])
     path.write_bytes(SCHEMA.whole + BATCH.prefix + header + (BATCH.body or b"") + END)
-    reader = dataset("damaged", path).open_reader()
+    reader = make_dataset("damaged", path).open_reader()
     with pytest.raises(SourceError, match="'damaged' failed: libarrow cannot read this: Array length"):
         reader.read_next_batch()
 
@@ -122,11 +122,11 @@ def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("a,b\n1,2\n")
     with pytest.raises(StoreError, match=r"data\.csv: not an Arrow IPC stream"):
-        dataset("data", tmp_path / "data.csv")
+        make_dataset("data", tmp_path / "data.csv")
 
 
 def test_a_reader_is_given_once() -> None:
-    made: Dataset = dataset("data", TABLE.to_reader())
+    made: Dataset = make_dataset("data", TABLE.to_reader())
     made.open_reader()
     with pytest.raises(SourceError, match="which can be read once, and has been"):
         made.open_reader()

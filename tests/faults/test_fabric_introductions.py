@@ -13,7 +13,7 @@ import pytest
 from dissociated.errors import DeadlineExceeded, DissociatedError, RemoteProtocolError, TransportError
 from dissociated.transport.native.addresses import host_and_port
 from dissociated.transport.native.fabric.control import Kind
-from dissociated.transport.native.fabric.endpoint import Completion, Endpoint
+from dissociated.transport.native.fabric.endpoint import Completion, FabricEndpoint
 from dissociated.transport.native.fabric.provider import PROVIDER
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -35,7 +35,7 @@ def word(kind: int, content: bytes = b"") -> Word:
     return CONTROL | kind, lambda name: content
 
 
-def progress_until(endpoint: Endpoint, done: Callable[[], object]) -> bool:
+def progress_until(endpoint: FabricEndpoint, done: Callable[[], object]) -> bool:
     end = time.monotonic() + PATIENCE
     while not (over := bool(done())) and time.monotonic() < end:
         if not endpoint.progress():
@@ -43,7 +43,7 @@ def progress_until(endpoint: Endpoint, done: Callable[[], object]) -> bool:
     return over
 
 
-def tell(endpoint: Endpoint, to: int, tag: int | None, content: bytes, stopped: Callable[[], bool]) -> None:
+def tell(endpoint: FabricEndpoint, to: int, tag: int | None, content: bytes, stopped: Callable[[], bool]) -> None:
     ended: list[Completion] = []
     piece = endpoint.ofi.ffi.from_buffer(content)
     progress_until(endpoint, lambda: stopped() or endpoint.send(to, tag, [piece], ended.append))
@@ -53,7 +53,7 @@ def tell(endpoint: Endpoint, to: int, tag: int | None, content: bytes, stopped: 
 @contextmanager
 def server(words: list[Word], again: bool) -> Iterator[Uri]:
     """Say these words to the first who says HELLO, and the last of them again and again."""
-    endpoint = Endpoint(PROVIDER, "127.0.0.1", "0")
+    endpoint = FabricEndpoint(PROVIDER, "127.0.0.1", "0")
     memory = endpoint.ofi.ffi.new("char[4096]")
     hello: list[Completion] = []
     endpoint.receive_tagged(memory, CONTROL | Kind.HELLO, 0, hello.append)
@@ -122,7 +122,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Callable
     good = serve("fabric:", handshake_timeout=5.0)
     uri = Uri.parse(good.server.locations("good")[0])
     assert uri.host is not None
-    endpoint = Endpoint(PROVIDER, "127.0.0.1", None)
+    endpoint = FabricEndpoint(PROVIDER, "127.0.0.1", None)
     try:
         listener, most = endpoint.insert(endpoint.find(uri.host, str(uri.port))), 0
         for _ in range(40):
@@ -144,7 +144,7 @@ def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Callable[..., Go
     assert uri.host is not None
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
-        endpoint = Endpoint(PROVIDER, "127.0.0.1", None)
+        endpoint = FabricEndpoint(PROVIDER, "127.0.0.1", None)
         stack.callback(endpoint.close)
         listener = endpoint.insert(endpoint.find(uri.host, str(uri.port)))
         name = endpoint.name[:2] + silent.getsockname()[1].to_bytes(2, "big") + endpoint.name[4:]

@@ -143,15 +143,15 @@ class Slow:
     """Supplies memory for a body, and has the server ended before any of it can arrive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
-        from dissociated.client.session import Session
+        from dissociated.client.session import ClientSession
 
-        allocate = Session._allocate
+        allocate = ClientSession._allocate
 
-        def allocating(session: Session, tag: int | None, length: int) -> object:
+        def allocating(session: ClientSession, tag: int | None, length: int) -> object:
             then()
             return allocate(session, tag, length)
 
-        monkeypatch.setattr(Session, "_allocate", allocating)
+        monkeypatch.setattr(ClientSession, "_allocate", allocating)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -143,7 +143,7 @@ def test_the_decoder_takes_several_regions_too(name: str) -> None:
         space.add(Region(BASE + number * SIZE, pa.py_buffer(memory)))
     returns: SimpleQueue[Sequence[int]] = SimpleQueue()
     listener = CollectListener()
-    decoder = DissociatedDecoder(listener, space=space, returns=returns)
+    decoder = DissociatedDecoder(listener, address_space=space, returns=returns)
     for number, (header, _) in enumerate(apart.messages):
         decoder.consume_metadata(struct.pack("<BI", 1, number) + header)
     for number, listed in apart.lists():

@@ -181,7 +181,7 @@ def survives(header: bytes) -> None:
         parsed = parse_header(header)
         offsets, lengths = buffer_extents(header, parsed)
         assert len(offsets) == len(lengths) == parsed.buffer_count
-        if parsed.scattered is not None:
+        if parsed.sparse_extents is not None:
             return
         moved = relocate(header, parsed, offsets, 4096)
     except RemoteProtocolError:

@@ -31,7 +31,7 @@ def project(whole: list[SplitMessage], indices: list[int]) -> bytes:
     projection = Projection(whole[0].header, indices)
     stream = encapsulate(projection.header)
     for message in whole[1:]:
-        chosen = projection.choose(message.header, message.parsed)
+        chosen = projection.project(message.header, message.parsed)
         if chosen is not None:
             assert message.body is not None
             body = b"".join(map(bytes, message.body))
@@ -81,14 +81,14 @@ def test_dictionaries_that_nobody_needs_are_left_out_and_others_keep_their_ids()
     ids = [dictionary_of(m.header)[0] for m in whole if m.parsed.type is HeaderType.DICTIONARY_BATCH]
     for index in range(3):
         projection = Projection(whole[0].header, [index])
-        kept = [m for m in whole[1:] if projection.choose(m.header, m.parsed) is not None]
+        kept = [m for m in whole[1:] if projection.project(m.header, m.parsed) is not None]
         assert [dictionary_of(m.header)[0] for m in kept[:-1]] == [ids[index]]
 
 
 def test_buffers_stay_as_aligned_as_they_were_and_neighbours_in_one_piece() -> None:
     batch = pa.record_batch({name: pa.array([1, None, 3]) for name in "abcd"})
     whole = messages([batch], None)
-    found = Projection(whole[0].header, [0, 1, 3]).choose(whole[1].header, whole[1].parsed)
+    found = Projection(whole[0].header, [0, 1, 3]).project(whole[1].header, whole[1].parsed)
     assert found is not None
     assert [(cut.begin, cut.end) for cut in found.cuts] == [(0, 64), (96, 128)]  # validity of 8 bytes, values of 24
     assert found.indices == [0, 1, 2, 3, 6, 7]
@@ -99,9 +99,9 @@ def test_a_batch_that_does_not_fit_the_schema_is_refused() -> None:
     one = messages([pa.record_batch({"a": [1]})], None)
     two = messages([pa.record_batch({"a": [1], "b": [1]})], None)
     with pytest.raises(FormatError, match="other buffers than its schema tells"):
-        Projection(two[0].header, [0]).choose(one[1].header, one[1].parsed)
+        Projection(two[0].header, [0]).project(one[1].header, one[1].parsed)
     with pytest.raises(FormatError, match="stands among record batches"):
-        Projection(two[0].header, [0]).choose(two[0].header, two[0].parsed)
+        Projection(two[0].header, [0]).project(two[0].header, two[0].parsed)
 
 
 def test_damaged_metadata_is_refused_or_projected() -> None:
@@ -117,5 +117,5 @@ def test_damaged_metadata_is_refused_or_projected() -> None:
         with case(f"seed {seed}"), suppress(FormatError):
             projection = Projection(bytes(headers[0]), [1, 2])
             for header, message in zip(headers[1:], whole[1:], strict=True):
-                chosen = projection.choose(bytes(header), message.parsed)
+                chosen = projection.project(bytes(header), message.parsed)
                 assert chosen is None or parse_header(chosen.header)

@@ -99,7 +99,7 @@ def test_messages_may_come_in_any_order(shared: Sequence[int]) -> None:
     queue: SimpleQueue[Sequence[int]] = SimpleQueue()
     for order in permutations(peer.fed):
         listener = CollectListener()
-        decoder = DissociatedDecoder(listener, space=peer.space, returns=queue)
+        decoder = DissociatedDecoder(listener, address_space=peer.space, returns=queue)
         feed(decoder, order[:-1])
         assert (decoder.complete, listener.ended) == (False, False)
         feed(decoder, order[-1:])
@@ -117,7 +117,7 @@ def test_dictionaries_may_come_in_any_order(data: st.DataObject) -> None:
     peer = Peer(WORDS, data.draw(st.sets(st.integers(1, 4))))
     queue: SimpleQueue[Sequence[int]] = SimpleQueue()
     listener = CollectListener()
-    decoder = DissociatedDecoder(listener, space=peer.space, returns=queue)
+    decoder = DissociatedDecoder(listener, address_space=peer.space, returns=queue)
     feed(decoder, data.draw(st.permutations(peer.fed)))
     assert listener.batches == WORDS
     assert listener.ended
@@ -148,7 +148,7 @@ def test_batches_are_decoded_as_soon_as_they_are_whole() -> None:
 def test_messages_may_be_any_buffer(kind: Callable[[bytes | pa.Buffer], bytes]) -> None:
     peer = Peer(NUMBERS, [1])
     listener = CollectListener()
-    decoder = DissociatedDecoder(listener, space=peer.space, returns=SimpleQueue())
+    decoder = DissociatedDecoder(listener, address_space=peer.space, returns=SimpleQueue())
     feed(decoder, [(label, kind(content)) for label, content in peer.fed])
     assert listener.batches == NUMBERS
 
@@ -162,7 +162,7 @@ def lies_in(batch: pa.RecordBatch, memory: pa.Buffer) -> bool:
 def test_arrays_lie_in_the_bodies_and_in_the_regions() -> None:
     peer = Peer(NUMBERS, [2])
     listener = CollectListener()
-    decoder = DissociatedDecoder(listener, space=peer.space, returns=SimpleQueue())
+    decoder = DissociatedDecoder(listener, address_space=peer.space, returns=SimpleQueue())
     allocated = pa.total_allocated_bytes()
     feed(decoder, peer.fed)
     assert pa.total_allocated_bytes() == allocated
@@ -176,7 +176,7 @@ def test_a_lease_ends_with_the_last_array_that_lies_in_it() -> None:
     peer = Peer(NUMBERS, [1, 2])
     queue: SimpleQueue[Sequence[int]] = SimpleQueue()
     listener = CollectListener()
-    decoder = DissociatedDecoder(listener, space=peer.space, returns=queue)
+    decoder = DissociatedDecoder(listener, address_space=peer.space, returns=queue)
     feed(decoder, peer.fed)
     column = listener.batches[0]["n"]
     listener.batches.clear()
@@ -191,7 +191,7 @@ def test_buffers_that_are_not_aligned_are_copied_and_go_back_at_once() -> None:
     peer = Peer(NUMBERS, [1], at=67)
     queue: SimpleQueue[Sequence[int]] = SimpleQueue()
     listener = CollectListener()
-    feed(DissociatedDecoder(listener, space=peer.space, returns=queue), peer.fed)
+    feed(DissociatedDecoder(listener, address_space=peer.space, returns=queue), peer.fed)
     assert sorted(returned(queue)) == sorted(peer.sent)
     assert listener.batches == NUMBERS
 
@@ -200,7 +200,7 @@ def test_buffers_that_are_not_aligned_are_copied_and_go_back_at_once() -> None:
 def test_dictionaries_that_wait_are_given_back(how: str) -> None:
     peer = Peer(WORDS, [1])
     queue: SimpleQueue[Sequence[int]] = SimpleQueue()
-    decoder = DissociatedDecoder(CollectListener(), space=peer.space, returns=queue)
+    decoder = DissociatedDecoder(CollectListener(), address_space=peer.space, returns=queue)
     feed(decoder, peer.fed[:3])
     assert returned(queue) == []
     if how == "reset":
@@ -221,7 +221,7 @@ def test_a_decoder_needs_no_garbage_collector() -> None:
     gc.disable()
     try:
         for count in range(len(peer.fed) + 1):
-            decoder = DissociatedDecoder(CollectListener(), space=peer.space, returns=queue)
+            decoder = DissociatedDecoder(CollectListener(), address_space=peer.space, returns=queue)
             feed(decoder, peer.fed[:count])
             del decoder
             assert len(returned(queue)) == sum(peer.counts[: max(count - 1, 0) // 2])
@@ -331,6 +331,6 @@ def test_metadata_and_bodies_have_limits() -> None:
 
 def test_a_space_needs_somewhere_to_return_addresses_to() -> None:
     with pytest.raises(OptionError, match="or neither"):
-        DissociatedDecoder(CollectListener(), space=AddressSpace())
+        DissociatedDecoder(CollectListener(), address_space=AddressSpace())
     with pytest.raises(OptionError, match="or neither"):
         DissociatedDecoder(CollectListener(), returns=SimpleQueue())

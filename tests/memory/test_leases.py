@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.memory.leases import Ledger, Returns, leased_buffer
+from dissociated.memory.leases import FreeQueue, Ledger, leased_buffer
 from helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
@@ -68,7 +68,7 @@ def memory(size: int = 64) -> pa.Buffer:
 
 
 def test_a_lease_ends_with_the_last_array() -> None:
-    returns = Returns()
+    returns = FreeQueue()
     buffer = leased_buffer(memory(), (1, 2, 3), returns)
     whole = pa.Array.from_buffers(pa.int8(), 64, [None, buffer])
     column = whole.slice(3, 4)
@@ -81,13 +81,13 @@ def test_a_lease_ends_with_the_last_array() -> None:
 
 
 def test_a_lease_keeps_its_memory() -> None:
-    buffer = leased_buffer(memory(), (1,), Returns())
+    buffer = leased_buffer(memory(), (1,), FreeQueue())
     assert buffer.to_pybytes() == bytes(range(64))
     assert buffer.size == 64
 
 
 def test_leases_end_in_any_thread() -> None:
-    returns = Returns()
+    returns = FreeQueue()
 
     def drop(number: int) -> None:
         del [leased_buffer(memory(), (number,), returns)][0]
@@ -102,7 +102,7 @@ def test_leases_end_in_any_thread() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1), st.integers(1, 20))
 def test_returns_are_coalesced_and_none_is_lost(leases: list[list[int]], limit: int) -> None:
-    returns = Returns()
+    returns = FreeQueue()
     for addresses in leases:
         returns.put(tuple(addresses))
     every = [address for addresses in leases for address in addresses]
@@ -116,7 +116,7 @@ def test_returns_are_coalesced_and_none_is_lost(leases: list[list[int]], limit: 
 
 
 def test_waking_ends_a_wait() -> None:
-    returns = Returns()
+    returns = FreeQueue()
     begun = threading.Event()
 
     def wait() -> list[int]:

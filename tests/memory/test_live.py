@@ -115,7 +115,7 @@ def test_what_nobody_holds_goes_back_at_once(region: LiveRegion) -> None:
 def test_who_counts_no_more_keeps_what_he_holds_and_makes_room(region: LiveRegion) -> None:
     held = [region.place([b"x" * 5 * PAGE], 5 * PAGE, [(0, 5 * PAGE)], holders=2)[0][0] for _ in range(2)]
     assert not region.has_room(1)
-    region.keep(held)
+    region.exempt(held)
     assert region.size_of(held) == region.unfreed == 10 * PAGE  # the other one still counts
     region.free(held)
     assert (region.unfreed, used(region)) == (0, 10 * PAGE)

@@ -8,7 +8,7 @@ import pytest
 
 from dissociated.errors import StoreError
 from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 
 def test_a_sealed_memfd_never_changes() -> None:
@@ -53,10 +53,10 @@ def test_an_empty_mapping() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_explained(number: int) -> None:
-    with pytest.raises(StoreError, match=r"no space left for the segment .*: free some"), explained("the segment"):
+    with pytest.raises(StoreError, match=r"no space left for the segment .*: free some"), store_errors("the segment"):
         raise OSError(number, os.strerror(number))
 
 
 def test_other_failures_are_named() -> None:
-    with pytest.raises(StoreError, match="writing x: Permission denied"), explained("writing x"):
+    with pytest.raises(StoreError, match="writing x: Permission denied"), store_errors("writing x"):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))

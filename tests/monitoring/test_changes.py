@@ -14,8 +14,8 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
 from dissociated.errors import DatasetNotFound
-from dissociated.monitoring.log import fields
-from dissociated.monitoring.status import Changed
+from dissociated.monitoring.log import record_fields
+from dissociated.monitoring.status import ChangeCounts
 from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
@@ -34,7 +34,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[tuple[Any, ...]]]:
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said = fields(record)
+            said = record_fields(record)
             assert said["bytes"] == SIZES[said["rows"]]
             assert repr(said["dataset"]) in record.getMessage()
             found.append((said["change"], said["dataset"], said.get("version"), said["why"]))
@@ -51,7 +51,7 @@ def put(node: Node, name: str, data: pa.Table, **options: Any) -> None:
         client.put(name, data.to_reader(), **options)
 
 
-def kept(node: Node) -> Changed:
+def kept(node: Node) -> ChangeCounts:
     """The counts, as a client sees them, and Prometheus."""
     prometheus = pytest.importorskip("prometheus_client.parser", reason="the extra `metrics` is not installed")
     with dis.connect(node.uri) as client:
@@ -80,7 +80,7 @@ def test_a_server_that_publishes_by_itself(serve: Serve, told: list[tuple[Any, .
             ("dropped", "d", second),
         ]
         assert "replaces" in told[1][3]
-        assert server.status().changed == Changed(committed=2, retired=1, dropped=1)
+        assert server.status().changed == ChangeCounts(committed=2, retired=1, dropped=1)
         told.clear()
 
 
@@ -96,10 +96,10 @@ def test_what_expires_is_told_and_a_node_that_starts_again_finds_no_news(
             ("committed", "short", 2, "it is new"),
             ("expired", "short", 2, "its time to live is over"),
         ]
-        assert kept(node) == Changed(committed=2, expired=1)
+        assert kept(node) == ChangeCounts(committed=2, expired=1)
     told.clear()
     with Node(Store(tmp_path / "store"), ["shm:"], metrics="127.0.0.1:0") as node:
-        assert kept(node) == Changed()
+        assert kept(node) == ChangeCounts()
     assert told == []
 
 
@@ -143,12 +143,12 @@ def test_what_goes_to_make_room(tmp_path: Path, told: list[tuple[Any, ...]], pol
             *(("committed", name, number, "it is new") for number, name in enumerate("abc", 1)),
             (kind, "a", 1, "the store had to make room"),
         ]
-        assert kept(node) == Changed(**{"committed": 3, kind: 1})
+        assert kept(node) == ChangeCounts(**{"committed": 3, kind: 1})
         with dis.connect(node.uri) as client:
             for info in client.list():
                 client.drop(info.name)
         left = 2 if policy is Policy.EVICT else 3
-        assert kept(node) == Changed(**{"committed": 3, kind: 1, "dropped": left})
+        assert kept(node) == ChangeCounts(**{"committed": 3, kind: 1, "dropped": left})
 
 
 def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
@@ -157,15 +157,15 @@ def test_a_catalog_counts_what_it_decides_and_a_node_what_its_store_does(
     catalog = CatalogService("grpc://127.0.0.1:0")
     try:
         store = Store(tmp_path / "store", 14 * MIB, Policy.EVICT)
-        with Node(store, ["shm:"], catalog=catalog.uri, beat=0.1) as node:
+        with Node(store, ["shm:"], catalog=catalog.uri, heartbeat_interval=0.1) as node:
             for name in "abc":
                 put(node, name, LARGE)
             wait_until(lambda: catalog.status().changed.evicted, "the catalog hears that it is gone")
-            assert catalog.status().changed == Changed(committed=3, evicted=1)
-            assert node.server.status().changed == Changed(evicted=1)
+            assert catalog.status().changed == ChangeCounts(committed=3, evicted=1)
+            assert node.server.status().changed == ChangeCounts(evicted=1)
             with dis.connect(catalog.uri) as client:
                 client.drop("b")
-            assert catalog.status().changed == Changed(committed=3, evicted=1, dropped=1)
+            assert catalog.status().changed == ChangeCounts(committed=3, evicted=1, dropped=1)
     finally:
         catalog.close()
     assert [one[:3] for one in told if one[0] == "evicted"] == [("evicted", "a", None), ("evicted", "a", 1)]

@@ -148,9 +148,9 @@ def test_without_a_token_nothing_is_put_dropped_or_renewed(
                 stranger.put("d", TABLE.slice(1).to_reader())
             for action in ("drop", "commit", "reserve", "discard", "versions", "nodes", "status", "stage"):
                 with pytest.raises(AccessDenied, match="asks for a token"):
-                    stranger.act(action, {"name": "d"})
+                    stranger.do_action(action, {"name": "d"})
             with pytest.raises(AccessDenied, match="asks for a token"):
-                stranger.act("RenewFlightEndpoint", {})
+                stranger.do_action("RenewFlightEndpoint", {})
     assert client.read("d").read_all() == TABLE
 
 

@@ -92,12 +92,12 @@ def test_a_node_that_was_killed_knows_every_commit_that_is_in_its_datasets(memor
     node.kill()
     node = start("node", "--store", memory / "store")
     with dis.connect(node.uri) as client:
-        assert client.describe("d").began == before.began
+        assert client.describe("d").lineage_id == before.lineage_id
         assert [client.committed(key) for key in ("first", "append2", "append3", "append4")] == [True] * 3 + [False]
         commit(node.uri, "append2", 2, "append")
         assert read(node.uri, "d") == [1, 2, 3]
         commit(node.uri, "again", 9, "overwrite")
-        assert client.describe("d").began != before.began
+        assert client.describe("d").lineage_id != before.lineage_id
     assert staged(memory / "store") == []
 
 

@@ -47,14 +47,14 @@ def test_the_limit_counts_what_is_held_in_all_regions(serve: Serve, monkeypatch:
     monkeypatch.setattr(live, "_SPAN", 1 << 20)
     monkeypatch.setattr(live.LiveRegion, "size", 1 << 20)
     held: list[int] = []  # bytes, after each body that was shared
-    place = StreamedSending._place
+    place = StreamedSending._write_body
 
     def placed(sending: StreamedSending, *arguments: Any) -> Any:
         body = place(sending, *arguments)
         held.append(sending._memory.unfreed)
         return body
 
-    monkeypatch.setattr(StreamedSending, "_place", placed)
+    monkeypatch.setattr(StreamedSending, "_write_body", placed)
     server = serve("shm:", live_limit=1 << 21)
     server.publish("live", lambda: live_source(100))  # 8 MB
     kept = list(dis.open_stream(server.locations("live")[0], server.ticket("live")))

@@ -21,9 +21,9 @@ from pyspark.sql.types import LongType, StructField, StructType
 import dissociated as dis
 from dissociated.errors import CatalogError, OptionError
 from dissociated.node.node import Node
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import Request
-from dissociated.spark.streaming import Rows, StreamOptions, StreamReader
+from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from helpers import PATIENCE, connections_left, wait_until
@@ -298,26 +298,26 @@ def test_a_commit_that_is_refused_leaves_nothing_and_can_be_made_good(
 
 
 @pytest.fixture
-def reader(node: Node) -> Iterator[StreamReader]:
+def reader(node: Node) -> Iterator[DatasetStreamReader]:
     reader = reading(node)
     yield reader
     reader.stop()
 
 
-def reading(node: Node, **options: str) -> StreamReader:
-    return StreamReader(Request(Catalog(node.uri), "in"), SCHEMA, StreamOptions.parse(options))
+def reading(node: Node, **options: str) -> DatasetStreamReader:
+    return DatasetStreamReader(Request(CatalogConfig(node.uri), "in"), SCHEMA, StreamOptions.parse(options))
 
 
 def leases(node: Node) -> int:
     return sum(dataset.leases for dataset in node.server.status().datasets)
 
 
-def rows(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
+def rows(reader: DatasetStreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
     partitions = reader.partitions(start, end)
     return [n for one in partitions for batch in reader.read(one) for n in batch["id"].to_pylist()]
 
 
-def test_memory_is_held_until_the_batch_is_committed_and_no_longer(node: Node, reader: StreamReader) -> None:
+def test_memory_is_held_until_the_batch_is_committed_and_no_longer(node: Node, reader: DatasetStreamReader) -> None:
     put(node.uri, "in", range(10))
     start = reader.initialOffset()
     middle = reader.latestOffset(start, ReadMaxRows(4))
@@ -357,7 +357,7 @@ def test_a_store_that_evicts_keeps_what_an_uncommitted_batch_reads(memory: Path)
 
 
 def test_a_batch_is_the_same_however_often_it_is_read_and_whatever_was_appended(
-    node: Node, reader: StreamReader
+    node: Node, reader: DatasetStreamReader
 ) -> None:
     put(node.uri, "in", range(6))
     start = reader.latestOffset(reader.initialOffset(), ReadMaxRows(2))
@@ -368,14 +368,14 @@ def test_a_batch_is_the_same_however_often_it_is_read_and_whatever_was_appended(
     assert rows(reading(node), start, end) == [2, 3, 4, 5]  # of another process
 
 
-def test_a_limit_of_bytes_gives_some_rows_at_least(node: Node, reader: StreamReader) -> None:
+def test_a_limit_of_bytes_gives_some_rows_at_least(node: Node, reader: DatasetStreamReader) -> None:
     put(node.uri, "in", range(8_000))
     start = reader.initialOffset()
     assert reader.latestOffset(start, ReadMaxBytes(16_000))["rows"] == 2_000
     assert reader.latestOffset(start, ReadMaxBytes(1))["rows"] == 1
 
 
-def test_available_now_reads_nothing_that_comes_later(node: Node, reader: StreamReader) -> None:
+def test_available_now_reads_nothing_that_comes_later(node: Node, reader: DatasetStreamReader) -> None:
     put(node.uri, "in", range(5))
     start = reader.initialOffset()
     reader.prepareForTriggerAvailableNow()
@@ -385,7 +385,7 @@ def test_available_now_reads_nothing_that_comes_later(node: Node, reader: Stream
     assert reader.latestOffset(end, ALL) == end
 
 
-def test_a_query_may_begin_before_its_dataset(node: Node, reader: StreamReader) -> None:
+def test_a_query_may_begin_before_its_dataset(node: Node, reader: DatasetStreamReader) -> None:
     start = reader.initialOffset()
     assert reader.latestOffset(start, ALL) == start
     put(node.uri, "in", range(0))
@@ -404,7 +404,7 @@ def test_latest_begins_with_what_is_appended_from_now_on(node: Node) -> None:
 
 
 @pytest.mark.parametrize("mode", ["drop", "overwrite"])
-def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: StreamReader, mode: str) -> None:
+def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: DatasetStreamReader, mode: str) -> None:
     put(node.uri, "in", range(3))
     start = reader.initialOffset()
     end = reader.latestOffset(start, ALL)
@@ -421,7 +421,7 @@ def test_what_is_gone_is_told_to_the_driver_and_to_tasks(node: Node, reader: Str
 
 def test_a_live_source_is_refused(server: dis.Server) -> None:
     server.publish("in", lambda: pa.table({"id": [1]}).to_reader())
-    reader = StreamReader(Request(Catalog(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
+    reader = DatasetStreamReader(Request(CatalogConfig(server.catalog_uri), "in"), SCHEMA, StreamOptions(ALL))
     with pytest.raises(CatalogError, match="not a source that is read live"):
         reader.latestOffset(reader.initialOffset(), ALL)
     reader.stop()
@@ -433,7 +433,11 @@ def test_partitions_have_as_many_rows_as_the_option_says(node: Node) -> None:
     start = reader.initialOffset()
     end = reader.latestOffset(start, ALL)
     began = end["began"]
-    assert reader.partitions(start, end) == [Rows(began, 0, 10), Rows(began, 10, 20), Rows(began, 20, 25)]
+    assert reader.partitions(start, end) == [
+        RowsPartition(began, 0, 10),
+        RowsPartition(began, 10, 20),
+        RowsPartition(began, 20, 25),
+    ]
     assert reader.partitions(end, end) == []
     reader.stop()
 

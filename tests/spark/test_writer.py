@@ -22,7 +22,7 @@ from certificates import Certificates
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
 from dissociated.node.node import Node
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
@@ -53,7 +53,7 @@ def memory() -> Iterator[Path]:
 
 
 def writing(uri: str, mode: str = "overwrite") -> DatasetWriter:
-    return DatasetWriter(Catalog(uri), "x", SCHEMA, mode)
+    return DatasetWriter(CatalogConfig(uri), "x", SCHEMA, mode)
 
 
 def staged(stage: Path) -> list[str]:
@@ -326,7 +326,7 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     ]
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc+tls://127.0.0.1:0", *protection)
     place = on_host("one")
-    writer = DatasetWriter(Catalog(catalog.uri, str(token), certified.roots), "x", SCHEMA, "overwrite")
+    writer = DatasetWriter(CatalogConfig(catalog.uri, str(token), certified.roots), "x", SCHEMA, "overwrite")
     with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
         run(writer, 1)
     where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]

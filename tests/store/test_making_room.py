@@ -153,7 +153,7 @@ def upstream() -> Iterator[CatalogService]:
 def test_puts_in_a_row_do_not_wait_for_the_catalog_to_be_heard(memory: Path, upstream: CatalogService) -> None:
     """A node may evict what the catalog has published, and asks it whether it has rather than refuse."""
     store = Store(memory / "store", 14 * MIB, Policy.EVICT)
-    with Node(store, ["shm:"], catalog=upstream.uri, beat=600.0) as node:
+    with Node(store, ["shm:"], catalog=upstream.uri, heartbeat_interval=600.0) as node:
         for uri, names in ((node.uri, "abc"), (upstream.uri, "def")):
             with dis.connect(uri) as client:
                 for name in names:
@@ -163,7 +163,7 @@ def test_puts_in_a_row_do_not_wait_for_the_catalog_to_be_heard(memory: Path, ups
 
 def test_what_was_dropped_at_the_catalog_makes_room_at_once(memory: Path, upstream: CatalogService) -> None:
     with (
-        Node(Store(memory / "store", 14 * MIB), ["shm:"], catalog=upstream.uri, beat=600.0) as node,
+        Node(Store(memory / "store", 14 * MIB), ["shm:"], catalog=upstream.uri, heartbeat_interval=600.0) as node,
         dis.connect(upstream.uri) as there,
         dis.connect(node.uri) as here,
     ):
@@ -187,7 +187,9 @@ def test_what_has_expired_makes_room_at_once(memory: Path) -> None:
 
 def test_a_catalog_that_is_gone_hides_no_full_store(memory: Path) -> None:
     upstream = CatalogService("grpc://127.0.0.1:0")
-    with Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"], catalog=upstream.uri, beat=600.0) as node:
+    with Node(
+        Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"], catalog=upstream.uri, heartbeat_interval=600.0
+    ) as node:
         with dis.connect(node.uri) as client:
             for name in "ab":
                 client.put(name, LARGE)

@@ -16,14 +16,14 @@ import pytest
 
 import dissociated as dis
 from dissociated.access import Unsigned
-from dissociated.catalog.backend import StoreBackend, Wanted
+from dissociated.catalog.backend import CommitRequest, StoreBackend
 from dissociated.catalog.service import CatalogService
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
-from dissociated.store.recent import Opened, Recent
+from dissociated.store.recent import OpenSegments, SegmentCache
 from dissociated.store.store import Store
 from helpers import PATIENCE
 from nodes import MIB, SCHEMA, put, read, table
@@ -101,7 +101,7 @@ def open_below(directory: Path) -> set[str]:
 
 
 def test_few_are_open_that_nobody_reads(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dissociated.store.recent._MOST", 3)
+    monkeypatch.setattr("dissociated.store.recent._MAX_SEGMENTS", 3)
     with Node(Store(memory), ["tcp://127.0.0.1:0"], retain=0.0) as node, dis.connect(node.uri) as client:
         for number in range(8):
             put(node.uri, f"d{number}", table(number))
@@ -117,7 +117,7 @@ def test_few_are_open_that_nobody_reads(memory: Path, monkeypatch: pytest.Monkey
 def test_recent_ones_go_in_turn_and_one_stays_however_large(memory: Path) -> None:
     with Store(memory) as store:
         backend = StoreBackend(store, Registry(Unsigned()))
-        recent = Recent(cap=2)
+        recent = SegmentCache(cap=2)
         opened = {}
         for name in "abc":
             with backend.writer(name, SCHEMA) as writer:
@@ -128,7 +128,7 @@ def test_recent_ones_go_in_turn_and_one_stays_however_large(memory: Path) -> Non
         assert recent.get("a") is opened["a"]
         recent.put("c", opened["c"])
         assert (recent.get("a"), recent.get("b"), recent.get("c")) == (opened["a"], None, opened["c"])
-        large = Opened([*opened["a"], *opened["b"], *opened["c"]])
+        large = OpenSegments([*opened["a"], *opened["b"], *opened["c"]])
         recent.put("large", large)
         assert (recent.get("a"), recent.get("large")) == (None, large)
         del opened, large, recent
@@ -183,7 +183,7 @@ def test_a_commit_that_nobody_could_read_leaves_nothing(memory: Path, monkeypatc
             with backend.writer(name, SCHEMA) as writer:
                 writer.write(table(1).to_batches()[0])
         with pytest.raises(DissociatedError, match="at most 1 can be shared"):
-            backend.prepare(Wanted("many", "key", ["a", "b"], SCHEMA))
+            backend.prepare(CommitRequest("many", "key", ["a", "b"], SCHEMA))
         assert store.versions() == []
 
 
@@ -221,7 +221,7 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
     memory: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     """Versions are opened, replaced, dropped, evicted or spilled, and their pages recycled, all at once."""
-    monkeypatch.setattr("dissociated.store.recent._MOST", 1)
+    monkeypatch.setattr("dissociated.store.recent._MAX_SEGMENTS", 1)
     store = Store(memory, 6 * MIB, policy, memory.parent / "spilled" if policy is Policy.SPILL else None)
     with Node(store, ["shm:", "tcp://127.0.0.1:0"], retain=0.0) as node, dis.connect(node.uri) as client:
         over = threading.Event()
@@ -248,11 +248,11 @@ def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypat
     """What it tells its catalog follows what has changed, and not how much there is."""
     with (
         closing(CatalogService("grpc://127.0.0.1:0")) as catalog,
-        Node(Store(memory), catalog=catalog.uri, beat=600) as node,
+        Node(Store(memory), catalog=catalog.uri, heartbeat_interval=600) as node,
     ):
         put(catalog.uri, "a", table(1))
-        node.service.catalog.catch_up()  # which tells that, and hears that it is published
-        node.service.catalog.catch_up()
+        node.service.catalog.reconcile()  # which tells that, and hears that it is published
+        node.service.catalog.reconcile()
         looked: list[object] = []
         versions = node.store.versions
 
@@ -261,10 +261,10 @@ def test_a_quiet_node_is_not_looked_through_at_each_beat(memory: Path, monkeypat
             return versions()
 
         monkeypatch.setattr(node.store, "versions", watched)
-        node.service.catalog.catch_up()
+        node.service.catalog.reconcile()
         put(catalog.uri, "b", table(2))
-        node.service.catalog.catch_up()
+        node.service.catalog.reconcile()
         put(node.uri, "a", table(3))
-        node.service.catalog.catch_up()
+        node.service.catalog.reconcile()
         assert looked == []
         assert (read(catalog.uri, "a"), read(catalog.uri, "b")) == ([3], [2])

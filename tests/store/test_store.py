@@ -18,7 +18,7 @@ import pytest
 from dissociated.errors import StoreError
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
-from dissociated.store.files import claimed
+from dissociated.store.files import claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from helpers import PATIENCE, leaving_nothing
@@ -127,7 +127,7 @@ def test_a_repeated_commit_does_nothing(memory: Path) -> None:
 def test_what_was_prepared_gives_way_to_another_attempt_with_the_same_key(memory: Path) -> None:
     with Store(memory) as store:
         gone: list[Version] = []
-        store.eviction.removed = gone.append
+        store.eviction.on_evicted = gone.append
         first = store.commit("some", [write(store, "a", 1)], key="k", prepared=True)
         assert store.commit("some", ["a"], key="k", prepared=True) == first  # the same attempt, repeated
         second = store.commit("some", [write(store, "b", 2)], key="k", prepared=True)
@@ -223,7 +223,7 @@ def test_what_is_removed_stays_readable_and_counts_for_as_long_as_it_is_read(mem
         assert pa.ipc.open_stream(mapped).read_all()["n"].to_pylist()[-1] == 7
         del mapped
         store.sweep()
-        assert claimed(next(store.directory.glob("trash/*"))) is not None  # kept a while to be written over
+        assert claim_unused(next(store.directory.glob("trash/*"))) is not None  # kept a while to be written over
 
 
 def test_what_was_written_long_ago_is_written_over_too(memory: Path) -> None:
@@ -401,7 +401,7 @@ def test_what_was_written_without_reserving_is_not_committed(memory: Path) -> No
 def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:
     with Store(memory, limit=14 * MIB) as store:
         gone: list[Version] = []
-        store.eviction.removed = gone.append
+        store.eviction.on_evicted = gone.append
         old = store.commit("a", [write_large(store, "1", 5)], key="1")
         new = store.commit("a", [write_large(store, "2", 5)], key="2")
         store.commit("b", [write_large(store, "3", 5)], key="3")
@@ -413,7 +413,7 @@ def test_what_was_replaced_goes_first_under_every_policy(memory: Path) -> None:
 def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
     with Store(memory, limit=14 * MIB, policy=Policy.EVICT) as store:
         gone: list[str] = []
-        store.eviction.removed = lambda version: gone.append(version.name)
+        store.eviction.on_evicted = lambda version: gone.append(version.name)
         store.eviction.in_use = lambda version: version.name == "a"
         for name in "abc":
             store.commit(name, [write_large(store, name, 5)], key=name)
@@ -429,7 +429,7 @@ def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path, tm
     disk = memory.with_name("store-disk")
     with Store(memory, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
         moved: list[str] = []
-        store.eviction.moved = lambda version: moved.append(version.name)
+        store.eviction.on_spilled = lambda version: moved.append(version.name)
         a = store.commit("a", [write_large(store, "a", 5)], key="a")
         before = store.segments(a)[0].region.memory
         reader = pa.ipc.open_stream(before)

@@ -41,10 +41,10 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CommitRequest:
     """What a writer asks for. `key` tells this commit from every other; `ttl` is in seconds.
 
-    With `append` the segments follow those of `before`, what the dataset is now. One that is not `whole` is
+    With `append` the segments follow those of `previous`, what the dataset is now. One that is not `whole` is
     published, or not, by a catalog elsewhere.
     """
 
@@ -54,7 +54,7 @@ class Wanted:
     schema: pa.Schema
     append: bool = False
     whole: bool = True
-    before: SegmentsDataset | StoredDataset | None = None
+    previous: SegmentsDataset | StoredDataset | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
 
@@ -71,15 +71,15 @@ class Backend(ABC):
     #: Where writers hand over sealed memfds, the path of a Unix socket; empty where none are taken.
     handover = ""
     #: Whether there is a stage: else writers need that of another node.
-    stages = True
+    has_stage = True
     #: How often what it keeps has changed.
     changes = 0
     #: Called with a version that was evicted.
-    lost: Callable[[Version], None] = staticmethod(lambda version: None)
+    on_evicted: Callable[[Version], None] = staticmethod(lambda version: None)
     #: Called with one that was spilled.
-    moved: Callable[[Prepared], None] = staticmethod(lambda prepared: None)
+    on_spilled: Callable[[Prepared], None] = staticmethod(lambda prepared: None)
     #: Called where there is no room: it confirms what has been published since, and removes what is over.
-    catch_up: Callable[[], None] = staticmethod(lambda: None)
+    reconcile: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     @abstractmethod
@@ -94,17 +94,17 @@ class Backend(ABC):
         """See Store.reserve."""
         return wish
 
-    def expect(self, name: str, size: int) -> None:  # noqa: B027  # where there is no limit there is room
-        """See Store.expect."""
+    def ensure_room(self, name: str, size: int) -> None:  # noqa: B027  # where there is no limit there is room
+        """See Store.ensure_room."""
 
     @abstractmethod
-    def prepare(self, wanted: Wanted) -> Prepared:
+    def prepare(self, request: CommitRequest) -> Prepared:
         """Take these segments, whole and at once. A repeated call, by its key, gives what the first one gave.
 
         Raises StoreError, and SourceError where their schemas differ.
         """
 
-    def of(self, version: Version) -> Prepared:
+    def load_version(self, version: Version) -> Prepared:
         """A version that is kept here, to be served. Raises SourceError where it cannot be read."""
         raise StoreError(f"{version.name!r} is in no store")
 
@@ -149,7 +149,7 @@ class Backend(ABC):
         """What was prepared under these has been published, as a whole dataset or as a part of one."""
 
     @abstractmethod
-    def tidy(self) -> None:
+    def sweep(self) -> None:
         """Remove what was left behind by writers that were killed."""
 
     @abstractmethod
@@ -171,14 +171,14 @@ class StageBackend(Backend):
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
         return SegmentWriter(self._stage.path(name), schema, options)
 
-    def prepare(self, wanted: Wanted) -> Prepared:
-        before = wanted.before if wanted.append else None
-        segments = self._stage.take([*wanted.staged], self.max_metadata)
+    def prepare(self, request: CommitRequest) -> Prepared:
+        before = request.previous if request.append else None
+        segments = self._stage.take([*request.staged], self.max_metadata)
         if before is not None:
-            segments = [*before.opened().segments, *segments]
+            segments = [*before.open().segments, *segments]
         if not segments:
-            segments = [Segment.in_memory(wanted.name, wanted.schema.empty_table().to_reader())]
-        return Prepared(secrets.token_hex(8), SegmentsDataset(wanted.name, segments))
+            segments = [Segment.in_memory(request.name, request.schema.empty_table().to_reader())]
+        return Prepared(secrets.token_hex(8), SegmentsDataset(request.name, segments))
 
     def staged(self) -> list[str]:
         return self._stage.names()
@@ -192,7 +192,7 @@ class StageBackend(Backend):
     def confirm(self, published: Mapping[str, bool]) -> None:
         pass  # nothing here outlives the catalog's knowledge of it
 
-    def tidy(self) -> None:
+    def sweep(self) -> None:
         pass  # what is written here has no name before it is whole
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class StageBackend(Backend):
 class NoBackend(Backend):
     """None: of a catalog that only knows what its nodes have."""
 
-    stages = False
+    has_stage = False
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
@@ -217,7 +217,7 @@ class NoBackend(Backend):
     def reserve(self, name: str, size: int, wish: int) -> int:
         raise CatalogError("this catalog has no stage of its own: ask the node that the segment is on")
 
-    def prepare(self, wanted: Wanted) -> Prepared:
+    def prepare(self, request: CommitRequest) -> Prepared:
         raise CatalogError("this catalog holds no segments: ask one of its nodes")
 
     def staged(self) -> list[str]:
@@ -229,7 +229,7 @@ class NoBackend(Backend):
 
     def confirm(self, published: Mapping[str, bool]) -> None: ...
 
-    def tidy(self) -> None: ...
+    def sweep(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -244,8 +244,8 @@ class StoreBackend(Backend):
         self._store = store
         self._registry = registry
         store.eviction.in_use = self._in_use
-        store.eviction.removed = self._removed
-        store.eviction.moved = self._moved
+        store.eviction.on_evicted = self._on_evicted
+        store.eviction.on_spilled = self._on_spilled
 
     @property
     def directory(self) -> Path:
@@ -255,55 +255,55 @@ class StoreBackend(Backend):
         return self._store.writer(name, schema, options, self.reserve)
 
     def reserve(self, name: str, size: int, wish: int) -> int:
-        return self._room(lambda: self._store.reserve(name, size, wish))
+        return self._retry_when_full(lambda: self._store.reserve(name, size, wish))
 
-    def expect(self, name: str, size: int) -> None:
-        self._room(lambda: self._store.expect(name, size))
+    def ensure_room(self, name: str, size: int) -> None:
+        self._retry_when_full(lambda: self._store.ensure_room(name, size))
 
-    def _room(self, take: Callable[[], T]) -> T:
+    def _retry_when_full(self, take: Callable[[], T]) -> T:
         """What needs room, and once more where there was none: what may go is known as of the last look only."""
         try:
             return take()
         except StoreFull:
             with suppress(DissociatedError):  # a catalog that does not answer has nothing new
-                self.catch_up()  # not within the store, which others use meanwhile
+                self.reconcile()  # not within the store, which others use meanwhile
             return take()
 
-    def prepare(self, wanted: Wanted) -> Prepared:
-        append = wanted.append and wanted.before is not None
-        if append and self._store.by_key(wanted.key) is None:
-            current = self._store.current(wanted.name)
-            if current is None or self.of(current).dataset is not wanted.before:
-                raise StoreError(f"{wanted.name!r} does not lie in this store, so nothing can be appended to it")
-        known = self._store.by_key(wanted.key)
+    def prepare(self, request: CommitRequest) -> Prepared:
+        append = request.append and request.previous is not None
+        if append and self._store.by_key(request.key) is None:
+            current = self._store.current(request.name)
+            if current is None or self.load_version(current).dataset is not request.previous:
+                raise StoreError(f"{request.name!r} does not lie in this store, so nothing can be appended to it")
+        known = self._store.by_key(request.key)
         version = self._store.commit(
-            wanted.name,
-            wanted.staged,
-            key=wanted.key,
-            schema=wanted.schema,
+            request.name,
+            request.staged,
+            key=request.key,
+            schema=request.schema,
             append=append,
-            prepared=not wanted.whole,
-            tags=wanted.tags,
-            ttl=wanted.ttl,
+            prepared=not request.whole,
+            tags=request.tags,
+            ttl=request.ttl,
             max_metadata=self.max_metadata,
         )
         try:
-            self._opened(version)  # nothing is published that nobody could read
+            self._open_version(version)  # nothing is published that nobody could read
         except DissociatedError:
             if version != known:
                 self._store.remove(version)
             raise
-        return self.of(version)
+        return self.load_version(version)
 
-    def of(self, version: Version) -> Prepared:
+    def load_version(self, version: Version) -> Prepared:
         """A version, to be served; it is opened when it is read.
 
         Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
         """
-        known = self._registry.part(version.id)
+        known = self._registry.lookup_part(version.id)
         if known is None:
             made = StoredDataset(
-                version.name, self._schema(version), version.rows, version.nbytes, partial(self._opened, version)
+                version.name, self._schema(version), version.rows, version.nbytes, partial(self._open_version, version)
             )
             made.ticket = version.ticket
             known = self._registry.serve(version.id, made)
@@ -314,14 +314,14 @@ class StoreBackend(Backend):
 
     def _schema(self, version: Version) -> pa.Schema:
         if not version.schema:
-            return self._opened(version).schema
+            return self._open_version(version).schema
         return pa.ipc.read_schema(pa.py_buffer(version.schema))
 
-    def _opened(self, version: Version) -> SegmentsDataset:
+    def _open_version(self, version: Version) -> SegmentsDataset:
         """What is read of a version. Raises SourceError where it cannot be, DatasetNotFound where it is gone."""
         try:
             opened = self._store.segments(version)
-            return opened.served(lambda: SegmentsDataset(version.name, [*opened]))
+            return opened.serve_once(lambda: SegmentsDataset(version.name, [*opened]))
         except StoreError as error:
             if self._store.version(version.id) is None:
                 raise DatasetNotFound(f"{version.name!r} was dropped or replaced just now: look it up again") from None
@@ -351,7 +351,7 @@ class StoreBackend(Backend):
 
     def hand_over(self, descriptor: int) -> str:
         """See Store.hand_over."""
-        return self._room(lambda: self._store.hand_over(descriptor))
+        return self._retry_when_full(lambda: self._store.hand_over(descriptor))
 
     def staged(self) -> list[str]:
         return self._store.staged()
@@ -369,27 +369,27 @@ class StoreBackend(Backend):
             if version is not None:
                 self._store.confirm(version, whole)
 
-    def tidy(self) -> None:
+    def sweep(self) -> None:
         self._store.sweep()
 
     def _in_use(self, version: Version) -> bool:
-        dataset = self._registry.part(version.id)
+        dataset = self._registry.lookup_part(version.id)
         return dataset is not None and dataset.readers > 0
 
-    def _removed(self, version: Version) -> None:
-        self.lost(version)
+    def _on_evicted(self, version: Version) -> None:
+        self.on_evicted(version)
 
-    def _moved(self, version: Version) -> None:
-        dataset = self._registry.part(version.id)
+    def _on_spilled(self, version: Version) -> None:
+        dataset = self._registry.lookup_part(version.id)
         if isinstance(dataset, StoredDataset):
-            dataset.moved()
-        self.moved(self.of(version))
+            dataset.reopen()
+        self.on_spilled(self.load_version(version))
 
     def close(self) -> None:
         self._store.close()
 
 
-def appendable(name: str, before: object) -> SegmentsDataset | StoredDataset | None:
+def check_appendable(name: str, before: object) -> SegmentsDataset | StoredDataset | None:
     """What is to be appended to, or None where there is nothing. Raises SourceError where that was not written so."""
     if before is not None and not isinstance(before, SegmentsDataset | StoredDataset):
         raise SourceError(f"{name!r} was not written in segments, so nothing can be appended to it")

@@ -20,13 +20,13 @@ import pyarrow.flight as flight
 
 from dissociated.access import Security
 from dissociated.catalog import schemas
-from dissociated.catalog.backend import Prepared, Wanted
-from dissociated.catalog.chunks import received
+from dissociated.catalog.backend import CommitRequest, Prepared
+from dissociated.catalog.chunks import receive_put
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.messages import plain_part
+from dissociated.catalog.messages import part_to_json
 from dissociated.catalog.publication import Publication
-from dissociated.catalog.records import Node
-from dissociated.codec.split import Pair
+from dissociated.catalog.records import NodeRecord
+from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError
 from dissociated.host import boot_id, directory_id, host_name
@@ -44,18 +44,18 @@ class Catalog(ABC):
     `security` says who may call, and how this one proves itself to others.
     """
 
-    #: Seconds between two calls of `catch_up`.
-    interval = 1.0
+    #: Seconds between two calls of `reconcile`.
+    reconcile_interval = 1.0
 
-    def __init__(self, node: Node, holdings: Holdings, security: Security) -> None:
+    def __init__(self, node: NodeRecord, holdings: Holdings, security: Security) -> None:
         self.node = node
         self.holdings = holdings
         self.security = security
         self._backend = holdings.backend
         self._registry = holdings.registry
-        self._backend.lost = self._lost
-        self._backend.moved = self._moved
-        self._backend.catch_up = self.catch_up
+        self._backend.on_evicted = self._on_evicted
+        self._backend.on_spilled = self._on_spilled
+        self._backend.reconcile = self.reconcile
 
     # What there is
 
@@ -89,18 +89,18 @@ class Catalog(ABC):
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """The stream of a ticket, from here or from where it is. Raises DatasetNotFound and AccessDenied."""
         identifier = self._registry.tickets.check(parse_identifier(ticket)[0], time.time()).identifier
-        if self._registry.find(identifier) is not None:
+        if self._registry.lookup(identifier) is not None:
             return self.holdings.open(ticket)
-        return self._open_elsewhere(identifier, ticket)
+        return self._open_remote(identifier, ticket)
 
     @abstractmethod
-    def _open_elsewhere(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
+    def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
         """The same for what is not here."""
 
     # Publishing
 
     @abstractmethod
-    def published(self, made: Dataset) -> None:
+    def record_publication(self, made: Dataset) -> None:
         """This process has published this by itself, and serves it already."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Catalog(ABC):
         """Whether there was a commit with this key."""
 
     @abstractmethod
-    def over(self, keys: Sequence[str]) -> Sequence[str]:
+    def resolved_commits(self, keys: Sequence[str]) -> Sequence[str]:
         """Those of `keys` that were committed or aborted."""
 
     def put(self, asked: Mapping[str, Any], reader: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
@@ -129,12 +129,12 @@ class Catalog(ABC):
         What breaks off, which `cancelled` tells or an end that is missing, leaves nothing.
         """
         Publication.parse(asked)  # before anything moves
-        return self._put(asked, reader.schema, received(reader, cancelled, bool(asked.get("end"))))
+        return self._put(asked, reader.schema, receive_put(reader, cancelled, bool(asked.get("end"))))
 
-    def _put(self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[Pair]) -> dict[str, Any]:
+    def _put(self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
         segment = f"{secrets.token_hex(16)}.arrows"
         if isinstance(size := asked.get("nbytes"), int):
-            self._backend.expect(asked["name"], size)
+            self._backend.ensure_room(asked["name"], size)
         with self._backend.writer(segment, schema) as writer:
             for batch, metadata in pairs:
                 writer.write_batch(batch, metadata)
@@ -153,7 +153,7 @@ class Catalog(ABC):
                 "name": asked["name"],
                 "segments": [segment],
                 "append": asked.get("mode") == "append",
-                "schema": schemas.plain(schema),
+                "schema": schemas.to_base64(schema),
                 "key": asked.get("key"),
                 "tags": asked.get("tags"),
                 "ttl": asked.get("ttl"),
@@ -163,18 +163,21 @@ class Catalog(ABC):
     def prepare(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Make segments on this node ready to be published by a catalog."""
         prepared = self._backend.prepare(
-            Wanted(
+            CommitRequest(
                 str(body["name"]),
                 str(body["key"]),
                 [str(one) for one in body["segments"]],
-                schemas.parsed(body["schema"]),
+                schemas.from_base64(body["schema"]),
                 whole=False,
                 tags=body.get("tags") or {},
                 ttl=body.get("ttl"),
             )
         )
-        self.holdings.hold(prepared)
-        return {"part": plain_part(self.holdings.part(prepared)), "schema": schemas.plain(prepared.dataset.schema)}
+        self.holdings.serve(prepared)
+        return {
+            "part": part_to_json(self.holdings.describe_part(prepared)),
+            "schema": schemas.to_base64(prepared.dataset.schema),
+        }
 
     # What writers ask
 
@@ -200,16 +203,16 @@ class Catalog(ABC):
         """Remove segments from the stage."""
         self._backend.discard(segments)
 
-    def clear(self, over: Sequence[str] | None = None) -> None:
-        """Remove from the stage what was written for commits that are `over`: have been, or will never be.
+    def clear_stage(self, resolved: Sequence[str] | None = None) -> None:
+        """Remove from the stage what was written for commits that are `resolved`: have been, or will never be.
 
-        Left out, `over` is asked of the catalog.
+        Left out, `resolved` is asked of the catalog.
         """
         staged = [name for name in self._backend.staged() if "-" in name]
-        keys = sorted({_key_of(name) for name in staged})
-        if keys and over is None:
-            over = self.over(keys)
-        self._backend.discard(name for name in staged if _key_of(name) in (over or ()))
+        keys = sorted({_commit_key_of(name) for name in staged})
+        if keys and resolved is None:
+            resolved = self.resolved_commits(keys)
+        self._backend.discard(name for name in staged if _commit_key_of(name) in (resolved or ()))
 
     # What nodes tell
 
@@ -222,7 +225,7 @@ class Catalog(ABC):
         """A node lives, and tells what has changed since the last time."""
 
     @abstractmethod
-    def leave(self, node: str) -> None:
+    def deregister(self, node: str) -> None:
         """A node ends."""
 
     # Time
@@ -231,19 +234,19 @@ class Catalog(ABC):
         """Serve what the store holds."""
         for version in self._backend.versions():
             try:
-                prepared = self._backend.of(version)
+                prepared = self._backend.load_version(version)
             except DissociatedError as error:
                 _log.error("%s is in the store and cannot be served: %s", version.name, error)
                 continue
-            self.holdings.hold(prepared)
-            self._found(version, prepared)
+            self.holdings.serve(prepared)
+            self._restore(version, prepared)
 
     @abstractmethod
-    def _found(self, version: Version, prepared: Prepared) -> None:
+    def _restore(self, version: Version, prepared: Prepared) -> None:
         """This version is in the store, from before."""
 
     @abstractmethod
-    def catch_up(self) -> None:
+    def reconcile(self) -> None:
         """Learn what has been published, and let go of what is over."""
 
     @abstractmethod
@@ -254,25 +257,25 @@ class Catalog(ABC):
         """Nobody asks any more: let go of what is kept."""
         self._backend.close()
 
-    def _lost(self, version: Version) -> None:
+    def _on_evicted(self, version: Version) -> None:
         """A version was evicted; or what was prepared and never published is gone."""
-        number = self._version_of(version.id)
+        number = self._version_number(version.id)
         self._registry.withdraw_parts([version.id])
         if not version.prepared:
-            self.holdings.changed("evicted", version.name, number, version.rows, version.nbytes)
-        self._gone([version.id])
+            self.holdings.record_change("evicted", version.name, number, version.rows, version.nbytes)
+        self._on_parts_deleted([version.id])
 
-    def _moved(self, prepared: Prepared) -> None:
+    def _on_spilled(self, prepared: Prepared) -> None:
         """A version was spilled."""
         made = prepared.dataset
-        self.holdings.changed("spilled", made.name, self._version_of(prepared.id), made.rows, made.nbytes)
+        self.holdings.record_change("spilled", made.name, self._version_number(prepared.id), made.rows, made.nbytes)
 
     @abstractmethod
-    def _version_of(self, part: str) -> int | None:
+    def _version_number(self, part: str) -> int | None:
         """The number of the version that has this part, where that is known here."""
 
     @abstractmethod
-    def _gone(self, parts: Sequence[str]) -> None:
+    def _on_parts_deleted(self, parts: Sequence[str]) -> None:
         """These parts are not here any more."""
 
     # What comes of it
@@ -285,7 +288,7 @@ class Catalog(ABC):
         """What is served here, who reads it, and what was sent."""
         return self.holdings.activity.status(
             self.node.flight,
-            self.holdings.places.listeners(),
+            self.holdings.endpoints.listener_uris(),
             self._registry.datasets(),
             [*self.node_status()],
             self.holdings.store_status(),
@@ -299,6 +302,6 @@ def commit_key(name: str, segments: Sequence[tuple[str, str]]) -> str:
     return hashlib.sha256(json.dumps([name, segments]).encode()).hexdigest()
 
 
-def _key_of(segment: str) -> str:
+def _commit_key_of(segment: str) -> str:
     """The key of the commit that a segment was written for, by its name."""
     return segment.partition("-")[0]

@@ -19,16 +19,16 @@ from dissociated.errors import (
     DissociatedError,
     UriError,
 )
-from dissociated.fork import belongs, disown, keep, use_grpc
-from dissociated.transport.base import seconds
+from dissociated.fork import bind_to_process, invalidate, leak, use_grpc
+from dissociated.transport.base import check_timeout
 from dissociated.uri import Uri
 
 T = TypeVar("T")
 
-_UNTRUSTED = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
+_UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
 
 
-class Calls:
+class CatalogConnection:
     """A connection to the catalog at `uri`, made with the first call: a process that is forked before has its own."""
 
     def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
@@ -40,12 +40,12 @@ class Calls:
             raise UriError(f"{uri} is not the URI of a catalog: grpc://HOST:PORT")
         self.flight = flight
         self.uri = uri
-        self.timeout = seconds(timeout)
+        self.timeout = check_timeout(timeout)
         roots = None if tls_roots is None else os.fspath(tls_roots)
         self._parameters = client_options(None if token is None else check_token(token), roots)
         self._connection: Any = None
         self._closed = False
-        belongs(self)
+        bind_to_process(self)
 
     def call(self, call: Callable[[Any], T]) -> T:
         """What `call` returns, which is given the connection. Raises CatalogError, AccessDenied, DeadlineExceeded."""
@@ -64,20 +64,22 @@ class Calls:
         except DissociatedError:  # some are OSErrors, too: of a source that is put
             raise
         except self.flight.FlightUnavailableError as error:
-            if any(sign in str(error) for sign in _UNTRUSTED):
+            if any(sign in str(error) for sign in _UNTRUSTED_SIGNS):
                 raise AccessDenied(
                     f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
                     "(tls_roots says which certificates are)"
                 ) from None
-            raise CatalogUnreachable(f"no catalog answers at {self.uri}: is it running? ({_sentence(error)})") from None
+            raise CatalogUnreachable(
+                f"no catalog answers at {self.uri}: is it running? ({_server_message(error)})"
+            ) from None
         except self.flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (self.flight.FlightUnauthenticatedError, self.flight.FlightUnauthorizedError) as error:
-            raise AccessDenied(_sentence(error)) from None
+            raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
-            raise DatasetNotFound(_sentence(error)) from None
+            raise DatasetNotFound(_server_message(error)) from None
         except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
-            raise CatalogError(f"the catalog at {self.uri} refused: {_sentence(error)}") from None
+            raise CatalogError(f"the catalog at {self.uri} refused: {_server_message(error)}") from None
 
     def close(self) -> None:
         """Close the connection. Streams that were opened go on."""
@@ -88,7 +90,7 @@ class Calls:
 
     def forked(self) -> None:
         """See `dissociated.fork`. What needs no call to the catalog works in the child, too."""
-        keep(self._connection)
+        leak(self._connection)
         self._connection = None
 
     def _connected(self) -> Any:
@@ -100,15 +102,15 @@ class Calls:
         return self._connection
 
 
-class Received:
+class FlightBatches:
     """The batches of a stream that was opened by one of these `calls`."""
 
-    def __init__(self, calls: Calls, reader: Any) -> None:
+    def __init__(self, calls: CatalogConnection, reader: Any) -> None:
         self._calls = calls
         self._reader = reader
-        belongs(self)
+        bind_to_process(self)
 
-    def __iter__(self) -> Received:
+    def __iter__(self) -> FlightBatches:
         return self
 
     def __next__(self) -> Any:
@@ -119,11 +121,11 @@ class Received:
         return batch
 
     def forked(self) -> None:
-        keep(self._reader)
-        disown(self)
+        leak(self._reader)
+        invalidate(self)
 
 
-def _sentence(error: BaseException) -> str:
+def _server_message(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
     text = text.partition(". Detail: ")[0].strip()

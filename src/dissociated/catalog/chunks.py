@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.codec.split import Pair, Validator
+from dissociated.codec.split import BatchAndMetadata, Validator
 from dissociated.errors import CatalogError, DissociatedError
 
 _METADATA = "dissociated.metadata"
@@ -31,7 +31,7 @@ _END = "dissociated.end"
 # DoPut
 
 
-def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Pair]) -> dict[str, Any]:
+def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[BatchAndMetadata]) -> dict[str, Any]:
     """Send all of it by DoPut of a Flight `client`, and the end. Returns what the server answers.
 
     Raises what `pairs` raise, or else what the server says.
@@ -55,20 +55,20 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Pair
     return answered
 
 
-def _send(pairs: Iterable[Pair], writer: Any, validator: Validator) -> None:
+def _send(pairs: Iterable[BatchAndMetadata], writer: Any, validator: Validator) -> None:
     batches = rows = 0
     for batch, metadata in pairs:
         validator.check(batch)
         if metadata:
-            writer.write_with_metadata(batch, _encoded({_METADATA: _plain(metadata)}))
+            writer.write_with_metadata(batch, _encode_app_metadata({_METADATA: _encode_metadata(metadata)}))
         else:
             writer.write_batch(batch)
         batches, rows = batches + 1, rows + batch.num_rows
-    writer.write_metadata(_encoded({_END: {"batches": batches, "rows": rows}}))
+    writer.write_metadata(_encode_app_metadata({_END: {"batches": batches, "rows": rows}}))
     writer.done_writing()
 
 
-def received(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool) -> Iterator[Pair]:
+def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool) -> Iterator[BatchAndMetadata]:
     """Everything that comes by a Flight `reader`. Raises CatalogError in place of its end where that is not all.
 
     So it is where the call is `cancelled`, as by the end of its process; and where a stream that is `marked` has
@@ -77,10 +77,10 @@ def received(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool)
     batches = rows = 0
     end = None
     for chunk in reader:
-        told = _parsed(chunk.app_metadata)
+        told = _decode_app_metadata(chunk.app_metadata)
         if chunk.data is not None:
             batches, rows = batches + 1, rows + chunk.data.num_rows
-            yield chunk.data, _metadata(told)
+            yield chunk.data, _decode_metadata(told)
         end = told.get(_END, end)
     if cancelled() or (marked and end != {"batches": batches, "rows": rows}):
         raise CatalogError(f"the writer broke off after {rows:,} rows: nothing is published")
@@ -89,7 +89,7 @@ def received(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bool)
 # DoGet
 
 
-def sent(schema: pa.Schema, pairs: Iterator[Pair]) -> Iterator[Any]:
+def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterator[Any]:
     """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between.
 
     Raises SourceError before a batch on which libarrow would abort.
@@ -110,23 +110,23 @@ def sent(schema: pa.Schema, pairs: Iterator[Pair]) -> Iterator[Any]:
     while following is not None:
         batch, metadata = following
         if metadata:
-            told: dict[str, Any] = {_METADATA: _plain(metadata)}
+            told: dict[str, Any] = {_METADATA: _encode_metadata(metadata)}
             if first:
                 told[_FIRST] = True
                 yield _reader([batch.slice(0, 0)])
-            yield batch.slice(0, 0), _encoded(told)
+            yield batch.slice(0, 0), _encode_app_metadata(told)
         first = False
         yield pa.RecordBatchReader.from_batches(batch.schema, run())
 
 
-def taken(reader: Any) -> Iterator[Pair]:
+def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
     """The same batches and metadata, where it arrives by a Flight `reader`; all batches of a stream of others."""
     metadata = None
     held: list[pa.RecordBatch] = []  # an empty first batch, until it is known whether it is one
     for number, chunk in enumerate(reader):
-        told = _parsed(chunk.app_metadata)
+        told = _decode_app_metadata(chunk.app_metadata)
         if _METADATA in told:
-            metadata = _metadata(told)
+            metadata = _decode_metadata(told)
             if told.get(_FIRST):
                 held.clear()
             continue
@@ -148,11 +148,11 @@ def _reader(batches: list[pa.RecordBatch]) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(batches[0].schema, batches)
 
 
-def _encoded(told: dict[str, Any]) -> pa.Buffer:
+def _encode_app_metadata(told: dict[str, Any]) -> pa.Buffer:
     return pa.py_buffer(json.dumps(told).encode())
 
 
-def _parsed(content: pa.Buffer | None) -> dict[str, Any]:
+def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
     """What it says, if it is ours."""
     if content is None:
         return {}
@@ -163,11 +163,11 @@ def _parsed(content: pa.Buffer | None) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def _plain(metadata: pa.KeyValueMetadata) -> list[list[str]]:
+def _encode_metadata(metadata: pa.KeyValueMetadata) -> list[list[str]]:
     return [[base64.b64encode(one).decode() for one in item] for item in metadata.items()]
 
 
-def _metadata(told: dict[str, Any]) -> pa.KeyValueMetadata | None:
+def _decode_metadata(told: dict[str, Any]) -> pa.KeyValueMetadata | None:
     try:
         found = [(base64.b64decode(key), base64.b64decode(value)) for key, value in told.get(_METADATA, ())]
     except (TypeError, ValueError):

@@ -13,19 +13,19 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
-from dissociated.catalog.calls import Calls, Received
-from dissociated.catalog.chunks import taken, upload
+from dissociated.catalog.calls import CatalogConnection, FlightBatches
+from dissociated.catalog.chunks import receive_get, upload
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.stage import StagePlace
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.options import ReadOptions, given
-from dissociated.codec.reader import named
-from dissociated.codec.split import Pair, batches
+from dissociated.codec.options import ReadOptions, check_options
+from dissociated.codec.reader import check_field_names
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Source
-from dissociated.datasets.blame import source_blamed
-from dissociated.datasets.sources import dataset
+from dissociated.datasets.blame import source_errors
+from dissociated.datasets.sources import make_dataset
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, FormatError
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
@@ -50,7 +50,7 @@ class CatalogClient:
         trusted_files: bool = False,
     ) -> None:
         self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
-        self._calls = Calls(uri, timeout, token, tls_roots)
+        self._calls = CatalogConnection(uri, timeout, token, tls_roots)
         #: What a read has that says nothing else.
         self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata)
         self.uri = uri
@@ -69,7 +69,7 @@ class CatalogClient:
 
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
-        criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_asking()}).encode()
+        criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_caller_identity()}).encode()
 
         def found(client: Any) -> list[DatasetInfo]:
             try:
@@ -85,14 +85,14 @@ class CatalogClient:
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
         """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
         describe = self._calls.flight.FlightDescriptor
-        ours = {"name": name, **_asking(), **({} if version is None else {"version": version})}
+        ours = {"name": name, **_caller_identity(), **({} if version is None else {"version": version})}
         ways = [describe.for_command(json.dumps(ours))]
         if version is None:
             ways += describe.for_command(name), describe.for_path(name)  # as other servers may understand it
         unknown = False
         for way in ways:
             try:
-                return self._described(way)
+                return self._get_flight_info(way)
             except CatalogUnreachable:
                 raise
             except CatalogError as error:
@@ -102,18 +102,18 @@ class CatalogClient:
             raise DatasetNotFound(f"the server at {self.uri} knows no dataset {name!r}") from None
         raise refused
 
-    def _described(self, descriptor: Any) -> DatasetInfo:
+    def _get_flight_info(self, descriptor: Any) -> DatasetInfo:
         options = self._calls.options()
         return self._calls.call(lambda client: DatasetInfo.parse(client.get_flight_info(descriptor, options)))
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         """What of a dataset can still be read, the oldest first: version, created, rows, current."""
-        found: Sequence[dict[str, Any]] = self.act("versions", {"name": name})["versions"]
+        found: Sequence[dict[str, Any]] = self.do_action("versions", {"name": name})["versions"]
         return found
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         """Who holds parts of datasets: id, host, boot_id, flight, locations, alive, seen."""
-        found: Sequence[dict[str, Any]] = self.act("nodes", {})["nodes"]
+        found: Sequence[dict[str, Any]] = self.do_action("nodes", {})["nodes"]
         return found
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
@@ -121,14 +121,14 @@ class CatalogClient:
 
         Of `options` count those that libarrow applies, and the depth.
         """
-        options = given(options, ReadOptions)
+        options = check_options(options, ReadOptions)
         flight = self._calls.flight
         told = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
         reader = self._calls.call(lambda client: client.do_get(flight.Ticket(ticket), told))
         with self._calls.errors():
-            schema = named(reader.schema)
+            schema = check_field_names(reader.schema)
         options.check_depth(schema)
-        return BatchReader(schema, taken(Received(self._calls, reader)))
+        return BatchReader(schema, receive_get(FlightBatches(self._calls, reader)))
 
     def put(
         self,
@@ -151,16 +151,16 @@ class CatalogClient:
         Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
         """
         asked = Publication(name, mode, dict(tags or {}), ttl)
-        made = dataset(name, source)
+        made = make_dataset(name, source)
         reader = made.open_reader()
 
-        def pairs() -> Iterator[Pair]:
-            with source_blamed(name):
+        def pairs() -> Iterator[BatchAndMetadata]:
+            with source_errors(name):
                 yield from batches(reader)
 
         size = None
         if not made.reopened:  # then a node makes room for all of it, or for nothing
-            with source_blamed(name):
+            with source_errors(name):
                 for _ in batches(made.open_reader()):
                     pass  # what is no valid data is refused before anything looks into it
             size = made.packed_size
@@ -171,11 +171,11 @@ class CatalogClient:
 
     def stage(self) -> StagePlace:
         """Where writers put segments: on this host, if there is a node."""
-        return StagePlace(**self.act("stage", _asking()))
+        return StagePlace(**self.do_action("stage", _caller_identity()))
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """See Store.reserve: what writers in a limited stage call before they write."""
-        return int(self.act("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
+        return int(self.do_action("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
 
     def hand_over(self, descriptor: int) -> dict[str, str]:
         """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file. The node serves it where it
@@ -225,15 +225,15 @@ class CatalogClient:
             "schema": base64.b64encode(schema.serialize()).decode(),
             "key": key,
         }
-        self.act("commit", body)
+        self.do_action("commit", body)
 
     def committed(self, key: str) -> bool:
         """Whether there was a commit with this `key`. After thirty days nobody knows any more."""
-        return bool(self.act("committed", {"key": key})["committed"])
+        return bool(self.do_action("committed", {"key": key})["committed"])
 
     def discard(self, segments: Sequence[str]) -> None:
         """Remove segments from the stage, as far as they exist."""
-        self.act("discard", {"segments": [*segments]})
+        self.do_action("discard", {"segments": [*segments]})
 
     def abort(self, key: str) -> None:
         """There shall be no commit with this `key`, unless there was one; what was written for it is removed.
@@ -241,16 +241,16 @@ class CatalogClient:
         That is every segment, on any node, whose name begins with the key and "-", also while it is written. The
         catalog's own node removes them at once, others with their next sign of life.
         """
-        self.act("abort", {"key": key})
+        self.do_action("abort", {"key": key})
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
-        self.act("drop", {"name": name})
+        self.do_action("drop", {"name": name})
 
     def status(self) -> ServerStatus:
         """What the catalog's server publishes, who reads it, and what it has sent."""
         try:
-            return ServerStatus.parse(self.act("status", {}))
+            return ServerStatus.parse(self.do_action("status", {}))
         except FormatError as error:
             raise CatalogError(f"the catalog at {self.uri} answered with what cannot be read: {error}") from None
 
@@ -258,7 +258,7 @@ class CatalogClient:
         """Close the connection to the catalog. Streams that were opened go on."""
         self._calls.close()
 
-    def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def do_action(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Call an action of the catalog: see `dissociated.catalog.service`."""
         message = self._calls.flight.Action(action, json.dumps(body).encode())
         options = self._calls.options()
@@ -267,6 +267,6 @@ class CatalogClient:
         return decoded
 
 
-def _asking() -> dict[str, str]:
+def _caller_identity() -> dict[str, str]:
     """Who asks: the catalog then names the nearest first."""
     return {"host": host_name(), "boot_id": boot_id()}

@@ -11,26 +11,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dissociated.catalog.records import Announced, Held, Node, Part, Record
+from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.catalog.tables import Tables
 from dissociated.catalog.versions import Versions, node_of
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
 
 #: Seconds after which a part that was prepared for a commit which never came is released.
-ABANDONED = 600.0
-FOR_EVER = 1e18
+PREPARE_TIMEOUT = 600.0
+FOREVER = 1e18
 
 
 class Database:
     """The catalog's state, in the file `path`. Safe to use from many threads. `clock` gives seconds since the epoch.
 
-    `changed` is told what has become of datasets, after it has; whoever serves the database sets it.
+    `on_change` is told what has become of datasets, after it has; whoever serves the database sets it.
     Raises CatalogError where the file cannot be used, or another catalog uses it.
     """
 
     def __init__(self, path: str = ":memory:", clock: Callable[[], float] = time.time) -> None:
-        self.changed: Callable[[Change], None] = lambda change: None
+        self.on_change: Callable[[Change], None] = lambda change: None
         self._clock = clock
         self._tables = Tables(path)
 
@@ -46,12 +46,12 @@ class Database:
             versions.expire(versions.now)
             yield versions
         for change in versions.changes:
-            self.changed(change)
+            self.on_change(change)
 
     # Nodes
 
     def register(
-        self, node: Node, announced: Sequence[Announced], digest: str, lives_until: float, serial: int = 0
+        self, node: NodeRecord, announced: Sequence[AnnouncedVersion], digest: str, lives_until: float, serial: int = 0
     ) -> None:
         """A node says who it is and everything that it holds, of the parts with serials up to `serial`.
 
@@ -77,18 +77,18 @@ class Database:
             there = {one.part.id for one in announced}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in there:
-                    versions.miss(row["id"], node.host)
-            self._take(versions, announced)
+                    versions.remove_missing(row["id"], node.host)
+            self._record_announced(versions, announced)
             versions.expire(versions.now)
 
-    def _take(self, versions: Versions, announced: Sequence[Announced]) -> None:
+    def _record_announced(self, versions: Versions, announced: Sequence[AnnouncedVersion]) -> None:
         """A node holds these."""
         for one in sorted(announced, key=lambda one: one.created):
             if one.prepared:
                 continue
             if not one.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (one.part.id,))
-            elif one.schema and not self._known(one):
+            elif one.schema and not self._is_known(one):
                 newer = self._tables.all(
                     "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND created > ?", one.name, one.created
                 )
@@ -97,20 +97,20 @@ class Database:
                         one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created, one.before
                     )
 
-    def _known(self, one: Announced) -> bool:
+    def _is_known(self, one: AnnouncedVersion) -> bool:
         return bool(
             self._tables.all("SELECT 1 FROM parts WHERE id = ?", one.part.id)
             or self._tables.all("SELECT 1 FROM commits WHERE key = ?", one.key)
         )
 
-    def heard(
+    def touch_node(
         self,
         node: str,
         digest: str,
         lives_until: float,
         *,
         since: str | None = None,
-        announced: Sequence[Announced] = (),
+        announced: Sequence[AnnouncedVersion] = (),
         gone: Sequence[str] = (),
     ) -> bool:
         """A node lives, and holds what `digest` stands for.
@@ -130,37 +130,37 @@ class Database:
             )
             for part in gone:
                 if self._tables.all("SELECT 1 FROM parts WHERE id = ? AND node = ?", part, node):
-                    versions.miss(part, known[0]["host"])
-            self._take(versions, announced)
+                    versions.remove_missing(part, known[0]["host"])
+            self._record_announced(versions, announced)
             versions.expire(versions.now)
             return True
 
-    def left(self, node: str) -> None:
+    def deregister(self, node: str) -> None:
         """A node says that it ends."""
         with self._transaction():
             self._tables.run("UPDATE nodes SET lives_until = 0 WHERE id = ?", (node,))
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[NodeRecord]:
         """Every node that ever registered."""
         with self._transaction() as versions:
             return [node_of(row, versions.now) for row in self._tables.all("SELECT * FROM nodes ORDER BY id")]
 
-    def unwanted(self, node: str, announced: Sequence[Announced] = ()) -> list[str]:
+    def unreferenced_parts(self, node: str, announced: Sequence[AnnouncedVersion] = ()) -> list[str]:
         """The parts of a node that no version has any more, or that were prepared for a commit that never came."""
         with self._transaction() as versions:
-            # CROSS: the few that are unused first, and not all parts, which SQLite would take else
+            # CROSS: the few unused ones first, and not all parts
             rows = self._tables.all("SELECT id FROM unused CROSS JOIN parts ON id = part WHERE node = ?", node)
-            unwanted = {row["id"] for row in rows}
+            unreferenced = {row["id"] for row in rows}
             for one in announced:
                 if self._tables.all("SELECT 1 FROM parts WHERE id = ?", one.part.id):
                     continue
-                if not versions.over(one.key) and one.prepared and one.created + ABANDONED < versions.now:
+                if not versions.is_resolved(one.key) and one.prepared and one.created + PREPARE_TIMEOUT < versions.now:
                     versions.abort(one.key)  # should its commit come after all, it must not find nothing
-                if versions.over(one.key):
-                    unwanted.add(one.part.id)
-            return sorted(unwanted)
+                if versions.is_resolved(one.key):
+                    unreferenced.add(one.part.id)
+            return sorted(unreferenced)
 
-    def wanted(self, node: str, parts: Iterable[str]) -> dict[str, bool]:
+    def referenced_parts(self, node: str, parts: Iterable[str]) -> dict[str, bool]:
         """Those of these parts that some version has, and whether one of them is all of its version, the latest.
 
         Also those of the `node` that are not all of it any more, unless it has said that it knows.
@@ -171,20 +171,20 @@ class Database:
             for part in {*parts, *(row["id"] for row in unsettled)}:
                 (row,) = self._tables.all("SELECT max(version) AS latest FROM version_parts WHERE part = ?", part)
                 if row["latest"] is not None:
-                    found[part] = versions.is_one(row["latest"])
+                    found[part] = versions.is_single_part(row["latest"])
             return found
 
-    def settled(self, parts: Iterable[str]) -> None:
-        """The node of these parts knows what `wanted` said of them."""
+    def acknowledge_parts(self, parts: Iterable[str]) -> None:
+        """The node of these parts knows what `referenced_parts` said of them."""
         with self._transaction():
             for part in parts:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (part,))
 
-    def released(self, parts: Sequence[str]) -> None:
+    def delete_parts(self, parts: Sequence[str]) -> None:
         """These parts are gone from their node."""
         with self._transaction() as versions:
             for part in parts:
-                versions.lose(part)
+                versions.delete_part(part)
 
     # Datasets
 
@@ -212,13 +212,13 @@ class Database:
             done = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
             if done:
                 return int(done[0]["version"])
-            if versions.over(key):
+            if versions.is_resolved(key):
                 raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
             version = versions.publish(
                 name, key, append, schema, parts, tags or {}, ttl, created or versions.now, before
             )
             if created is None:
-                versions.tell_committed(version, append or bool(before))
+                versions.record_commit(version, append or bool(before))
             versions.expire(created or versions.now)
             return version
 
@@ -237,13 +237,13 @@ class Database:
     def abort(self, key: str) -> None:
         """There shall be no commit with this key, unless there was one."""
         with self._transaction() as versions:
-            if not versions.over(key):
+            if not versions.is_resolved(key):
                 versions.abort(key)
 
-    def over(self, keys: Sequence[str]) -> list[str]:
+    def resolved_commits(self, keys: Sequence[str]) -> list[str]:
         """Those of `keys` that were committed or aborted."""
         with self._transaction() as versions:
-            return [key for key in keys if versions.over(key)]
+            return [key for key in keys if versions.is_resolved(key)]
 
     def drop(self, name: str) -> None:
         """Forget the dataset `name`, all versions. Raises DatasetNotFound."""
@@ -252,7 +252,7 @@ class Database:
                 raise DatasetNotFound(f"no dataset {name!r} is published here")
             versions.remove("dropped", "it was asked for", "name = ?", name)
 
-    def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[Record]:
+    def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[VersionRecord]:
         """The datasets whose names begin with `prefix` and that have all of `tags`, by name."""
         with self._transaction() as versions:
             found = [
@@ -262,10 +262,10 @@ class Database:
             ]
             return [versions.record(row) for row in found]
 
-    def find(self, name: str, version: int | None = None, promise: float = 0.0) -> Record:
+    def find(self, name: str, version: int | None = None, retain: float = 0.0) -> VersionRecord:
         """The dataset `name`, or a version of it that is still there. Raises DatasetNotFound.
 
-        `promise` is for how many seconds its tickets shall stay good at least, even if it is replaced.
+        `retain` is for how many seconds its tickets shall stay good at least, even if it is replaced.
         """
         with self._transaction() as versions:
             if version is None:
@@ -275,16 +275,16 @@ class Database:
             if not rows:
                 which = f"no dataset {name!r}" if version is None else f"no version {version} of the dataset {name!r}"
                 raise DatasetNotFound(f"{which} is published here")
-            versions.promise(rows[0], promise)
+            versions.extend_promise(rows[0], retain)
             return versions.record(rows[0])
 
-    def versions(self, name: str) -> list[Record]:
+    def versions(self, name: str) -> list[VersionRecord]:
         """All versions of `name` that can still be read, the oldest first."""
         with self._transaction() as versions:
             rows = self._tables.all("SELECT * FROM versions WHERE name = ? ORDER BY id", name)
             return [versions.record(row) for row in rows]
 
-    def by_ticket(self, ticket: bytes, promise: float = 0.0) -> tuple[Record, Held]:
+    def find_by_ticket(self, ticket: bytes, retain: float = 0.0) -> tuple[VersionRecord, ReplicatedPart]:
         """The version that has a part with this ticket, and that part. Raises DatasetNotFound."""
         with self._transaction() as versions:
             rows = self._tables.all(
@@ -296,6 +296,6 @@ class Database:
                 raise DatasetNotFound(
                     "no dataset has this ticket: it may have been replaced or dropped; look it up again"
                 )
-            versions.promise(rows[0], promise)
+            versions.extend_promise(rows[0], retain)
             record = versions.record(rows[0])
             return record, next(part for part in record.parts if part.ticket == ticket)

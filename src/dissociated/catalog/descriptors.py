@@ -12,20 +12,20 @@ from dissociated.errors import CatalogError
 _FIRST_FIELD = 0x0A  # of a protobuf message, as bytes
 
 
-def described(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
+def parse_descriptor(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
     """What a descriptor asks for: a name, and whatever else its command says."""
     if descriptor.descriptor_type == flight.DescriptorType.PATH and len(descriptor.path) == 1:
         return {"name": descriptor.path[0].decode(errors="replace")}
     if descriptor.descriptor_type == flight.DescriptorType.CMD:
         if not descriptor.command.lstrip().startswith(b"{"):
             return {"name": descriptor.command.decode(errors="replace")}
-        asked = parsed(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
+        asked = parse_json(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
         if isinstance(asked.get("name"), str):
             return asked
     raise CatalogError("a dataset is described by a path of one part, or a command: its name, or JSON with its name")
 
 
-def parsed(text: bytes, otherwise: str) -> dict[str, Any]:
+def parse_json(text: bytes, otherwise: str) -> dict[str, Any]:
     """An object in JSON. Raises CatalogError that says `otherwise`."""
     try:
         found = json.loads(text)

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.chunks import sent
-from dissociated.catalog.descriptors import described, first_field
+from dissociated.catalog.chunks import generate_get
+from dissociated.catalog.descriptors import first_field, parse_descriptor
 from dissociated.catalog.guard import require_peer
 from dissociated.codec.split import batches
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, told
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, peer_message
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
-_BETWEEN = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
+_PEER_ACTIONS = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
 
 _Body = dict[str, Any]
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def told_by_flight() -> Iterator[None]:
+def flight_errors() -> Iterator[None]:
     """Turn our errors into those that Flight carries to the client: a KeyError arrives as "not found"."""
     try:
         yield
@@ -38,7 +38,7 @@ def told_by_flight() -> Iterator[None]:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
         _log.info("%s", error)
-        raise flight.FlightServerError(told(error)) from None
+        raise flight.FlightServerError(peer_message(error)) from None
     except (pa.ArrowException, flight.FlightError):  # of what the client sent, or that it is gone
         raise
     except Exception as error:
@@ -48,9 +48,9 @@ def told_by_flight() -> Iterator[None]:
         raise flight.FlightServerError("the catalog failed for a reason that its log tells") from None
 
 
-def _told(items: Iterator[Any]) -> Iterator[Any]:
+def _with_flight_errors(items: Iterator[Any]) -> Iterator[Any]:
     """The same items; what is raised between them is told, too."""
-    with told_by_flight():
+    with flight_errors():
         yield from items
 
 
@@ -61,45 +61,45 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     """
 
     def __init__(self, uri: str, **protection: Any) -> None:
-        self._given: Future[Catalog] = Future()
+        self._catalog_future: Future[Catalog] = Future()
         self._actions: dict[str, tuple[Callable[[_Body], Any], str]] = {}
         self._binary: dict[str, tuple[Callable[[bytes], bytes], str]] = {}
         super().__init__(uri, **protection)
 
-    def answer_for(self, catalog: Catalog) -> None:
+    def set_catalog(self, catalog: Catalog) -> None:
         """From now on."""
         self._actions |= _actions(catalog)
         self._binary |= {
             "RenewFlightEndpoint": (catalog.renew, "keep the ticket of an endpoint good for longer"),
             "CancelFlightInfo": (_cancel, "nothing is computed for a FlightInfo, so there is nothing to cancel"),
         }
-        self._given.set_result(catalog)
+        self._catalog_future.set_result(catalog)
 
     def stop(self) -> None:
         """There will be no catalog: whoever waits for one is told."""
-        if not self._given.done():
-            self._given.set_exception(CatalogError("this catalog could not start"))
+        if not self._catalog_future.done():
+            self._catalog_future.set_exception(CatalogError("this catalog could not start"))
 
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        with told_by_flight():
+        with flight_errors():
             yield from self._catalog.infos(criteria)
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        with told_by_flight():
+        with flight_errors():
             return self._catalog.info(descriptor)
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
-        with told_by_flight():
+        with flight_errors():
             return flight.SchemaResult(self._catalog.schema(descriptor))
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        with told_by_flight():
+        with flight_errors():
             reader = self._catalog.open(ticket.ticket)
-        return flight.GeneratorStream(reader.schema, _told(sent(reader.schema, batches(reader))))
+        return flight.GeneratorStream(reader.schema, _with_flight_errors(generate_get(reader.schema, batches(reader))))
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
-        with told_by_flight():
-            told = self._catalog.put(described(descriptor), reader, context.is_cancelled)
+        with flight_errors():
+            told = self._catalog.put(parse_descriptor(descriptor), reader, context.is_cancelled)
             writer.write(pa.py_buffer(json.dumps(told).encode()))
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
@@ -108,9 +108,9 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
-        with told_by_flight():
+        with flight_errors():
             catalog = self._catalog
-            if action.type in _BETWEEN:
+            if action.type in _PEER_ACTIONS:
                 require_peer(context, catalog.security)
             try:
                 if action.type in self._binary:
@@ -126,7 +126,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     @property
     def _catalog(self) -> Catalog:
-        return self._given.result()
+        return self._catalog_future.result()
 
 
 def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
@@ -155,12 +155,12 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
         "status": (lambda body: catalog.status().plain(), "what there is, who reads it, what was sent"),
         "prepare": (catalog.prepare, "between catalogs and nodes: make segments ready to be published"),
         "over": (
-            lambda body: {"over": catalog.over([str(one) for one in body["keys"]])},
+            lambda body: {"over": catalog.resolved_commits([str(one) for one in body["keys"]])},
             "between catalogs and nodes: which of these were committed or aborted",
         ),
         "register": (catalog.register, "between catalogs and nodes: all that a node holds"),
         "heartbeat": (catalog.heartbeat, "between catalogs and nodes: a node lives"),
-        "leave": (lambda body: catalog.leave(str(body["node"])), "between catalogs and nodes: a node ends"),
+        "leave": (lambda body: catalog.deregister(str(body["node"])), "between catalogs and nodes: a node ends"),
     }
 
 

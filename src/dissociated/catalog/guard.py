@@ -14,18 +14,18 @@ from dissociated.errors import AccessDenied, OptionError
 
 _log = logging.getLogger(__name__)
 
-_GUARD = "guard"
+_MIDDLEWARE = "guard"
 _HEADER = "authorization"
-_SCHEME = "bearer"
+_AUTH_SCHEME = "bearer"
 #: gRPC would wait for up to two minutes before it tries again to reach a server that was not there.
 _RECONNECT = {"grpc.initial_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 2000}
 
 
-def protection(uri: str, security: Security) -> dict[str, Any]:
+def server_options(uri: str, security: Security) -> dict[str, Any]:
     """What makes a Flight server at `uri` ask for tokens and speak TLS. Raises OptionError for files it cannot use."""
     options: dict[str, Any] = {}
     if security.authorize is not None or security.peer is not None:
-        options["middleware"] = {_GUARD: Guard(security)}
+        options["middleware"] = {_MIDDLEWARE: Guard(security)}
     if uri.startswith("grpc+tls:"):
         if security.certificate is None:
             raise OptionError(f"a catalog at {uri} needs a certificate and its key: tls_cert and tls_key")
@@ -40,29 +40,29 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
         self._authorize = security.authorize
         self._peer = security.peer
 
-    def start_call(self, info: Any, headers: dict[str, list[str]]) -> Caller | None:
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> PeerCall | None:
         """Refuse the call, or let it go on. Tokens are never logged, nor what was made of them."""
-        tokens = [token for scheme, token in map(_split, headers.get(_HEADER, ())) if scheme == _SCHEME]
+        tokens = [token for scheme, token in map(_split_scheme, headers.get(_HEADER, ())) if scheme == _AUTH_SCHEME]
         if self._peer is not None and any(hmac.compare_digest(one.encode(), self._peer.encode()) for one in tokens):
-            return Caller()
+            return PeerCall()
         if self._authorize is None:
             return None
         if not tokens:
-            raise _refused(info, "the catalog asks for a token: connect(uri, token=...)")
+            raise _unauthenticated(info, "the catalog asks for a token: connect(uri, token=...)")
         for token in tokens:
             try:
                 owner = self._authorize(token)
             except Exception as error:  # it is the operator's code: anything may come out of it, the token too
                 _log.error("a token could not be checked: %s in authorize", type(error).__name__)
-                raise _refused(info, "the catalog could not check the token") from None
+                raise _unauthenticated(info, "the catalog could not check the token") from None
             if owner:
                 known = {"identity": owner} if isinstance(owner, str) else {}
                 _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **known})
                 return None
-        raise _refused(info, "the catalog does not accept this token: it may have been withdrawn")
+        raise _unauthenticated(info, "the catalog does not accept this token: it may have been withdrawn")
 
 
-class Caller(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+class PeerCall(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
     """Comes with the calls of peers alone."""
 
 
@@ -72,16 +72,16 @@ def require_peer(context: Any, security: Security) -> None:
     Where there are neither tokens nor a secret, whoever reaches the catalog may make it.
     """
     guarded = security.authorize is not None or security.peer is not None
-    if guarded and context.get_middleware(_GUARD) is None:
+    if guarded and context.get_middleware(_MIDDLEWARE) is None:
         raise AccessDenied("only catalogs and nodes call this, and they have the same secret: give both secret")
 
 
-def _refused(info: Any, reason: str) -> flight.FlightUnauthenticatedError:
+def _unauthenticated(info: Any, reason: str) -> flight.FlightUnauthenticatedError:
     _log.warning("%s was refused: %s", info.method.name, reason, extra={"method": info.method.name})
     return flight.FlightUnauthenticatedError(reason)
 
 
-def _split(header: str) -> tuple[str, str]:
+def _split_scheme(header: str) -> tuple[str, str]:
     scheme, _, token = header.partition(" ")
     return scheme.lower(), token.strip()
 
@@ -101,10 +101,10 @@ class Bearer(flight.ClientMiddlewareFactory):  # type: ignore[misc]  # pyarrow h
 
     def start_call(self, info: Any) -> flight.ClientMiddleware:
         """What adds the header to one call."""
-        return _Sending(self._headers)
+        return _BearerHeaders(self._headers)
 
 
-class _Sending(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
+class _BearerHeaders(flight.ClientMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
     def __init__(self, headers: dict[str, str]) -> None:
         self._headers = headers
 

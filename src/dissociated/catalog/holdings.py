@@ -11,9 +11,9 @@ import pyarrow as pa
 from dissociated.access import Signer, Unsigned
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import Backend, NoBackend, Prepared
-from dissociated.catalog.records import Announced, Part
+from dissociated.catalog.records import AnnouncedVersion, Part
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.split import Pair, batches
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DissociatedError
@@ -26,32 +26,32 @@ from dissociated.store.directory import Version
 _log = logging.getLogger(__name__)
 
 
-class Places(Protocol):
+class EndpointProvider(Protocol):
     """Where what is served here can be requested."""
 
-    def listeners(self) -> list[str]:
+    def listener_uris(self) -> list[str]:
         """The URIs that listeners have themselves."""
 
-    def listening(self) -> list[str]:
+    def base_locations(self) -> list[str]:
         """The URIs that any dataset can be requested at."""
 
-    def alternatives(self, found: Dataset) -> list[str]:
+    def dataset_locations(self, found: Dataset) -> list[str]:
         """The locations of a dataset."""
 
     def reference_locations(self, found: Dataset) -> list[str]:
         """The two URIs that the C++ reference expects; none without a place for it."""
 
 
-class Nowhere:
+class NoEndpoints:
     """The places of a process that serves nothing."""
 
-    def listeners(self) -> list[str]:
+    def listener_uris(self) -> list[str]:
         return []
 
-    def listening(self) -> list[str]:
+    def base_locations(self) -> list[str]:
         return []
 
-    def alternatives(self, found: Dataset) -> list[str]:
+    def dataset_locations(self, found: Dataset) -> list[str]:
         return []
 
     def reference_locations(self, found: Dataset) -> list[str]:
@@ -59,42 +59,42 @@ class Nowhere:
 
 
 class Holdings:
-    """The datasets in `registry`, whose segments `backend` keeps, requested at `places`, counted by `activity`.
+    """The datasets in `registry`, whose segments `backend` keeps, requested at `endpoints`, counted by `activity`.
 
     Owns the backend. Safe to use from many threads.
     """
 
-    def __init__(self, registry: Registry, backend: Backend, places: Places, activity: Activity) -> None:
+    def __init__(self, registry: Registry, backend: Backend, endpoints: EndpointProvider, activity: Activity) -> None:
         self.registry = registry
         self.backend = backend
-        self.places = places
+        self.endpoints = endpoints
         self.activity = activity
 
     @classmethod
-    def none(cls, tickets: Signer | Unsigned) -> Holdings:
+    def empty(cls, tickets: Signer | Unsigned) -> Holdings:
         """Those of a catalog alone, which only knows what its nodes have."""
-        return cls(Registry(tickets), NoBackend(), Nowhere(), Activity())
+        return cls(Registry(tickets), NoBackend(), NoEndpoints(), Activity())
 
-    def hold(self, prepared: Prepared, named: bool = False) -> None:
+    def serve(self, prepared: Prepared, named: bool = False) -> None:
         """Serve this, from now on; `named` if it is a dataset and not a part of one."""
         self.registry.serve(prepared.id, prepared.dataset, named)
 
-    def part(self, prepared: Prepared, number: int = 0) -> Part:
+    def describe_part(self, prepared: Prepared, number: int = 0) -> Part:
         """What a catalog is told of it: part `number` of a version."""
         made = prepared.dataset
         return Part(prepared.id, self.backend.id, made.ticket, made.rows, made.nbytes, number, prepared.serial)
 
-    def announced(self, versions: Iterable[Version]) -> list[Announced]:
+    def describe_versions(self, versions: Iterable[Version]) -> list[AnnouncedVersion]:
         """What a catalog is told of versions in the store."""
-        return [self._announced(version) for version in versions]
+        return [self._describe_version(version) for version in versions]
 
-    def _announced(self, version: Version) -> Announced:
+    def _describe_version(self, version: Version) -> AnnouncedVersion:
         try:
-            schema = schemas.encoded(self.backend.of(version).dataset.schema)
+            schema = schemas.serialize(self.backend.load_version(version).dataset.schema)
         except DissociatedError as error:
             _log.warning("%s is in the store and cannot be read now: %s", version.name, error)
             schema = b""
-        return Announced(
+        return AnnouncedVersion(
             Part(version.id, self.backend.id, version.ticket, version.rows, version.nbytes, 0, version.number),
             version.name,
             version.key,
@@ -107,7 +107,7 @@ class Holdings:
             version.before,
         )
 
-    def delete(self, parts: Sequence[str]) -> None:
+    def delete_parts(self, parts: Sequence[str]) -> None:
         """Serve these parts no more, and keep them no more."""
         self.registry.withdraw_parts(parts)
         self.backend.remove(parts)
@@ -122,13 +122,13 @@ class Holdings:
         reader = (whole if selection is None else whole.select(selection)).open_reader()
         self.activity.flight()
 
-        def pairs() -> Iterator[Pair]:
+        def pairs() -> Iterator[BatchAndMetadata]:
             with found.reading():
                 yield from batches(reader)
 
         return BatchReader(reader.schema, pairs())
 
-    def changed(self, kind: str, name: str, number: int | None, rows: int | None, nbytes: int | None) -> None:
+    def record_change(self, kind: str, name: str, number: int | None, rows: int | None, nbytes: int | None) -> None:
         """What the store did to a part, to make room."""
         self.activity.changes.add(Change(kind, name, number, rows, nbytes, "the store had to make room"))
 

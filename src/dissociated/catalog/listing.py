@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from dissociated.access import Granted
+from dissociated.access import Grant
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.records import Held, Node, Record
-from dissociated.catalog.schemas import decoded
+from dissociated.catalog.records import NodeRecord, ReplicatedPart, VersionRecord
+from dissociated.catalog.schemas import deserialize
 from dissociated.host import boot_id, host_name
 
 #: "the client should re-use the connection that GetFlightInfo came over": for those who know only Flight.
@@ -29,7 +29,7 @@ class Listing:
         self._holdings = holdings
         self._registry = holdings.registry
 
-    def info(self, record: Record, asking: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
+    def info(self, record: VersionRecord, asking: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
         """What Flight says of a version."""
         about = {
             "host": host_name(),
@@ -37,41 +37,41 @@ class Listing:
             "version": record.version,
             "created": record.created,
             "expires": record.expires,
-            "began": record.began,
+            "began": record.lineage_id,
             "tags": dict(record.tags),
         }
         return flight.FlightInfo(
-            decoded(record.schema),
+            deserialize(record.schema),
             flight.FlightDescriptor.for_path(record.name),
-            [self.endpoint(part, asking, sooner(expires, record.expires)) for part in record.parts],
+            [self.endpoint(part, asking, earliest_expiry(expires, record.expires)) for part in record.parts],
             -1 if record.rows is None else record.rows,
             -1 if record.nbytes is None else record.nbytes,
             ordered=True,
             app_metadata=json.dumps(about),
         )
 
-    def reference_info(self, record: Record, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
+    def reference_info(self, record: VersionRecord, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
         """What the C++ reference expects, whose command is a name; None where this server has no place for it."""
-        mine = self._registry.find(record.parts[0].ticket) if len(record.parts) == 1 else None
-        pair = [] if mine is None else self._holdings.places.reference_locations(mine)
+        mine = self._registry.lookup(record.parts[0].ticket) if len(record.parts) == 1 else None
+        pair = [] if mine is None else self._holdings.endpoints.reference_locations(mine)
         if mine is None or not pair:
             return None
         ticket = self._registry.issue_ticket(mine)
         endpoint = flight.FlightEndpoint(ticket.data, pair)
-        return flight.FlightInfo(decoded(record.schema), descriptor, [endpoint], -1, -1)
+        return flight.FlightInfo(deserialize(record.schema), descriptor, [endpoint], -1, -1)
 
     def endpoint(
         self,
-        part: Held,
+        part: ReplicatedPart,
         asking: Mapping[str, Any],
         expires: float | None,
         columns: tuple[str, ...] | None = None,
     ) -> flight.FlightEndpoint:
         """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out."""
         host, boot = asking.get("host"), asking.get("boot_id")
-        mine = self._registry.find(part.ticket)
+        mine = self._registry.lookup(part.ticket)
 
-        def distance(node: Node) -> int:
+        def distance(node: NodeRecord) -> int:
             return 0 if node.boot_id == boot else 1 if node.host == host else 2
 
         locations: list[str] = []
@@ -80,7 +80,7 @@ class Listing:
             if node.alive:
                 near = boot is None or node.boot_id == boot
                 here = mine if node.id == own else None
-                offered = node.locations if here is None else self._holdings.places.alternatives(here)
+                offered = node.locations if here is None else self._holdings.endpoints.dataset_locations(here)
                 locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
                 if node.id != own:
                     locations.append(node.flight)
@@ -91,7 +91,7 @@ class Listing:
         ]
         if mine is not None and mine.reopened:
             expires = None  # whoever asks again may get nothing, or another stream
-        ticket = self._registry.tickets.sign(Granted(part.ticket, columns), time.time())
+        ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         ends = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,
@@ -101,6 +101,6 @@ class Listing:
         )
 
 
-def sooner(promised: float | None, expires: float | None) -> float | None:
+def earliest_expiry(promised: float | None, expires: float | None) -> float | None:
     """When what is promised, if anything is, ends for a dataset that expires."""
     return promised if promised is None or expires is None else min(promised, expires)

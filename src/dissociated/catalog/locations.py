@@ -9,8 +9,9 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from dissociated.codec.reader import named
-from dissociated.datasets.tensor_info import TensorsInfo, tensors_of
+from dissociated._moved import Renamed
+from dissociated.codec.reader import check_field_names
+from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
 from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
 from dissociated.uri import Uri
@@ -52,8 +53,8 @@ class DatasetInfo:
     - `version`: changes with everything that is appended.
     - `created`, `expires`: seconds since the epoch. `expires` is None for a dataset without a time to live.
     - `tags`: as they were given to `Client.put`.
-    - `began`: changes when the dataset is replaced or dropped, and not when something is appended. While it stays, rows
-      keep their positions.
+    - `lineage_id`: changes when the dataset is replaced or dropped, and not when something is appended. While it stays,
+      rows keep their positions.
     """
 
     name: str
@@ -65,7 +66,8 @@ class DatasetInfo:
     created: float = 0.0
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
-    began: str = ""
+    lineage_id: str = ""
+    began = Renamed("lineage_id")
 
     @classmethod
     def parse(cls, found: Any) -> Self:
@@ -73,7 +75,7 @@ class DatasetInfo:
         path, about = found.descriptor.path, json.loads(found.app_metadata or b"{}")
         return cls(
             name=(b"/".join(path) if path else found.descriptor.command).decode(),
-            schema=named(found.schema),
+            schema=check_field_names(found.schema),
             rows=found.total_records if found.total_records >= 0 else None,
             nbytes=found.total_bytes if found.total_bytes >= 0 else None,
             endpoints=tuple(map(Endpoint.parse, found.endpoints)),
@@ -81,13 +83,13 @@ class DatasetInfo:
             created=about.get("created", 0.0),
             expires=about.get("expires"),
             tags=about.get("tags", {}),
-            began=about.get("began", ""),
+            lineage_id=about.get("began", ""),
         )
 
     @property
     def tensors(self) -> TensorsInfo | None:
         """What tensors it has; None for a dataset of record batches."""
-        return tensors_of(self.schema)
+        return parse_tensors_info(self.schema)
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:
@@ -139,5 +141,5 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )
     return sorted(
-        found, key=lambda uris: (registry.transport(uris[-1].scheme).nearness, uris[-1].remote_handle is not None)
+        found, key=lambda uris: (registry.transport(uris[-1].scheme).locality, uris[-1].remote_handle is not None)
     )

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dissociated.catalog.records import Announced, Node, Part
+from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
 
 
-def plain_node(node: Node) -> dict[str, Any]:
+def node_to_json(node: NodeRecord) -> dict[str, Any]:
     """A node, without what only the catalog knows of it."""
     return {
         "id": node.id,
@@ -21,9 +21,9 @@ def plain_node(node: Node) -> dict[str, Any]:
     }
 
 
-def parse_node(plain: Mapping[str, Any]) -> Node:
-    """The opposite of `plain_node`. Raises KeyError, TypeError or ValueError, as all of these do."""
-    return Node(
+def node_from_json(plain: Mapping[str, Any]) -> NodeRecord:
+    """The opposite of `node_to_json`. Raises KeyError, TypeError or ValueError, as all of these do."""
+    return NodeRecord(
         id=str(plain["id"]),
         host=str(plain["host"]),
         boot_id=str(plain["boot_id"]),
@@ -32,26 +32,28 @@ def parse_node(plain: Mapping[str, Any]) -> Node:
     )
 
 
-def plain_part(part: Part) -> dict[str, Any]:
+def part_to_json(part: Part) -> dict[str, Any]:
     """A part of a dataset."""
     return {**asdict(part), "ticket": base64.b64encode(part.ticket).decode()}
 
 
-def parse_part(plain: Mapping[str, Any]) -> Part:
-    """The opposite of `plain_part`."""
+def part_from_json(plain: Mapping[str, Any]) -> Part:
+    """The opposite of `part_to_json`."""
     return Part(**{**plain, "ticket": base64.b64decode(plain["ticket"])})
 
 
-def plain_announced(one: Announced) -> dict[str, Any]:
+def announced_to_json(one: AnnouncedVersion) -> dict[str, Any]:
     """A version in the store of a node."""
     return {
         **asdict(one),
-        "part": plain_part(one.part),
+        "part": part_to_json(one.part),
         "schema": base64.b64encode(one.schema).decode(),
         "tags": dict(one.tags),
     }
 
 
-def parse_announced(plain: Mapping[str, Any]) -> Announced:
-    """The opposite of `plain_announced`."""
-    return Announced(**{**plain, "part": parse_part(plain["part"]), "schema": base64.b64decode(plain["schema"])})
+def announced_from_json(plain: Mapping[str, Any]) -> AnnouncedVersion:
+    """The opposite of `announced_to_json`."""
+    return AnnouncedVersion(
+        **{**plain, "part": part_from_json(plain["part"]), "schema": base64.b64decode(plain["schema"])}
+    )

@@ -21,13 +21,13 @@ class Peer(CatalogClient):
     def __init__(self, uri: str, security: Security, timeout: float = TIMEOUT) -> None:
         super().__init__(uri, timeout, security.peer, security.roots)
 
-    def forwarded(self, call: Callable[[flight.FlightClient], T]) -> T:
+    def forward(self, call: Callable[[flight.FlightClient], T]) -> T:
         """What that one answers."""
         return self._calls.call(call)
 
     def forward_action(self, action: str, body: bytes) -> bytes:
         """The answer to an action whose body is not JSON."""
-        (result,) = self.forwarded(lambda client: [*client.do_action(flight.Action(action, body))])
+        (result,) = self.forward(lambda client: [*client.do_action(flight.Action(action, body))])
         return bytes(result.body.to_pybytes())
 
     def __enter__(self) -> Peer:

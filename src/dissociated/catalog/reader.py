@@ -16,13 +16,13 @@ from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations, reachable
 from dissociated.client.asynchronous import asynchronous
-from dissociated.client.connect import takes_selections
+from dissociated.client.connect import supports_selection
 from dissociated.client.open import read_stream
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import between, selected, sliced
-from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.columns import select_columns, slice_batches, slice_rows
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.errors import CatalogError, RemoteError, TransportError, WrongKind
@@ -31,8 +31,8 @@ from dissociated.uri import Uri
 
 T = TypeVar("T")
 
-_OWN = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
-_MAX_REPLACED = 10  # times that a dataset may be replaced between looking it up and asking for it
+_CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
+_MAX_RETRIES = 10  # times that a dataset may be replaced between looking it up and asking for it
 
 
 class Client(CatalogClient):
@@ -66,18 +66,18 @@ class Client(CatalogClient):
             self.defaults,
             columns=columns,
             rows=rows,
-            options=given(options, ReadOptions),
+            options=check_options(options, ReadOptions),
             max_body=max_body,
             allow_rma=allow_rma,
         )
 
         def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
             return [
-                self.open_endpoint(info, endpoint, transport, self._narrowed(info, endpoint, transport, wanted))
-                for endpoint, wanted in _having(info, request)
+                self.open_endpoint(info, endpoint, transport, self._select_batches(info, endpoint, transport, wanted))
+                for endpoint, wanted in _endpoints_with_rows(info, request)
             ]
 
-        return _chained(*self._endpoints(name, version, opened))
+        return _chain(*self._open_endpoints(name, version, opened))
 
     read_async = asynchronous(read)
     """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
@@ -105,7 +105,7 @@ class Client(CatalogClient):
             self.defaults,
             columns=columns,
             batches=batches,
-            options=given(options, ReadOptions),
+            options=check_options(options, ReadOptions),
             max_body=max_body,
             allow_rma=allow_rma,
         )
@@ -117,9 +117,9 @@ class Client(CatalogClient):
         """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
         if transport == "grpc":
             return self._do_get(info, endpoint, request)
-        return self._nearest(info.name, endpoint, transport, request, read_stream)
+        return self._open_nearest(info.name, endpoint, transport, request, read_stream)
 
-    def _narrowed(
+    def _select_batches(
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> ReadRequest:
         """The same rows, of the batches that have them: where bodies travel, those of other batches do not."""
@@ -130,7 +130,7 @@ class Client(CatalogClient):
         mapped = transport in (None, "shm") and any(
             uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uri in uris
         )
-        if mapped or not all(map(takes_selections, uris)):
+        if mapped or not all(map(supports_selection, uris)):
             return request
         counted = self.open_endpoint(info, endpoint, transport, request.without_columns())
         ends = [0, *accumulate(batch.num_rows for batch in counted)]
@@ -157,17 +157,17 @@ class Client(CatalogClient):
         request = replace(self.defaults, max_body=max_body, allow_rma=allow_rma)
 
         def opened(info: DatasetInfo) -> list[Iterator[Tensor]]:
-            return [self._nearest(name, part, transport, request, read_tensors) for part in info.endpoints]
+            return [self._open_nearest(name, part, transport, request, read_tensors) for part in info.endpoints]
 
-        _, readers = self._endpoints(name, version, opened)
+        _, readers = self._open_endpoints(name, version, opened)
         return chain.from_iterable(readers)
 
-    def _endpoints(
+    def _open_endpoints(
         self, name: str, version: int | None, opened: Callable[[DatasetInfo], list[T]]
     ) -> tuple[DatasetInfo, list[T]]:
         """The dataset `name`, and its endpoints, opened."""
         info = self.describe(name, version)
-        for _ in range(_MAX_REPLACED):
+        for _ in range(_MAX_RETRIES):
             try:
                 return info, opened(info)
             except RemoteError:
@@ -177,7 +177,7 @@ class Client(CatalogClient):
                 info = found  # it was replaced after we had looked it up
         return info, opened(info)
 
-    def _nearest(
+    def _open_nearest(
         self,
         name: str,
         endpoint: Endpoint,
@@ -188,16 +188,16 @@ class Client(CatalogClient):
         """The endpoint, opened where it is nearest."""
         ways = reachable(name, endpoint, transport, request.allow_rma)
         while True:
-            nearest = [str(self._trusting(uri)) for uri in ways.pop()]
+            nearest = [str(self._with_trust(uri)) for uri in ways.pop()]
             try:
                 return opened(nearest, endpoint.ticket, request)
             except TransportError:
                 if not ways:
                     raise
 
-    def _trusting(self, uri: Uri) -> Uri:
+    def _with_trust(self, uri: Uri) -> Uri:
         """The location, with what this client trusts, and not what the catalog may say about that."""
-        told = {name: value for name, value in uri.parameters.items() if name not in _OWN}
+        told = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
         return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
 
     def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
@@ -205,14 +205,14 @@ class Client(CatalogClient):
         selection, identifier = request.selection, endpoint.ticket
         if selection is not None:
             indices = selection.indices(info.schema.names)
-            if any(takes_selections(uri) for way in locations(endpoint) for uri in way):
+            if any(supports_selection(uri) for way in locations(endpoint) for uri in way):
                 identifier = selection.identifier(endpoint.ticket)
         reader = self.do_get(identifier, request.options)
         if selection is not None and identifier == endpoint.ticket:
-            reader = selected(reader, indices)
+            reader = select_columns(reader, indices)
             if request.batches is not None:
-                reader = sliced(reader, *request.batches)
-        return reader if request.rows is None else between(reader, request.rows)
+                reader = slice_batches(reader, *request.batches)
+        return reader if request.rows is None else slice_rows(reader, request.rows)
 
     def __enter__(self) -> Client:
         return self
@@ -223,14 +223,14 @@ class Client(CatalogClient):
         self.close()
 
 
-def _chained(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.RecordBatchReader:
+def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.RecordBatchReader:
     if len(readers) == 1:
         return readers[0]
     schema = readers[0].schema if readers else info.schema
     return BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
 
 
-def _having(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
+def _endpoints_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
     """The endpoints that have some of the rows, and the request of each, by its own positions."""
     at, rows = 0, request.rows
     for endpoint in info.endpoints:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRecord:
     """Who serves parts. `lives_until` is when it is taken for dead, if it says nothing until then."""
 
     id: str
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Announced:
+class AnnouncedVersion:
     """A version in the store of a node, as the node tells it. `schema` is empty where it cannot be read now."""
 
     part: Part
@@ -53,19 +53,20 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplicatedPart:
     """A part, and all nodes that hold it under its ticket."""
 
     ticket: bytes
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeRecord, ...]
     rows: int | None = None
 
 
 @dataclass(frozen=True)
-class Record:
+class VersionRecord:
     """One version of a dataset. Times are seconds since the epoch.
 
-    `began` is the key of the commit that what came since was appended to: versions that have it in common begin alike.
+    `lineage_id` is the key of the commit that what came since was appended to: versions that have it in common begin
+    alike.
     """
 
     version: int
@@ -76,11 +77,11 @@ class Record:
     tags: Mapping[str, str]
     created: float
     expires: float | None
-    began: str
+    lineage_id: str
     current: bool
-    parts: tuple[Held, ...]
+    parts: tuple[ReplicatedPart, ...]
 
-    def more(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
+    def merged_options(self, tags: Mapping[str, str], ttl: float | None) -> tuple[Mapping[str, str], float | None]:
         """The tags and the time to live of a version that more is appended to: what is not said stays as it was."""
         if ttl is None and self.expires is not None:
             ttl = self.expires - self.created

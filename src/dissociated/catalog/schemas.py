@@ -7,21 +7,21 @@ import base64
 import pyarrow as pa
 
 
-def encoded(schema: pa.Schema) -> bytes:
+def serialize(schema: pa.Schema) -> bytes:
     """The schema as a message."""
     return bytes(schema.serialize())
 
 
-def decoded(schema: bytes) -> pa.Schema:
+def deserialize(schema: bytes) -> pa.Schema:
     """The opposite."""
     return pa.ipc.read_schema(pa.py_buffer(schema))
 
 
-def plain(schema: pa.Schema) -> str:
+def to_base64(schema: pa.Schema) -> str:
     """The same for JSON."""
-    return base64.b64encode(encoded(schema)).decode()
+    return base64.b64encode(serialize(schema)).decode()
 
 
-def parsed(text: str) -> pa.Schema:
-    """The opposite of `plain`."""
-    return decoded(base64.b64decode(text))
+def from_base64(text: str) -> pa.Schema:
+    """The opposite of `to_base64`."""
+    return deserialize(base64.b64decode(text))

@@ -48,14 +48,14 @@ from dissociated.access import Security
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import Database
 from dissociated.catalog.flight import FlightServer
-from dissociated.catalog.guard import protection
+from dissociated.catalog.guard import server_options
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.local import LocalCatalog
-from dissociated.catalog.records import Node
+from dissociated.catalog.records import NodeRecord
 from dissociated.catalog.upstream import UpstreamCatalog
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DissociatedError, TransportError, UriError
-from dissociated.fork import belongs, disown, keep, use_grpc
+from dissociated.fork import bind_to_process, invalidate, leak, use_grpc
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
 from dissociated.uri import ANY_INTERFACE, Uri
@@ -63,8 +63,8 @@ from dissociated.uri import ANY_INTERFACE, Uri
 _log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = 5.0  # seconds
-_TICK = 1.0  # seconds between looks at what is over
-_TIDY = 10  # ticks between looks at what writers left behind
+_TICK_INTERVAL = 1.0  # seconds between looks at what is over
+_SWEEP_TICKS = 10  # ticks between looks at what writers left behind
 _ANY_INTERFACE = (*ANY_INTERFACE, "[::]")
 
 
@@ -74,8 +74,8 @@ class CatalogService:
     `holdings`, which it then owns, are what this process serves: that makes it a node. Left out, it is a catalog alone.
     What it knows is in `database`, which it owns too, and by default in memory. `retain` is for how many seconds a
     ticket that was given out stays good after its version has been replaced. With `upstream` it is a node of that
-    catalog, which has both, and hears from it every `beat` seconds. `security` says who may call, and how this one
-    proves itself to others.
+    catalog, which has both, and hears from it every `heartbeat_interval` seconds. `security` says who may call, and how
+    this one proves itself to others.
 
     Raises TransportError if it cannot listen, UriError for what is no place, and AccessDenied where the upstream does
     not take it.
@@ -89,49 +89,51 @@ class CatalogService:
         database: Database | None = None,
         upstream: str | None = None,
         retain: float = 0.0,
-        beat: float = 5.0,
+        heartbeat_interval: float = 5.0,
         advertise: str | None = None,
         security: Security | None = None,
     ) -> None:
         security = security or Security()
-        holdings = holdings or Holdings.none(security.tickets)
+        holdings = holdings or Holdings.empty(security.tickets)
         self._stopped = threading.Event()
-        self._ticking: threading.Thread | None = None
+        self._ticker: threading.Thread | None = None
         with ExitStack() as undo:
             undo.callback(holdings.backend.close)
             if database is not None:
                 undo.callback(database.close)
             use_grpc()
-            _check_free(uri)  # gRPC would say it, and much else, on stderr
+            _check_port_free(uri)  # gRPC would say it, and much else, on stderr
             try:
-                self._flight = FlightServer(uri, **protection(uri, security))
+                self._flight = FlightServer(uri, **server_options(uri, security))
             except (pa.ArrowException, OSError) as error:
                 raise TransportError(f"the catalog cannot listen at {uri}: {error}") from None
             undo.callback(self._flight.shutdown)
             undo.callback(self._flight.stop)  # else, calls that came early would wait, and shutdown for them
-            self.uri = _shown(uri, self._flight.port, advertise)
-            node = Node(holdings.backend.id, host_name(), boot_id(), self.uri, tuple(holdings.places.listening()))
+            self.uri = _advertised_uri(uri, self._flight.port, advertise)
+            node = NodeRecord(
+                holdings.backend.id, host_name(), boot_id(), self.uri, tuple(holdings.endpoints.base_locations())
+            )
             self.catalog: Catalog = (
                 LocalCatalog(node, holdings, security, database or Database(), retain)
                 if upstream is None
-                else UpstreamCatalog(node, holdings, security, upstream, beat)
+                else UpstreamCatalog(node, holdings, security, upstream, heartbeat_interval)
             )
             self.catalog.start()
             undo.pop_all()
-        self._flight.answer_for(self.catalog)
+        self._flight.set_catalog(self.catalog)
         # Not `serve`: gRPC answers already, and `serve` would take SIGINT and SIGTERM away from the program.
-        self._ticking = threading.Thread(target=self._tick, name="catalog", daemon=True)
-        self._ticking.start()
-        belongs(self)
+        self._ticker = threading.Thread(target=self._tick, name="catalog", daemon=True)
+        self._ticker.start()
+        bind_to_process(self)
 
     def forked(self) -> None:
         """See `dissociated.fork`."""
-        keep(self._flight)
-        disown(self)
+        leak(self._flight)
+        invalidate(self)
 
-    def published(self, made: Dataset) -> None:
-        """See `Catalog.published`."""
-        self.catalog.published(made)
+    def record_publication(self, made: Dataset) -> None:
+        """See `Catalog.record_publication`."""
+        self.catalog.record_publication(made)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""
@@ -144,14 +146,14 @@ class CatalogService:
     def _tick(self) -> None:
         ticks = 0
         last = time.monotonic()
-        while not self._stopped.wait(min(_TICK, self.catalog.interval)):
+        while not self._stopped.wait(min(_TICK_INTERVAL, self.catalog.reconcile_interval)):
             ticks += 1
             try:
-                if time.monotonic() >= last + self.catalog.interval:
+                if time.monotonic() >= last + self.catalog.reconcile_interval:
                     last = time.monotonic()
-                    self.catalog.catch_up()
-                if ticks % _TIDY == 0:
-                    self.catalog.holdings.backend.tidy()
+                    self.catalog.reconcile()
+                if ticks % _SWEEP_TICKS == 0:
+                    self.catalog.holdings.backend.sweep()
             except DissociatedError as error:
                 _log.warning("%s: %s", self.uri, error)
             except Exception:
@@ -160,8 +162,8 @@ class CatalogService:
     def close(self) -> None:
         """Stop answering. Calls that run are waited for, but not for ever: a client may have stopped reading."""
         self._stopped.set()
-        if self._ticking is not None:
-            self._ticking.join(_STOP_TIMEOUT)
+        if self._ticker is not None:
+            self._ticker.join(_STOP_TIMEOUT)
         self.catalog.close()
         stopping = threading.Thread(target=self._flight.shutdown, name="catalog shutdown", daemon=True)
         stopping.start()
@@ -172,14 +174,14 @@ class CatalogService:
         self.catalog.release()
 
 
-def _shown(uri: str, port: int, advertise: str | None) -> str:
+def _advertised_uri(uri: str, port: int, advertise: str | None) -> str:
     """Where others reach what listens at `uri` on this `port`."""
     scheme, _, host = uri.partition("://")
     name = host.rpartition(":")[0] or host
     return f"{scheme}://{(advertise or host_name()) if name in _ANY_INTERFACE else name}:{port}"
 
 
-def _check_free(uri: str) -> None:
+def _check_port_free(uri: str) -> None:
     located = Uri.parse(uri)
     if located.scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not located.host:
         raise UriError(f"{uri} is no place for a catalog: grpc://HOST:PORT, or grpc+tls://HOST:PORT")

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dissociated.errors import CatalogError
-from dissociated.fork import belongs, disown, keep
+from dissociated.fork import bind_to_process, invalidate, leak
 
-_FORMAT = 2
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
     id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
@@ -80,11 +80,11 @@ class Tables:
             if hasattr(self, "_connection"):
                 self._connection.close()
             raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
-        keep(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
-        disown(self)
+        leak(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
+        invalidate(self)
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -92,10 +92,10 @@ class Tables:
         self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("PRAGMA foreign_keys = ON")
         (found,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, _FORMAT):
+        if found not in (0, _SCHEMA_VERSION):
             raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
         self._connection.executescript(_SCHEMA)
-        self._connection.execute(f"PRAGMA user_version = {_FORMAT}")
+        self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
     def run(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""

@@ -17,12 +17,12 @@ import pyarrow.flight as flight
 from dissociated.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog, commit_key
-from dissociated.catalog.descriptors import described
+from dissociated.catalog.descriptors import parse_descriptor
 from dissociated.catalog.holdings import Holdings
-from dissociated.catalog.messages import plain_announced, plain_node
+from dissociated.catalog.messages import announced_to_json, node_to_json
 from dissociated.catalog.peer import TIMEOUT, Peer
 from dissociated.catalog.publication import Publication
-from dissociated.catalog.records import Node
+from dissociated.catalog.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
 from dissociated.monitoring.status import NodeStatus
@@ -30,36 +30,38 @@ from dissociated.store.directory import Version
 
 _log = logging.getLogger(__name__)
 
-_VERSION_TIMEOUT = 0.01  # seconds more, for each version that the upstream is told of at once
+_TIMEOUT_PER_VERSION = 0.01  # seconds more, for each version that the upstream is told of at once
 
 
 class UpstreamCatalog(Catalog):
-    """Belongs to the catalog at `upstream`, which hears from it every `interval` seconds.
+    """Belongs to the catalog at `upstream`, which hears from it every `heartbeat_interval` seconds.
 
     Raises AccessDenied where the upstream does not take this node. One that does not answer is told later.
     """
 
-    def __init__(self, node: Node, holdings: Holdings, security: Security, upstream: str, interval: float) -> None:
+    def __init__(
+        self, node: NodeRecord, holdings: Holdings, security: Security, upstream: str, heartbeat_interval: float
+    ) -> None:
         super().__init__(node, holdings, security)
-        self.interval = interval
+        self.reconcile_interval = heartbeat_interval
         self._upstream = Peer(upstream, security)
-        self._telling = threading.Lock()  # the upstream, in the order in which it happened
+        self._report_lock = threading.Lock()  # the upstream, in the order in which it happened
         self._digest = ""
-        self._told: int | None = None  # how much had changed in the store when the upstream was told of it
-        self._life = secrets.token_hex(8)  # of this process: how much has changed counts from its start
+        self._reported_changes: int | None = None  # how much had changed in the store when the upstream was told of it
+        self._incarnation = secrets.token_hex(8)  # of this process: how much has changed counts from its start
 
     # What there is
 
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        yield from self._upstream.forwarded(lambda client: [*client.list_flights(criteria)])
+        yield from self._upstream.forward(lambda client: [*client.list_flights(criteria)])
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        described(descriptor)
-        return self._upstream.forwarded(lambda client: client.get_flight_info(descriptor))
+        parse_descriptor(descriptor)
+        return self._upstream.forward(lambda client: client.get_flight_info(descriptor))
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
-        described(descriptor)
-        return self._upstream.forwarded(lambda client: client.get_schema(descriptor)).schema
+        parse_descriptor(descriptor)
+        return self._upstream.forward(lambda client: client.get_schema(descriptor)).schema
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         return self._upstream.versions(name)
@@ -70,12 +72,12 @@ class UpstreamCatalog(Catalog):
     def renew(self, request: bytes) -> bytes:
         return self._upstream.forward_action("RenewFlightEndpoint", request)
 
-    def _open_elsewhere(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
+    def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
         return self._upstream.do_get(ticket)
 
     # Publishing
 
-    def published(self, made: Dataset) -> None:
+    def record_publication(self, made: Dataset) -> None:
         raise CatalogError(f"this node belongs to a catalog: publish {made.name!r} through that, or the store")
 
     def commit(self, body: Mapping[str, Any]) -> None:
@@ -86,36 +88,36 @@ class UpstreamCatalog(Catalog):
         ]
         key = str(body.get("key") or commit_key(asked.name, segments))
         there = [{"node": node, "segment": segment} for node, segment in segments or [(self.node.id, "")]]
-        self._upstream.act("commit", {**body, "key": key, "segments": there})
-        self.clear([key])
+        self._upstream.do_action("commit", {**body, "key": key, "segments": there})
+        self.clear_stage([key])
 
     def drop(self, name: str) -> None:
         self._upstream.drop(name)
-        self._tell_news()
+        self._report_changes()
 
     def abort(self, key: str) -> None:
         self._upstream.abort(key)
-        self.clear([key])
+        self.clear_stage([key])
 
     def committed(self, key: str) -> bool:
         return self._upstream.committed(key)
 
-    def over(self, keys: Sequence[str]) -> Sequence[str]:
-        found: Sequence[str] = self._upstream.act("over", {"keys": [*keys]})["over"]
+    def resolved_commits(self, keys: Sequence[str]) -> Sequence[str]:
+        found: Sequence[str] = self._upstream.do_action("over", {"keys": [*keys]})["over"]
         return found
 
     # What nodes tell
 
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        raise self._no_catalog()
+        raise self._not_a_catalog()
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        raise self._no_catalog()
+        raise self._not_a_catalog()
 
-    def leave(self, node: str) -> None:
-        raise self._no_catalog()
+    def deregister(self, node: str) -> None:
+        raise self._not_a_catalog()
 
-    def _no_catalog(self) -> CatalogError:
+    def _not_a_catalog(self) -> CatalogError:
         return CatalogError(f"this is a node of the catalog at {self._upstream.uri}: register there")
 
     # What this node tells
@@ -123,55 +125,55 @@ class UpstreamCatalog(Catalog):
     def start(self) -> None:
         super().start()
         try:
-            self._tell_news()
+            self._report_changes()
         except (CatalogError, DeadlineExceeded) as error:
             _log.warning("%s: %s; it will be told later", self.node.flight, error)
 
-    def _found(self, version: Version, prepared: Prepared) -> None:
+    def _restore(self, version: Version, prepared: Prepared) -> None:
         pass  # the upstream says whether it is published
 
-    def catch_up(self) -> None:
-        self._tell_news()
-        self.clear()
+    def reconcile(self) -> None:
+        self._report_changes()
+        self.clear_stage()
 
-    def _tell_news(self) -> None:
+    def _report_changes(self) -> None:
         """Tell the upstream what has changed; or everything, where it knows this node otherwise or not at all."""
-        with self._telling:
+        with self._report_lock:
             changes = self._backend.changes  # before it is looked at: what comes meanwhile is told once more
-            news = self._news()
-            if news is None or not self._tell(self._upstream, "heartbeat", changes, **news):
-                self._register(changes)
+            news = self._changed_parts()
+            if news is None or not self._report(self._upstream, "heartbeat", changes, **news):
+                self._report_everything(changes)
 
-    def _register(self, changes: int) -> None:
+    def _report_everything(self, changes: int) -> None:
         """Tell the upstream everything."""
         serial, versions = self._backend.serial(), self._backend.versions()  # in this order: all were made before
-        with Peer(self._upstream.uri, self.security, TIMEOUT + len(versions) * _VERSION_TIMEOUT) as patient:
-            self._tell(
+        with Peer(self._upstream.uri, self.security, TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as patient:
+            self._report(
                 patient,
                 "register",
                 changes,
-                node=plain_node(self.node),
-                parts=self._plain(versions),
+                node=node_to_json(self.node),
+                parts=self._announced_to_json(versions),
                 serial=serial,
                 guarded=self.security.authorize is not None,
-                signs=self._registry.tickets.mark(),
+                signs=self._registry.tickets.fingerprint(),
             )
 
-    def _tell(self, upstream: Peer, action: str, changes: int, **body: Any) -> bool:
+    def _report(self, upstream: Peer, action: str, changes: int, **body: Any) -> bool:
         """Returns whether the upstream then knows what this node has. It says what has become of that, too."""
-        digest = f"{self._life}:{changes}"
-        told = upstream.act(action, {**body, "digest": digest, "lives": 3 * self.interval})
+        digest = f"{self._incarnation}:{changes}"
+        told = upstream.do_action(action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval})
         if not told.get("known", True):
             return False
-        self._digest, self._told = digest, changes
+        self._digest, self._reported_changes = digest, changes
         self._backend.confirm(told.get("wanted", {}))
         if told["unwanted"]:
-            self.holdings.delete(told["unwanted"])
+            self.holdings.delete_parts(told["unwanted"])
         return True
 
-    def _news(self) -> dict[str, Any] | None:
+    def _changed_parts(self) -> dict[str, Any] | None:
         """What a heartbeat tells; None where everything must be told."""
-        changed = None if self._told is None else self._backend.changed(self._told)
+        changed = None if self._reported_changes is None else self._backend.changed(self._reported_changes)
         if changed is None:
             return None
         some = {id: self._backend.version(id) for id in changed}
@@ -181,24 +183,24 @@ class UpstreamCatalog(Catalog):
         return {
             "node": self.node.id,
             "since": self._digest,
-            "parts": self._plain(there),
+            "parts": self._announced_to_json(there),
             "gone": [id for id, version in some.items() if version is None],
         }
 
-    def _plain(self, versions: Iterable[Version]) -> list[dict[str, Any]]:
-        return [plain_announced(one) for one in self.holdings.announced(versions)]
+    def _announced_to_json(self, versions: Iterable[Version]) -> list[dict[str, Any]]:
+        return [announced_to_json(one) for one in self.holdings.describe_versions(versions)]
 
     def close(self) -> None:
         try:
-            self._upstream.act("leave", {"node": self.node.id})
+            self._upstream.do_action("leave", {"node": self.node.id})
         except DissociatedError as error:
             _log.info("%s: %s", self.node.flight, error)
         self._upstream.close()
 
-    def _version_of(self, part: str) -> int | None:
+    def _version_number(self, part: str) -> int | None:
         return None  # the upstream knows
 
-    def _gone(self, parts: Sequence[str]) -> None:
+    def _on_parts_deleted(self, parts: Sequence[str]) -> None:
         pass  # the upstream hears of it with the next heartbeat
 
     def node_status(self) -> Sequence[NodeStatus]:

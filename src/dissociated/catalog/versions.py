@@ -7,18 +7,18 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dissociated.catalog.records import Held, Node, Part, Record
+from dissociated.catalog.records import NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.catalog.tables import Tables
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
 
 #: The versions of which this part has no other copy.
-_ALONE = (
+_SOLE_COPY = (
     "id IN (SELECT mine.version FROM version_parts mine WHERE mine.part = ? AND NOT EXISTS (SELECT 1"
     " FROM version_parts other WHERE other.version = mine.version AND other.number = mine.number"
     " AND other.part != mine.part))"
 )
-_REMEMBERED = 30 * 86_400.0  # seconds for which the key of a commit is known
+_COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is known
 
 
 class Versions:
@@ -49,17 +49,17 @@ class Versions:
         change = Change(kind, version["name"], version["id"], version["rows"], version["nbytes"], why)
         self.changes.append(change)
 
-    def miss(self, part: str, host: str) -> None:
+    def remove_missing(self, part: str, host: str) -> None:
         """A node does not hold this any more."""
-        self.remove("evicted", f"{host} does not hold it any more", _ALONE, part)
-        self.lose(part)
+        self.remove("evicted", f"{host} does not hold it any more", _SOLE_COPY, part)
+        self.delete_part(part)
 
-    def lose(self, part: str) -> None:
+    def delete_part(self, part: str) -> None:
         """A part is gone; what has no other copy of it is gone with it."""
-        self._tables.run(f"DELETE FROM versions WHERE {_ALONE}", (part,))
+        self._tables.run(f"DELETE FROM versions WHERE {_SOLE_COPY}", (part,))
         self._tables.run("DELETE FROM parts WHERE id = ?", (part,))
 
-    def tell_committed(self, version: int, append: bool) -> None:
+    def record_commit(self, version: int, append: bool) -> None:
         """A version was committed just now, and not only learnt of."""
         (row,) = self._tables.all("SELECT * FROM versions WHERE id = ?", version)
         sql = "SELECT max(id) AS id FROM versions WHERE name = ? AND id < ?"
@@ -83,15 +83,15 @@ class Versions:
         """See Database.publish. `keys` are those of the commits before."""
         run = self._tables.run
         before = next(iter(self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)), None)
-        rows, nbytes = _total(part.rows for part in parts), _total(part.nbytes for part in parts)
+        rows, nbytes = _sum_known(part.rows for part in parts), _sum_known(part.nbytes for part in parts)
         began = [*keys, key][0]
         if append and before is not None:
             if before["schema"] != schema:
                 raise CatalogError(
                     f"what is to be appended to {name!r} has another schema: the columns are not the same"
                 )
-            rows, nbytes = _total((before["rows"], rows)), _total((before["nbytes"], nbytes))
-            tags, ttl = self.record(before).more(tags, ttl)
+            rows, nbytes = _sum_known((before["rows"], rows)), _sum_known((before["nbytes"], nbytes))
+            tags, ttl = self.record(before).merged_options(tags, ttl)
             began = before["began"]
         expires = None if ttl is None else created + ttl
         if before is not None:
@@ -124,19 +124,19 @@ class Versions:
         for one in (*keys, key):
             run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, version, created))
         for table in ("commits", "aborts"):
-            run(f"DELETE FROM {table} WHERE at < ?", (created - _REMEMBERED,))
+            run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
         return version
 
-    def record(self, row: sqlite3.Row) -> Record:
+    def record(self, row: sqlite3.Row) -> VersionRecord:
         """What a row of the table of versions says, with its parts."""
-        held: dict[int, tuple[sqlite3.Row, list[Node]]] = {}
+        held: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
             "SELECT number, ticket, rows, nodes.* FROM version_parts JOIN parts ON part = parts.id"
             " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
             held.setdefault(part["number"], (part, []))[1].append(node_of(part, self.now))
-        return Record(
+        return VersionRecord(
             version=row["id"],
             name=row["name"],
             schema=row["schema"],
@@ -145,19 +145,19 @@ class Versions:
             tags=json.loads(row["tags"]),
             created=row["created"],
             expires=row["expires"],
-            began=row["began"],
+            lineage_id=row["began"],
             current=row["replaced"] is None,
-            parts=tuple(Held(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in held.values()),
+            parts=tuple(ReplicatedPart(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in held.values()),
         )
 
-    def promise(self, version: sqlite3.Row, promise: float) -> None:
+    def extend_promise(self, version: sqlite3.Row, retain: float) -> None:
         """Keep a version for so many seconds from now on, even if it is replaced."""
-        if promise and version["promised"] < self.now + promise:
+        if retain and version["promised"] < self.now + retain:
             # Somewhat longer than was asked for, so that not every request has to write.
-            until = self.now + 1.25 * promise
+            until = self.now + 1.25 * retain
             self._tables.run("UPDATE versions SET promised = ? WHERE id = ?", (until, version["id"]))
 
-    def is_one(self, version: int) -> bool:
+    def is_single_part(self, version: int) -> bool:
         """Whether all parts of a version are copies of one."""
         first, last = (
             f"(SELECT number FROM version_parts WHERE version = :v ORDER BY number {order} LIMIT 1)"
@@ -165,7 +165,7 @@ class Versions:
         )
         return bool(self._tables.run(f"SELECT {first} = {last}", {"v": version}).fetchone()[0])
 
-    def over(self, key: str) -> bool:
+    def is_resolved(self, key: str) -> bool:
         """Whether a commit with this key has come, or never may."""
         sql = "SELECT 1 FROM commits WHERE key = ? UNION SELECT 1 FROM aborts WHERE key = ?"
         return bool(self._tables.all(sql, key, key))
@@ -175,9 +175,9 @@ class Versions:
         self._tables.run("INSERT INTO aborts VALUES (?, ?)", (key, self.now))
 
 
-def node_of(row: sqlite3.Row, now: float) -> Node:
+def node_of(row: sqlite3.Row, now: float) -> NodeRecord:
     """What a row of the table of nodes says."""
-    return Node(
+    return NodeRecord(
         id=row["id"],
         host=row["host"],
         boot_id=row["boot_id"],
@@ -188,7 +188,7 @@ def node_of(row: sqlite3.Row, now: float) -> Node:
     )
 
 
-def _total(numbers: Any) -> int | None:
+def _sum_known(numbers: Any) -> int | None:
     """Their sum; None where one of them is not known."""
     known = [*numbers]
     return None if None in known else sum(known)

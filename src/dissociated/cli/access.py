@@ -80,7 +80,7 @@ def serving(arguments: argparse.Namespace, peers: bool = False) -> dict[str, Any
     return options
 
 
-def places(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
+def serving_uris(arguments: argparse.Namespace) -> tuple[tuple[str, str], str]:
     """Where to serve, and where the catalog answers, if nothing is said."""
     tls = arguments.tls_cert is not None
     return (

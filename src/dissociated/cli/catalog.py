@@ -6,7 +6,7 @@ import argparse
 from contextlib import ExitStack, closing
 
 from dissociated.cli import access
-from dissociated.cli.stop import Stop
+from dissociated.cli.stop import StopSignal
 from dissociated.monitoring import log
 
 SUMMARY = "run a catalog for the nodes of many hosts"
@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.catalog.service import CatalogService
 
     log.configure(arguments.log_format, arguments.log_level)
-    stop = Stop()
+    stop = StopSignal()
     guarded = security(**access.serving(arguments, peers=True), peers=True)
-    _, flight = access.places(arguments)
+    _, flight = access.serving_uris(arguments)
     service = CatalogService(
         arguments.listen or f"{flight}:8815",
         database=Database(arguments.db),

@@ -88,7 +88,7 @@ def _copy(reader: pa.RecordBatchReader, output: str, open_format: _Open) -> tupl
     validator = Validator(reader.schema)
     is_ipc = open_format in (pa.ipc.new_file, pa.ipc.new_stream)
     with ExitStack() as stack:
-        sink = sys.stdout.buffer if output == "-" else stack.enter_context(_whole(Path(output)))
+        sink = sys.stdout.buffer if output == "-" else stack.enter_context(_atomic_file(Path(output)))
         with open_format(sink, reader.schema) as writer:
             for batch, metadata in batches(reader):
                 (validator.check if is_ipc else validator.check_values)(batch)
@@ -99,7 +99,7 @@ def _copy(reader: pa.RecordBatchReader, output: str, open_format: _Open) -> tupl
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Any]:
+def _atomic_file(path: Path) -> Iterator[Any]:
     """A file for `path`, which it replaces when it is whole. Before, it has no name: who is killed leaves nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     file = NewFile(part)

@@ -14,14 +14,14 @@ from dissociated.format.details import Details, details
 from dissociated.format.index import Entry, Index
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.shared import map_read_only
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 SUMMARY = "show what lies where in an Arrow IPC file"
 DESCRIPTION = """\
 Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and
 how long its metadata and its body are, in bytes. No body is read, however large the file is."""
 
-_SHOWN = 20  # messages, unless all are asked for
+_DEFAULT_LIMIT = 20  # messages, unless all are asked for
 _NAMES = {
     HeaderType.SCHEMA: "schema",
     HeaderType.DICTIONARY_BATCH: "dictionary",
@@ -34,7 +34,7 @@ _NAMES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `inspect`."""
     parser.add_argument("file", type=Path, metavar="FILE", help="an Arrow IPC stream or file")
-    parser.add_argument("--all", action="store_true", help=f"every message, not the first {_SHOWN}")
+    parser.add_argument("--all", action="store_true", help=f"every message, not the first {_DEFAULT_LIMIT}")
     parser.add_argument("--buffers", action="store_true", help="where the buffers of each message lie, too")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs: every message and buffer")
 
@@ -49,7 +49,7 @@ class _Message(NamedTuple):
 def run(arguments: argparse.Namespace) -> None:
     """Print what there is."""
     path: Path = arguments.file
-    with explained(f"opening {path}"), path.open("rb") as file:
+    with store_errors(f"opening {path}"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         memory = memoryview(map_read_only(file.fileno(), size))
     try:
@@ -97,7 +97,7 @@ def _print(
         if metadata:
             pairs = [(_short(key), _short(value)) for key, value in metadata.items()]
             print("\n" + text.table((f"METADATA OF THE {of}", "VALUE"), pairs))
-    shown = messages if arguments.all else messages[:_SHOWN]
+    shown = messages if arguments.all else messages[:_DEFAULT_LIMIT]
     lines = [
         (
             str(number),
@@ -139,14 +139,14 @@ def _schema(memory: memoryview, index: Index) -> tuple[Any, Any]:
     """The schema, if there is one, and the custom metadata of a file, by libarrow."""
     import pyarrow as pa
 
-    from dissociated.codec.reader import blamed, read_schema
+    from dissociated.codec.reader import arrow_errors, read_schema
 
     if not index or index[0].type is not HeaderType.SCHEMA:
         return None, None
     schema = read_schema(index.message(0).header, FormatError)
     if not index.is_file:
         return schema, None
-    with blamed(FormatError), pa.ipc.open_file(pa.py_buffer(memory)) as file:
+    with arrow_errors(FormatError), pa.ipc.open_file(pa.py_buffer(memory)) as file:
         return schema, file.metadata
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dissociated.cli import access, text
-from dissociated.cli.stop import Stop
+from dissociated.cli.stop import StopSignal
 from dissociated.monitoring import log
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ whoever wrote it, and the node: killed and started again, it serves the same dat
 When the store reaches its limit, the policy says what happens: whoever writes is told (refuse), the oldest datasets
 that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
 
-_TICK = 0.5  # seconds between looks at whether anybody is there
-_SURE = 3  # looks after which a node that was started for nothing ends
+_TICK_INTERVAL = 0.5  # seconds between looks at whether anybody is there
+_IDLE_TICKS = 3  # looks after which a node that was started for nothing ends
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    stop = Stop()
-    listen, flight = access.places(arguments)
+    stop = StopSignal()
+    listen, flight = access.serving_uris(arguments)
     options = access.serving(arguments, peers=True)
     store = Store(arguments.store, arguments.limit, Policy(arguments.policy), arguments.spill, arguments.forget)
     before = store.versions()  # when nobody knows of this node yet
@@ -113,14 +113,14 @@ def run(arguments: argparse.Namespace) -> None:
         flight=arguments.flight or f"{flight}:0",
         catalog=arguments.catalog,
         retain=arguments.retain,
-        beat=arguments.beat,
+        heartbeat_interval=arguments.beat,
         advertise=arguments.advertise,
         metrics=arguments.metrics,
         **options,
     ) as node:
         usage = store.usage()
         print(f"store    {store.directory}, {len(store.versions())} versions, {text.size(usage.total)}")
-        for uri in node.server.endpoints.listening():
+        for uri in node.server.endpoints.base_locations():
             print(f"listens  {uri.partition('?')[0]}")
         if arguments.metrics:
             print(f"metrics  {node.server.metrics_uri}")
@@ -130,10 +130,12 @@ def run(arguments: argparse.Namespace) -> None:
                 os.write(arguments.ready_fd, f"{node.uri}\n".encode())
             os.close(arguments.ready_fd)
         if arguments.starter_fd is not None:
-            follow = threading.Thread(target=_follow, args=(arguments.starter_fd, node, before, stop), daemon=True)
+            follow = threading.Thread(
+                target=_stop_with_starter, args=(arguments.starter_fd, node, before, stop), daemon=True
+            )
             follow.start()
         busy = time.monotonic()
-        while not stop.wait(None if arguments.idle_exit is None else _TICK):
+        while not stop.wait(None if arguments.idle_exit is None else _TICK_INTERVAL):
             if not node.idle:
                 busy = time.monotonic()
             elif time.monotonic() - busy > arguments.idle_exit:
@@ -141,13 +143,13 @@ def run(arguments: argparse.Namespace) -> None:
         node.drain(arguments.drain)
 
 
-def _follow(starter: int, node: Node, before: list[Version], stop: Stop) -> None:
+def _stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
     """Stop when whoever has started this node is gone, nothing has been committed by then, and nobody else is there."""
     os.read(starter, 1)  # which ends when the other end is closed
     os.close(starter)
     idle = 0
-    while idle < _SURE and not stop.wait(_TICK):
+    while idle < _IDLE_TICKS and not stop.wait(_TICK_INTERVAL):
         if node.store.versions() != before:
             return
         idle = idle + 1 if node.idle else 0
-    stop.come()
+    stop.set()

@@ -37,13 +37,13 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.catalog.publication import Publication
     from dissociated.codec.batches import BatchReader
     from dissociated.codec.split import batches
-    from dissociated.datasets.sources import dataset
+    from dissociated.datasets.sources import make_dataset
 
     name = _name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
     asked = Publication(name, mode, _tags(arguments.tag), arguments.ttl)
     started = time.perf_counter()
-    sources = [dataset(file.name, file) for file in arguments.file]
+    sources = [make_dataset(file.name, file) for file in arguments.file]
     schema = sources[0].schema
     for file, source in zip(arguments.file, sources, strict=True):
         if source.schema != schema:

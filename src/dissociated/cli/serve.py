@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 from dissociated.cli import access, text
-from dissociated.cli.stop import Stop
+from dissociated.cli.stop import StopSignal
 from dissociated.errors import SourceError
 from dissociated.monitoring import log
 
@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file and each client needs some
     sources = _sources(arguments.path)
-    stop = Stop()
-    listen, catalog = access.places(arguments)
+    stop = StopSignal()
+    listen, catalog = access.serving_uris(arguments)
     with Server(
         arguments.listen or listen,
         catalog=arguments.catalog or f"{catalog}:0",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dissociated.cli import access, text
 from dissociated.errors import DissociatedError
-from dissociated.monitoring.status import Consumer, DatasetStatus, ServerStatus
+from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, ServerStatus
 
 SUMMARY = "show what a server is doing"
 DESCRIPTION = """\
@@ -50,19 +50,19 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.json:
             print(json.dumps(now.plain(), indent=2))
         elif arguments.once or not sys.stdout.isatty():
-            print("\n".join(_view(now, None)))
+            print("\n".join(_render(now, None)))
         else:
             _watch(client.status, now, arguments.interval)
 
 
-def _watch(look: Callable[[], ServerStatus], now: ServerStatus, interval: float) -> None:
-    """Show what `look` sees, until interrupted. A server that does not answer is waited for."""
+def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float) -> None:
+    """Show what `fetch` gives, until interrupted. A server that does not answer is waited for."""
     before: ServerStatus | None = None
     trouble = ""
     sys.stdout.write(_ENTER)
     try:
         while True:
-            lines = [*([trouble, ""] if trouble else []), *_view(now, before)]
+            lines = [*([trouble, ""] if trouble else []), *_render(now, before)]
             width, height = shutil.get_terminal_size()
             if len(lines) > height - 1:
                 lines[height - 2 :] = [f"... and {len(lines) - height + 2} more lines"]
@@ -70,7 +70,7 @@ def _watch(look: Callable[[], ServerStatus], now: ServerStatus, interval: float)
             sys.stdout.flush()
             time.sleep(interval)
             try:
-                before, now = now, look()
+                before, now = now, fetch()
                 trouble = ""
             except DissociatedError as error:
                 trouble = f"{time.strftime('%H:%M:%S')} trying again: {error}"
@@ -81,7 +81,7 @@ def _watch(look: Callable[[], ServerStatus], now: ServerStatus, interval: float)
         sys.stdout.flush()
 
 
-def _view(now: ServerStatus, before: ServerStatus | None) -> list[str]:
+def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     if before is not None and (before.pid != now.pid or before.seconds >= now.seconds):
         before = None  # it was started again
     totals = now.totals
@@ -136,7 +136,7 @@ def _dataset(now: DatasetStatus, before: DatasetStatus | None, since: float, rea
     )
 
 
-def _consumer(now: Consumer) -> tuple[str, ...]:
+def _consumer(now: ConsumerStatus) -> tuple[str, ...]:
     return (
         str(now.connection),
         now.peer,

@@ -7,7 +7,7 @@ import select
 import signal
 
 
-class Stop:
+class StopSignal:
     """Comes once, and stays. Made by the main thread, before there are others; it waits without using the processor.
 
     It is a pipe that the kernel's signal handler itself writes into. A `threading.Event` that a handler sets would
@@ -22,7 +22,7 @@ class Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
 
-    def come(self) -> None:
+    def set(self) -> None:
         """As if a signal had come."""
         os.write(self._write, b"\0")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from dissociated.client.threads import Helper
+from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
-from dissociated.fork import belongs, disown
+from dissociated.fork import bind_to_process, invalidate
 from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.mailbox import Mailbox
@@ -20,30 +20,30 @@ _ReceiveFrom: TypeAlias = Callable[[bool], Incoming | Run | None]
 
 
 @contextmanager
-def arrivals(connections: Sequence[Connection], allocate: Allocate, timeout: float) -> Iterator[_ReceiveFrom]:
+def receiving(connections: Sequence[Connection], allocate: Allocate, timeout: float) -> Iterator[_ReceiveFrom]:
     """A function that receives from one connection, or from two, each of which then has a thread of its own."""
     if len(connections) == 1:
         (connection,) = connections
         yield lambda bodies: connection.receive(timeout, allocate)
         return
-    pumps: list[Pump] = []
+    receivers: list[ReceiveThread] = []
 
-    def astray(error: DissociatedError) -> None:
-        for pump in pumps:  # whichever of them is waited for
-            pump.arrived.close(error)
+    def on_misrouted(error: DissociatedError) -> None:
+        for pump in receivers:  # whichever of them is waited for
+            pump.inbox.close(error)
 
     for bodies, connection in enumerate(connections):
-        pumps.append(Pump(connection, bool(bodies), allocate, timeout, astray))
+        receivers.append(ReceiveThread(connection, bool(bodies), allocate, timeout, on_misrouted))
     try:
-        yield lambda bodies: pumps[bodies].arrived.get(timeout)
+        yield lambda bodies: receivers[bodies].inbox.get(timeout)
     finally:
-        for pump in pumps:
+        for pump in receivers:
             pump.stop()
-        for pump in pumps:
+        for pump in receivers:
             pump.join()
 
 
-class Pump:
+class ReceiveThread:
     """A thread that receives from one of two connections, so that neither can hold up the other."""
 
     def __init__(
@@ -52,28 +52,28 @@ class Pump:
         bodies: bool,
         allocate: Allocate,
         timeout: float,
-        astray: Callable[[DissociatedError], None],
+        on_misrouted: Callable[[DissociatedError], None],
     ) -> None:
-        """`astray` is told where what arrives belongs to the other connection."""
-        self.arrived: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
+        """`on_misrouted` is told where what arrives belongs to the other connection."""
+        self.inbox: Mailbox[Incoming] = Mailbox(_MAX_AHEAD)
         self._connection = connection
         self._bodies = bodies
-        self._astray = astray
-        self._thread = Helper(self, self._run, (allocate, timeout), "receive")
+        self._on_misrouted = on_misrouted
+        self._thread = StreamThread(self, self._run, (allocate, timeout), "receive")
         self._thread.start()
-        belongs(self)
+        bind_to_process(self)
 
     def _run(self, allocate: Allocate, timeout: float) -> None:
         try:
             while (incoming := self._connection.receive(timeout, allocate)) is not None:
                 for one in incoming.expand():
                     self._check(one)
-                    self.arrived.put(one, len(one.data), None)
-            self.arrived.close()
+                    self.inbox.put(one, len(one.data), None)
+            self.inbox.close()
         except DissociatedError as error:
-            self.arrived.close(error)
+            self.inbox.close(error)
         except BaseException as error:
-            self.arrived.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
+            self.inbox.close(TransportError(f"receiving failed: {type(error).__name__}: {error}"))
             raise
 
     def _check(self, one: Incoming) -> None:
@@ -84,15 +84,15 @@ class Pump:
             f"the server sent {sent} over the connection for {asked}: of two URIs the first is that of the metadata, "
             "and the second that of the bodies"
         )
-        self._astray(error)
+        self._on_misrouted(error)
         raise error
 
     def forked(self) -> None:
-        disown(self)
+        invalidate(self)
 
     def stop(self) -> None:
         """Make the thread end."""
-        self.arrived.close()
+        self.inbox.close()
         self._connection.stop_receiving()
 
     def join(self) -> None:

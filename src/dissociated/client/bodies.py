@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.buffers import Buffer
-from dissociated.client.leases import Leases
+from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.codec.attach import attach
 from dissociated.errors import RemoteProtocolError, TransportError
 from dissociated.format.message import Header, buffer_extents
-from dissociated.memory.remote import pieces
+from dissociated.memory.remote import fetch_ranges
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 from dissociated.transport.base import Connection
@@ -21,8 +21,8 @@ from dissociated.transport.base import Connection
 class Bodies:
     """Allocates memory for bodies that are sent, and finds, maps or fetches those that come by address."""
 
-    def __init__(self, connection: Connection, leases: Leases, request: ReadRequest) -> None:
-        self.space = connection.space
+    def __init__(self, connection: Connection, leases: ClientLeases, request: ReadRequest) -> None:
+        self.address_space = connection.address_space
         self._connection = connection
         self._leases = leases
         self._timeout = request.timeout
@@ -30,9 +30,9 @@ class Bodies:
 
     def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
         """Flatbuffer and body of a message, as libarrow shall read them."""
-        if self._connection.fetches and isinstance(delivery.body, AddressList) and delivery.body.leased:
+        if self._connection.supports_rma and isinstance(delivery.body, AddressList) and delivery.body.leased:
             return delivery.header, self._fetch(delivery.header, delivery.parsed, delivery.body)
-        return attach(delivery, self.space, self._leases, self.allocate)
+        return attach(delivery, self.address_space, self._leases, self.allocate)
 
     def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
         """The buffers of a message that came by address, each by itself, where they lie."""
@@ -40,15 +40,15 @@ class Bodies:
         assert isinstance(body, AddressList)
         if not body.leased:
             return [pa.py_buffer(b"")] * len(body.lengths)
-        if self._connection.fetches:
+        if self._connection.supports_rma:
             packed = self._fetch(delivery.header, delivery.parsed, body)
             wanted = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
             return [packed.slice(at, length) for at, length in wanted]
-        located = self.space.locate(body.addresses, body.lengths)
-        whole = self.hold(located.memory, body.leased)
+        located = self.address_space.locate(body.addresses, body.lengths)
+        whole = self.lease(located.memory, body.leased)
         return [whole.slice(offset, length) for offset, length in zip(located.offsets, body.lengths, strict=True)]
 
-    def hold(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         """Mapped memory as a buffer, at whose end `addresses`, which were delivered, go back."""
         return self._leases.lease(memory, addresses)
 
@@ -68,6 +68,6 @@ class Bodies:
             if length and not 0 <= at <= parsed.body_length - length:
                 raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body")
         packed = self.allocate(parsed.body_length)
-        self._connection.fetch(pieces(body.addresses, body.lengths, wanted), packed, self._timeout)
-        self._leases.give_back(body.leased)
+        self._connection.fetch(fetch_ranges(body.addresses, body.lengths, wanted), packed, self._timeout)
+        self._leases.free(body.leased)
         return packed

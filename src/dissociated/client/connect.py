@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from dissociated.buffers import Buffer
 from dissociated.client.request import ReadRequest
-from dissociated.client.session import Session
+from dissociated.client.session import ClientSession
 from dissociated.client.stream import Stream
 from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
 from dissociated.protocol.message import Message
@@ -17,12 +17,12 @@ from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
 
-def takes_selections(uri: Uri) -> bool:
+def supports_selection(uri: Uri) -> bool:
     """Whether the server at `uri` chooses columns itself."""
     return uri.parameters.get(PARAMETER[0]) == PARAMETER[1]
 
 
-def located(uri: str | Sequence[str]) -> list[Uri]:
+def parse_uris(uri: str | Sequence[str]) -> list[Uri]:
     """One URI, or one for metadata and one for bodies. Raises UriError."""
     uris = [Uri.parse(uri)] if isinstance(uri, str) else [Uri.parse(one) for one in uri]
     if len(uris) not in (1, 2):
@@ -32,14 +32,14 @@ def located(uri: str | Sequence[str]) -> list[Uri]:
     return uris
 
 
-def connect(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Stream:
+def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Stream:
     """Connect to the URI, or to both, and ask for the stream `identifier`. Raises as `open_stream` does.
 
     Where another user's server shares what is not safe to map, it is asked for packed bodies, if it has said how.
     """
     while True:
         try:
-            return Stream(_session(uris, identifier, request))
+            return Stream(_open_session(uris, identifier, request))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:
@@ -47,7 +47,7 @@ def connect(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Str
         uris = [*uris[:-1], packed]
 
 
-def _session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Session:
+def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> ClientSession:
     tags = [one.require_want_data() for one in uris]
     if not request.allow_rma and any(one.remote_handle is not None for one in uris):
         raise UriError(
@@ -62,12 +62,12 @@ def _session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Se
             try:
                 connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:
-                connection.receive(timeout, _nothing)  # the server may have said why: RemoteError
+                connection.receive(timeout, _refuse_body)  # the server may have said why: RemoteError
                 raise
-        session = Session(opened, uris[-1].free_data, request)
+        session = ClientSession(opened, uris[-1].free_data, request)
         connections.pop_all()  # the session owns them now
     return session
 
 
-def _nothing(tag: int | None, length: int) -> Buffer:
+def _refuse_body(tag: int | None, length: int) -> Buffer:
     raise RemoteProtocolError(f"the server sent {length} bytes before it was asked for anything")

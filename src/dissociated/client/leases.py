@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from dissociated.client.threads import Helper
+from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError
-from dissociated.fork import belongs, disown
-from dissociated.memory.leases import KEPT, Returns, leased_buffer
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.memory.leases import HELD_BY_FORK, FreeQueue, leased_buffer
 from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
-_FREE_AT_ONCE = 1 << 12  # addresses in one free_data message
+_MAX_FREES = 1 << 12  # addresses in one free_data message
 
 
-class Leases:
+class ClientLeases:
     """What this client holds of one server, and the thread that gives it back. Closes the connection at the end.
 
     Not before: to disconnect is to give everything back, and what is mapped may change then.
@@ -31,39 +31,39 @@ class Leases:
         self._connection = connection
         self._free_data = free_data
         self._timeout = timeout
-        self._returns = Returns(connection)
-        self._leased = 0  # addresses that will come through `lease` or `give_back`
-        self._attached = 0  # those that have come
+        self._returns = FreeQueue(connection)
+        self._expected = 0  # addresses that will come through `lease` or `free`
+        self._settled = 0  # those that have come
         self._finished = False
         self._stopped = False
         self._thread: threading.Thread | None = None
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
-        disown(self)
+        invalidate(self)
 
     def expect(self, count: int) -> None:
-        """So many addresses have been delivered. Each will come through `lease` or `give_back`, once."""
-        self._leased += count
+        """So many addresses have been delivered. Each will come through `lease` or `free`, once."""
+        self._expected += count
         if count and self._thread is None:
-            self._thread = Helper(self, self._run, (), "give back")
+            self._thread = StreamThread(self, self._run, (), "give back")
             self._thread.start()
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         """The memory as a buffer that gives `addresses` back when it is no longer used."""
-        self._attached += len(addresses)
+        self._settled += len(addresses)
         self._returns = self._returns.current()
         return leased_buffer(memory, addresses, self._returns)
 
-    def give_back(self, addresses: Sequence[int]) -> None:
+    def free(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""
-        self._attached += len(addresses)
+        self._settled += len(addresses)
         self._returns.put(addresses)
 
     def settle(self) -> None:
-        """No more addresses will come through `lease` or `give_back`, although some were expected."""
-        if self._leased != self._attached:
-            self._leased = self._attached
+        """No more addresses will come through `lease` or `free`, although some were expected."""
+        if self._expected != self._settled:
+            self._expected = self._settled
             self._returns.wake()
 
     def finish(self, stopped: bool) -> None:
@@ -87,25 +87,25 @@ class Leases:
         returned = 0
         forked = False
         listening = self._free_data is not None
-        while not (self._stopped or (self._finished and returned == self._leased)):
-            addresses = self._returns.take(_FREE_AT_ONCE)
+        while not (self._stopped or (self._finished and returned == self._expected)):
+            addresses = self._returns.take(_MAX_FREES)
             returned += len(addresses)
-            if KEPT in addresses:
-                forked, addresses = True, [address for address in addresses if address != KEPT]
+            if HELD_BY_FORK in addresses:
+                forked, addresses = True, [address for address in addresses if address != HELD_BY_FORK]
             try:
-                for first in range(0, len(addresses) if listening else 0, _FREE_AT_ONCE):
-                    body = encode_free(addresses[first : first + _FREE_AT_ONCE])
+                for first in range(0, len(addresses) if listening else 0, _MAX_FREES):
+                    body = encode_free(addresses[first : first + _MAX_FREES])
                     self._connection.send([Message(self._free_data, (body,))], self._timeout)
             except DissociatedError as error:
                 # A server that is gone has nothing to take back; what is mapped stays readable without it.
                 _log.debug("%r: %s", self._connection, error)
                 listening = False
         if self._stopped and self._connection.shares_memory:
-            _left_open.append(self._connection)  # what is held until the very end stays as it is until then
+            _open_at_exit.append(self._connection)  # what is held until the very end stays as it is until then
         elif forked:
             self._connection.leave()
         else:
             self._connection.close()
 
 
-_left_open: list[Connection] = []
+_open_at_exit: list[Connection] = []

@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.asynchronous import asynchronous
-from dissociated.client.connect import connect, located, takes_selections
+from dissociated.client.connect import parse_uris, request_stream, supports_selection
 from dissociated.client.request import TIMEOUT, ReadRequest
-from dissociated.codec.columns import between, selected, sliced
-from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.columns import select_columns, slice_batches, slice_rows
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
 from dissociated.errors import RemoteProtocolError, WrongKind
 from dissociated.protocol.request import Selection
@@ -56,7 +56,7 @@ def open_stream(
     request = ReadRequest(
         columns=columns,
         batches=batches,
-        options=given(options, ReadOptions),
+        options=check_options(options, ReadOptions),
         timeout=timeout,
         max_body=max_body,
         max_metadata=max_metadata,
@@ -74,29 +74,29 @@ It takes and raises the same, and blocks a thread in place of the event loop.
 
 def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
     """`open_stream`, and of what that gives the rows that are requested."""
-    uris = located(uri)
+    uris = parse_uris(uri)
     selection = request.selection
     identifier = ticket
-    if selection is not None and all(map(takes_selections, uris)):
+    if selection is not None and all(map(supports_selection, uris)):
         identifier = selection.identifier(ticket)
     asked = identifier != ticket
-    stream = connect(uris, identifier, request)
+    stream = request_stream(uris, identifier, request)
     try:
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
-        fields = None if selection is None else _left_to_choose(stream.header, selection, asked)
+        fields = None if selection is None else _fields_to_keep(stream.header, selection, asked)
         reader = stream.batches(replace(request.options, included_fields=fields or ()))
     except BaseException:
         stream.close()
         raise
     if fields == []:  # libarrow takes no included fields to mean all of them
-        reader = selected(reader, [])
+        reader = select_columns(reader, [])
     if request.batches is not None and not asked:
-        reader = sliced(reader, *request.batches)
-    return reader if request.rows is None else between(reader, request.rows)
+        reader = slice_batches(reader, *request.batches)
+    return reader if request.rows is None else slice_rows(reader, request.rows)
 
 
-def _left_to_choose(header: bytes, selection: Selection, asked: bool) -> list[int] | None:
+def _fields_to_keep(header: bytes, selection: Selection, asked: bool) -> list[int] | None:
     """Which fields are to be kept of the schema that has come, if those are not all; `asked` if the server chose.
 
     Raises ColumnNotFound and OptionError.

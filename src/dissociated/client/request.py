@@ -9,7 +9,7 @@ from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
 from dissociated.protocol.request import Selection
-from dissociated.transport.base import seconds
+from dissociated.transport.base import check_timeout
 
 #: Seconds that a server may be silent.
 TIMEOUT = 60.0
@@ -33,7 +33,7 @@ class ReadRequest:
     allow_rma: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "timeout", seconds(self.timeout))
+        object.__setattr__(self, "timeout", check_timeout(self.timeout))
         if self.columns is not None and self.options.included_fields:
             raise OptionError("give columns or included_fields, not both")
         if self.batches is not None and not 0 <= self.batches[0] <= self.batches[1]:

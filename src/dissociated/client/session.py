@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from dissociated.client.arrivals import arrivals
+from dissociated.client.arrivals import receiving
 from dissociated.client.bodies import Bodies
-from dissociated.client.leases import Leases
+from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.protocol.bodies import AddressList
@@ -21,7 +21,7 @@ from dissociated.transport.base import Connection
 Deliveries: TypeAlias = Generator[Delivered, None, None]
 
 
-class Session:
+class ClientSession:
     """Owns the connections that a stream was requested over, and the leases that come with it.
 
     Whatever `deliveries` gives and holds addresses must go through `bodies`, once.
@@ -31,8 +31,8 @@ class Session:
         self._connections = connections
         self._timeout = request.timeout
         self.max_body = request.max_body
-        self._receiver = Receiver.taking(request.max_metadata, request.max_body)
-        self._leases = Leases(connections[-1], free_data, request.timeout)
+        self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
+        self._leases = ClientLeases(connections[-1], free_data, request.timeout)
         self.bodies = Bodies(connections[-1], self._leases, request)
 
     def deliveries(self) -> Deliveries:
@@ -40,10 +40,10 @@ class Session:
         receiver, leases = self._receiver, self._leases
         stopped = True
         try:
-            with arrivals(self._connections, self._allocate, self._timeout) as receive:
+            with receiving(self._connections, self._allocate, self._timeout) as receive:
                 while True:
                     while (item := receiver.next_together()) is not None:
-                        yield self._delivered(item)
+                        yield self._account(item)
                     if receiver.complete:
                         break
                     arrived = receive(receiver.needs_body)
@@ -58,7 +58,7 @@ class Session:
         finally:
             for connection in self._connections[:-1]:
                 connection.close()
-            if stopped and self.bodies.space.live and len(self._connections) == 1:
+            if stopped and self.bodies.address_space.live and len(self._connections) == 1:
                 self._discard(self._connections[0])
             leases.finish(stopped)
 
@@ -66,7 +66,7 @@ class Session:
         """What was delivered and has not gone through `bodies` by now never will."""
         self._leases.settle()
 
-    def _delivered(self, item: Delivered) -> Delivered:
+    def _account(self, item: Delivered) -> Delivered:
         """Take note of what `item` leases. Raises RemoteProtocolError where a body is larger than is taken."""
         self._check_size(item.largest_body)
         self._leases.expect(item.lease_count)
@@ -93,4 +93,4 @@ class Session:
                 while (delivery := self._receiver.next()) is not None:
                     self._leases.expect(delivery.lease_count)
                     if isinstance(delivery.body, AddressList):
-                        self._leases.give_back(delivery.body.leased)
+                        self._leases.free(delivery.body.leased)

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import closing
 
-from dissociated.client.session import Session
+from dissociated.client.session import ClientSession
 from dissociated.codec.inplace import InPlace
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
-from dissociated.codec.tensor import Tensor, cut, join_tensor
+from dissociated.codec.tensor import Tensor, join_tensor, slice_buffers
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivered, Delivery
@@ -24,7 +24,7 @@ _MAX_SEEN = 1 << 16
 class Stream:
     """What a session delivers. It is read once, as batches or as tensors, or closed."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ClientSession) -> None:
         """Waits for the first message. Raises what arriving raises."""
         self._session = session
         self._bodies = session.bodies
@@ -42,7 +42,7 @@ class Stream:
         Bodies are mapped, fetched or taken as they were sent; a dataset that lies in shared memory just as an IPC
         stream has it is read there by libarrow itself.
         """
-        reader = self._in_place(options) if self._bodies.space.static else None
+        reader = self._in_place(options) if self._bodies.address_space.static else None
         return join(self._messages(), options, max_body=self._session.max_body) if reader is None else reader
 
     def tensors(self) -> Generator[Tensor, None, None]:
@@ -61,12 +61,12 @@ class Stream:
 
         That only shows at its end, which costs little: metadata and addresses are all that arrives.
         """
-        place = InPlace(self.header, self._bodies.space)
+        place = InPlace(self.header, self._bodies.address_space)
         for item in self._rest:
             self._seen.append(item)
             if len(self._seen) > _MAX_SEEN or not place.add(item):
                 return None
-        return place.reader(self._bodies.hold, options)
+        return place.reader(self._bodies.lease, options)
 
     def _messages(self) -> Messages:
         """With their bodies where libarrow shall find them. Runs without leases stay together."""
@@ -89,7 +89,9 @@ class Stream:
             raise WrongKind("this stream holds record batches: read it with open_stream, or by name with read")
         try:
             by_address = isinstance(body, AddressList)
-            return join_tensor(header, self._bodies.buffers(delivery) if by_address else cut(header, parsed, body))
+            return join_tensor(
+                header, self._bodies.buffers(delivery) if by_address else slice_buffers(header, parsed, body)
+            )
         except FormatError as error:
             why = str(error)  # and not the error: its frames hold what the peer leased to us
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")

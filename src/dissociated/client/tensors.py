@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from dissociated.buffers import MAX_BODY, MAX_METADATA
-from dissociated.client.connect import connect, located
+from dissociated.client.connect import parse_uris, request_stream
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.tensor import Tensor
 
@@ -53,4 +53,4 @@ def open_tensors(
 
 def read_tensors(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> TensorReader:
     """`open_tensors`, within the limits of `request`."""
-    return TensorReader(connect(located(uri), ticket, request).tensors())
+    return TensorReader(request_stream(parse_uris(uri), ticket, request).tensors())

@@ -11,23 +11,23 @@ from typing import Any, Protocol
 
 from dissociated.once import once
 
-_ENDING = 5.0  # seconds that threads may take to end with the interpreter
+_EXIT_TIMEOUT = 5.0  # seconds that threads may take to end with the interpreter
 
 
-class Stops(Protocol):
+class Stoppable(Protocol):
     """Who has a thread, and can make it return."""
 
     def stop(self) -> None: ...
 
 
-class Helper(threading.Thread):
+class StreamThread(threading.Thread):
     """A thread of a stream. It is stopped, and waited for, before the interpreter goes.
 
     A daemon thread that comes back from the system then is ended wherever it is. Within libarrow, where the last
     reference to a region unmaps it, that would bring down the process.
     """
 
-    def __init__(self, owner: Stops, run: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
+    def __init__(self, owner: Stoppable, run: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
         super().__init__(target=run, args=arguments, name=name, daemon=True)
         self._owner = weakref.ref(owner)
         end_at_exit()
@@ -40,13 +40,13 @@ class Helper(threading.Thread):
 
 @once
 def end_at_exit() -> None:
-    atexit.register(_end_helpers)
+    atexit.register(_stop_threads)
 
 
-def _end_helpers() -> None:
-    helpers = [thread for thread in threading.enumerate() if isinstance(thread, Helper)]
+def _stop_threads() -> None:
+    helpers = [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
     for helper in helpers:
         helper.stop()
-    end = time.monotonic() + _ENDING
+    end = time.monotonic() + _EXIT_TIMEOUT
     for helper in helpers:
         helper.join(max(0.0, end - time.monotonic()))

@@ -14,24 +14,24 @@ from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 
 
-class Leases(Protocol):
+class LeaseManager(Protocol):
     """What becomes of the addresses that were delivered. Each comes through one of these, once."""
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         """The same memory as a buffer, at whose end `addresses` go back."""
 
-    def give_back(self, addresses: Sequence[int]) -> None:
+    def free(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""
 
 
 def attach(
-    delivery: Delivery, space: AddressSpace, leases: Leases, allocate: Callable[[int], pa.Buffer]
+    delivery: Delivery, address_space: AddressSpace, leases: LeaseManager, allocate: Callable[[int], pa.Buffer]
 ) -> tuple[bytes, Buffer | None]:
     """Flatbuffer and body of a message. A body by address is its region, or what reaches over all that it lies in, and
     the flatbuffer says where in it.
 
     `allocate` gives memory for a body whose buffers lie where libarrow cannot read them: they are copied.
-    Raises RemoteProtocolError where an address leaves the regions of `space`.
+    Raises RemoteProtocolError where an address leaves the regions of `address_space`.
     """
     _, header, parsed, body = delivery
     if not isinstance(body, AddressList):
@@ -39,10 +39,10 @@ def attach(
     leased = body.leased
     if not leased:
         return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
-    located = space.locate(body.addresses, body.lengths)
+    located = address_space.locate(body.addresses, body.lengths)
     if any(offset % 8 for offset in located.offsets):  # which libarrow refuses: gather them where they should be
         wanted, _ = buffer_extents(header, parsed)
         packed = located.gather(body.lengths, wanted, allocate(parsed.body_length))
-        leases.give_back(leased)
+        leases.free(leased)
         return header, packed
     return relocate(header, parsed, located.offsets, located.memory.size), leases.lease(located.memory, leased)

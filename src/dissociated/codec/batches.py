@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.buffers import Buffer
-from dissociated.codec.join import Messages, source
+from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import Pair, SplitMessage, Splitter
+from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
 from dissociated.format.message import buffer_extents, relocate
 
 _ALIGNMENT = 8  # which libarrow asks of buffers in a body
@@ -24,10 +24,10 @@ _ALIGNMENT = 8  # which libarrow asks of buffers in a body
 class BatchReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
     """Reads what `pairs` give, all of this `schema`. What they raise comes out of it."""
 
-    def __init__(self, schema: pa.Schema, pairs: Iterator[Pair]) -> None:
+    def __init__(self, schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> None:
         self._schema = schema
         self._pairs = pairs
-        super().__init__(source(_messages(schema, pairs)))
+        super().__init__(message_file(_messages(schema, pairs)))
 
     @property
     def schema(self) -> pa.Schema:
@@ -52,7 +52,7 @@ class BatchReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyar
         return pa.RecordBatchReader.from_batches(self._schema, batches).__arrow_c_stream__(requested_schema)
 
 
-def _messages(schema: pa.Schema, pairs: Iterator[Pair]) -> Messages:
+def _messages(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Messages:
     splitter = Splitter(schema, WriteOptions(allow_64bit=True))
     yield splitter.schema_message.header, None
     for batch, metadata in pairs:

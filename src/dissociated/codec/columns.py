@@ -8,29 +8,29 @@ from itertools import islice
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.split import Pair, batches
+from dissociated.codec.split import BatchAndMetadata, batches
 
 
-def only(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
+def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
     """`schema` with these of its fields alone."""
     return pa.schema([schema.field(index) for index in indices], schema.metadata)
 
 
-def selected(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
+def select_columns(reader: pa.RecordBatchReader, indices: Sequence[int]) -> pa.RecordBatchReader:
     """The same batches with these of their columns alone, or with none: their row counts stay."""
-    schema = only(reader.schema, indices)
+    schema = select_fields(reader.schema, indices)
     return BatchReader(schema, ((batch.select([*indices]), metadata) for batch, metadata in batches(reader)))
 
 
-def sliced(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.RecordBatchReader:
+def slice_batches(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.RecordBatchReader:
     """The batches from number `first` up to `stop`, as far as they are there. The others before `stop` are read too."""
     return BatchReader(reader.schema, islice(batches(reader), first, stop))
 
 
-def between(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
+def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
     """These rows. No batch is read after the last of them; a part of one has the metadata of the whole."""
 
-    def pairs() -> Iterator[Pair]:
+    def pairs() -> Iterator[BatchAndMetadata]:
         some = batches(reader)
         at = 0
         while at < rows.stop and (pair := next(some, None)) is not None:

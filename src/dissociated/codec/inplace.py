@@ -25,7 +25,7 @@ from dissociated.protocol.run import SharedBatches
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 
-class _Part:
+class _MappedStream:
     """What has been found in place in one region: an IPC stream from `start` to `end`, its messages so far."""
 
     def __init__(self, region: Region, start: int, end: int) -> None:
@@ -39,7 +39,7 @@ class _Part:
         return self.memory[at : at + len(content)].tobytes() == content
 
 
-class _Chain(Readable):
+class _ChainedFile(Readable):
     """Pieces of a stream, each of whole messages, as the file that libarrow reads from."""
 
     def __init__(self, pieces: Sequence[pa.Buffer]) -> None:
@@ -64,10 +64,10 @@ class _Chain(Readable):
 class InPlace:
     """Follows a stream from its schema on, for as long as all of it lies in place."""
 
-    def __init__(self, schema: bytes, space: AddressSpace) -> None:
+    def __init__(self, schema: bytes, address_space: AddressSpace) -> None:
         self._schema = encapsulate(schema)
-        self._space = space
-        self._parts: list[_Part] = []
+        self._address_space = address_space
+        self._streams: list[_MappedStream] = []
 
     def add(self, item: Delivered) -> bool:
         """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
@@ -77,23 +77,23 @@ class InPlace:
 
     def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
         """A reader over all of it, by libarrow; None where it cannot be read so."""
-        if not self._parts:
+        if not self._streams:
             return None
         pieces: list[pa.Buffer] = []
-        for part in self._parts:
+        for part in self._streams:
             whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
             start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
             pieces.append(whole.slice(start, part.end - start))
-        return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_Chain(pieces), mode="r"), options)
+        return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
 
     def _add_message(self, item: Delivery) -> bool:
         if not isinstance(item.body, AddressList):
             if item.body is None or len(item.body):
                 return False
-            part = self._parts[-1] if self._parts else None  # an empty body has no address: it must lie here
+            part = self._streams[-1] if self._streams else None  # an empty body has no address: it must lie here
         else:
             leased = item.body.leased
-            part = self._part(leased[0]) if leased else None
+            part = self._stream_at(leased[0]) if leased else None
         if part is None:
             return False
         if is_compressed(item.header):
@@ -113,7 +113,7 @@ class InPlace:
         return part.end <= part.region.size
 
     def _add_batches(self, batches: SharedBatches) -> bool:
-        part = self._part(int(batches.leased[0]))
+        part = self._stream_at(int(batches.leased[0]))
         if part is None:
             return False
         width = batches.headers.shape[1]
@@ -133,14 +133,14 @@ class InPlace:
         part.end = int(ends[-1])
         return True
 
-    def _part(self, address: int) -> _Part | None:
+    def _stream_at(self, address: int) -> _MappedStream | None:
         """The part that `address` belongs to: the last one, or a new one in another region, just after its schema."""
-        region = self._space.find(address)
-        if self._parts and self._parts[-1].region is region:
-            return self._parts[-1]
+        region = self._address_space.find(address)
+        if self._streams and self._streams[-1].region is region:
+            return self._streams[-1]
         start = first_message_at(memoryview(region.memory))
-        part = _Part(region, start, start + len(self._schema))
-        if any(other.region is region for other in self._parts) or not part.holds(start, self._schema):
+        part = _MappedStream(region, start, start + len(self._schema))
+        if any(other.region is region for other in self._streams) or not part.holds(start, self._schema):
             return None
-        self._parts.append(part)
+        self._streams.append(part)
         return part

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.buffers import MAX_BODY, Buffer
-from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.pyfile import Readable
 from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.errors import DissociatedError, RemoteProtocolError
@@ -30,40 +30,40 @@ from dissociated.protocol.run import PackedBatches
 _length = struct.Struct("<i")
 _ALIGNMENT = 8  # of messages in a stream
 #: How many batches are worth a stream of their own, and how many bytes of body each may have to be copied into it.
-_MIN_RUN = 32
-_MAX_COPIED = 1 << 12
+_MIN_BATCH_RUN = 32
+_MAX_COPY = 1 << 12
 
 #: What `join` consumes: flatbuffer and body (None without one) of each message, or batches that arrived together.
 Messages = Generator[tuple[bytes, Buffer | None] | PackedBatches, None, None]
 
 
-class _Run:
+class _BatchRun:
     """Record batches that arrived together: each can be had as a message, or by libarrow."""
 
     def __init__(self, batches: PackedBatches, schema: bytes, options: ReadOptions) -> None:
-        self.left = len(batches.headers)
+        self.remaining = len(batches.headers)
         self._batches = batches
         self._messages: Iterator[tuple[bytes, Buffer | None]] | None = None
-        #: libarrow's of those that are left, if it has them in one buffer. Whoever takes one of it counts down `left`.
+        #: libarrow's of those that are left, if it has them in one buffer. Who takes one counts down `remaining`.
         self.reader: StreamReader | None = None
-        if self.left >= _MIN_RUN and _copied(batches, schema):
-            self.reader = PeerReader(_stream(batches, schema, options.memory_pool), options)
+        if self.remaining >= _MIN_BATCH_RUN and _may_copy(batches, schema):
+            self.reader = PeerReader(_to_ipc_stream(batches, schema, options.memory_pool), options)
 
     def message(self) -> tuple[bytes, Buffer | None]:
         """The next one as it came. From then on they can be had no other way."""
         if self._messages is None:
             self.reader = None
-            rest = islice(self._batches.expand(), len(self._batches.headers) - self.left, None)
+            rest = islice(self._batches.expand(), len(self._batches.headers) - self.remaining, None)
             self._messages = ((one.header, one.body) for one in rest)
-        self.left -= 1
+        self.remaining -= 1
         return next(self._messages)
 
 
-def _copied(batches: PackedBatches, schema: bytes) -> bool:
+def _may_copy(batches: PackedBatches, schema: bytes) -> bool:
     """Whether these batches can be copied into a stream of their own, which would know no dictionaries."""
     body_length, layout = batches.parsed.body_length, layout_of(schema)
     return (
-        body_length <= _MAX_COPIED
+        body_length <= _MAX_COPY
         and not body_length % _ALIGNMENT
         and layout is not None
         and not layout.values
@@ -72,7 +72,7 @@ def _copied(batches: PackedBatches, schema: bytes) -> bool:
     )
 
 
-def _stream(batches: PackedBatches, schema: bytes, pool: pa.MemoryPool | None) -> pa.Buffer:
+def _to_ipc_stream(batches: PackedBatches, schema: bytes, pool: pa.MemoryPool | None) -> pa.Buffer:
     """The same as an IPC stream."""
     begin, head = encapsulate(schema), encapsulate(batches.headers[0].tobytes())
     count, body_length = len(batches.headers), batches.parsed.body_length
@@ -86,7 +86,7 @@ def _stream(batches: PackedBatches, schema: bytes, pool: pa.MemoryPool | None) -
     return stream
 
 
-class _Source(Readable):
+class _MessageFile(Readable):
     """The file that libarrow reads from. It asks for a length, the metadata, and the whole body."""
 
     def __init__(self, messages: Messages, options: ReadOptions, max_body: int, blame: type[DissociatedError]) -> None:
@@ -95,7 +95,7 @@ class _Source(Readable):
         self._max_body = max_body
         self._blame = blame
         self._schema = b""
-        self._run: _Run | None = None  # which the stream goes on with
+        self._run: _BatchRun | None = None  # which the stream goes on with
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._ended = False
         self._failed: tuple[type[DissociatedError], str] | None = None
@@ -115,9 +115,9 @@ class _Source(Readable):
             piece = bytes(piece[:size])
         return piece
 
-    def run(self) -> _Run | None:
+    def run(self) -> _BatchRun | None:
         """The run that the stream goes on with; None where something else comes next. To be asked between messages."""
-        if (self._run is None or not self._run.left) and not self._pieces:
+        if (self._run is None or not self._run.remaining) and not self._pieces:
             self._refill(whole=True)
         return self._run
 
@@ -128,12 +128,12 @@ class _Source(Readable):
             raise kind(reason)
         if self._ended:
             return
-        if self._run is not None and not self._run.left:
+        if self._run is not None and not self._run.remaining:
             self._run = None
         try:
             item = next(self._messages) if self._run is None else self._run.message()
             if isinstance(item, PackedBatches):
-                self._run = _Run(item, self._schema, self._options)
+                self._run = _BatchRun(item, self._schema, self._options)
                 if whole:
                     return
                 item = self._run.message()
@@ -170,15 +170,15 @@ class _Source(Readable):
         self._messages.close()
 
 
-def source(messages: Messages) -> pa.PythonFile:
+def message_file(messages: Messages) -> pa.PythonFile:
     """The stream that `messages` make, the schema first, as a file for libarrow to read from."""
-    return pa.PythonFile(_Source(messages, ReadOptions(), MAX_BODY, RemoteProtocolError), mode="r")
+    return pa.PythonFile(_MessageFile(messages, ReadOptions(), MAX_BODY, RemoteProtocolError), mode="r")
 
 
-class _Joined(PeerReader):
+class _JoinedReader(PeerReader):
     """Reads what a source gives, and runs past it."""
 
-    def __init__(self, source: _Source, options: ReadOptions) -> None:
+    def __init__(self, source: _MessageFile, options: ReadOptions) -> None:
         self._source = source
         self._past = 0  # batches
         super().__init__(source, options)
@@ -196,7 +196,7 @@ class _Joined(PeerReader):
         run = self._source.run()
         if run is None or run.reader is None:
             return None
-        run.left -= 1
+        run.remaining -= 1
         self._past += 1
         return run.reader
 
@@ -221,6 +221,6 @@ def join(
     invalid, or what another `kind` of reader raises; and where a body would have more than `max_body` bytes when it is
     decompressed, before it is.
     """
-    kind = kind or _Joined
-    options = given(options, ReadOptions)
-    return kind(_Source(messages, options, max_body, kind.blame), options)
+    kind = kind or _JoinedReader
+    options = check_options(options, ReadOptions)
+    return kind(_MessageFile(messages, options, max_body, kind.blame), options)

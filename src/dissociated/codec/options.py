@@ -133,7 +133,7 @@ class WriteOptions:
         _check_depth(schema, self.max_recursion_depth)
 
 
-def given(options: T | None, kind: type[T]) -> T:
+def check_options(options: T | None, kind: type[T]) -> T:
     """`options`, or the defaults of this `kind` where there are none. Raises OptionError where they are of another."""
     if options is None:
         return kind()

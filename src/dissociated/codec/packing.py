@@ -49,7 +49,7 @@ class Packing:
         packed: list[Buffer] = []
         moved, sizes, end = [], [], 0
         for offset, length in zip(offsets, lengths, strict=True):
-            parts = self._worthwhile(part_at[offset]) if length else []
+            parts = self._smaller(part_at[offset]) if length else []
             size = sum(map(len, parts))
             padding = -size % self._alignment
             packed += [*parts, bytes(padding)] if padding else parts
@@ -60,7 +60,7 @@ class Packing:
             header = relocate(header, parsed, moved, end, sizes)
         return header, parsed._replace(body_length=end), packed
 
-    def _worthwhile(self, buffer: Buffer) -> list[Buffer]:
+    def _smaller(self, buffer: Buffer) -> list[Buffer]:
         """A buffer that is not empty as it is, or as it was before it was compressed for too little."""
         if self._codec is None:
             return [buffer]

@@ -8,30 +8,30 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
 from dissociated.format.encapsulated import MAGIC, encapsulate
 
 #: libarrow takes the magic of a file for the length of the first message.
-_BEGINS_A_FILE = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
-_COMPLAINTS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
+_FILE_MAGIC_ERROR = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
+_CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
 @contextmanager
-def blamed(blame: type[DissociatedError]) -> Iterator[None]:
+def arrow_errors(blame: type[DissociatedError]) -> Iterator[None]:
     """Turn what libarrow raises about content into `blame`, what memory does not suffice for included."""
     try:
         yield
-    except _COMPLAINTS as error:
-        raise _ours(error, blame) from None
+    except _CONTENT_ERRORS as error:
+        raise _translated(error, blame) from None
 
 
-def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
+def _translated(error: Exception, blame: type[DissociatedError]) -> Exception:
     if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
     if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
         return OptionError(f"included_fields has a field that the schema has not: {error}")
-    if _BEGINS_A_FILE in str(error):
+    if _FILE_MAGIC_ERROR in str(error):
         return blame("this begins like an Arrow IPC file, which is no stream: read it as a file")
     peer = blame is RemoteProtocolError
     if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
@@ -43,11 +43,11 @@ def _ours(error: Exception, blame: type[DissociatedError]) -> Exception:
 
 def read_schema(header: bytes, blame: type[DissociatedError]) -> pa.Schema:
     """The schema of this flatbuffer."""
-    with blamed(blame):
-        return named(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
+    with arrow_errors(blame):
+        return check_field_names(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
 
 
-def named(schema: pa.Schema) -> pa.Schema:
+def check_field_names(schema: pa.Schema) -> pa.Schema:
     """The same. Raises UnicodeDecodeError now where a column has a name that pyarrow cannot tell later."""
     assert schema.names is not None
     return schema
@@ -62,29 +62,29 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
     blame: ClassVar[type[DissociatedError]] = FormatError
 
     def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
-        options = given(options, ReadOptions)
-        with blamed(self.blame):
+        options = check_options(options, ReadOptions)
+        with arrow_errors(self.blame):
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
         options.check_depth(self.schema)
 
     def read_next_batch(self) -> pa.RecordBatch:
         try:
             return super().read_next_batch()
-        except _COMPLAINTS as error:
-            raise _ours(error, self.blame) from None
+        except _CONTENT_ERRORS as error:
+            raise _translated(error, self.blame) from None
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
-        except _COMPLAINTS as error:
-            raise _ours(error, self.blame) from None
+        except _CONTENT_ERRORS as error:
+            raise _translated(error, self.blame) from None
 
     def read_all(self) -> pa.Table:
         try:
             return super().read_all()
-        except _COMPLAINTS as error:
-            raise _ours(error, self.blame) from None
+        except _CONTENT_ERRORS as error:
+            raise _translated(error, self.blame) from None
 
 
 class PeerReader(StreamReader):

@@ -12,7 +12,7 @@ from typing import Any
 from dissociated.buffers import Buffer
 from dissociated.errors import StoreError
 from dissociated.memory.shared import write_parts
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 
 class Sink(ABC):
@@ -47,11 +47,11 @@ class DescriptorSink(Sink):
         return self._file.fileno()
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        with explained(self.what):
+        with store_errors(self.what):
             write_parts(self.descriptor, parts)
 
     def close(self) -> None:
-        with explained(self.what):
+        with store_errors(self.what):
             self._file.close()
 
     def abort(self) -> None:
@@ -69,7 +69,7 @@ class FileSink(Sink):
             self.position = file.tell()
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        with explained("writing to a file object"):
+        with store_errors("writing to a file object"):
             for part in parts:
                 left = memoryview(part).cast("B")
                 while len(left):
@@ -81,7 +81,7 @@ class FileSink(Sink):
                     left = left[count:]
 
     def close(self) -> None:
-        with explained("writing to a file object"), suppress(AttributeError):
+        with store_errors("writing to a file object"), suppress(AttributeError):
             self._file.flush()
 
     def abort(self) -> None: ...
@@ -94,7 +94,7 @@ def open_sink(where: Any) -> Sink:
     """
     if isinstance(where, (str, os.PathLike)):
         name = os.fspath(where)
-        with explained(f"creating {name}"):
+        with store_errors(f"creating {name}"):
             descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         return DescriptorSink(descriptor, f"writing {name}")
     if hasattr(where, "write"):

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dissociated.buffers import Buffer
 from dissociated.codec.layouts import Layouts
-from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.packing import Packing
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
@@ -23,10 +23,10 @@ from dissociated.format.message import Header, parse_header
 #: Of a batch or of a file: a dict, or what pyarrow gives.
 Metadata: TypeAlias = "pa.KeyValueMetadata | Mapping[str | bytes, str | bytes]"
 #: A record batch and its metadata, None without any.
-Pair: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
+BatchAndMetadata: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]"
 
 
-_SMALL = 1 << 14  # bytes of a body
+_SMALL_BODY = 1 << 14  # bytes of a body
 #: Small batches are written to memory of so many bytes, while so many of them are left.
 _BLOCK, _MARGIN = 1 << 20, 1 << 16
 
@@ -116,7 +116,7 @@ class Splitter:
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         self.schema = schema
-        self.options = given(options, WriteOptions)
+        self.options = check_options(options, WriteOptions)
         self.options.check_depth(schema)
         self._validator = Validator(schema)
         packing = Packing(self.options)
@@ -193,7 +193,7 @@ class _StreamSplitter(Splitter):
         else:
             messages = super().split(batch, metadata)
         if self._plain:
-            self._small = 2 * batch.num_rows if messages[-1].parsed.body_length <= _SMALL else -1
+            self._small = 2 * batch.num_rows if messages[-1].parsed.body_length <= _SMALL_BODY else -1
         return messages
 
     def _encoded(self, batch: pa.RecordBatch) -> SplitMessage:
@@ -293,13 +293,13 @@ class Validator:
             raise SourceError(f"a record batch is not valid: {error}") from None
 
 
-class Validated:
+class OnceValidator:
     """Remembers how much of a stream that stays has been validated, so that this is done once."""
 
     def __init__(self) -> None:
         self._batches = 0
 
-    def check(self, schema: pa.Schema, pairs: Iterable[Pair]) -> Iterator[Pair]:
+    def check(self, schema: pa.Schema, pairs: Iterable[BatchAndMetadata]) -> Iterator[BatchAndMetadata]:
         """The same batches, which begin with the first of the stream. Raises SourceError where one is not valid."""
         validator = Validator(schema)
         for number, pair in enumerate(pairs):
@@ -333,7 +333,7 @@ def split(reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> 
         yield from splitter.split(batch, metadata)
 
 
-def batches(reader: pa.RecordBatchReader) -> Iterator[Pair]:
+def batches(reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
     """What `reader` gives, each batch with its metadata."""
     if not isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
         for batch in reader:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.buffers import Buffer
-from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import SplitMessage
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
 from dissociated.format.message import Header, buffer_extents, parse_header
@@ -39,8 +39,8 @@ FORMATS = {
     pa.SparseCSFTensor: Format.CSF,
 }
 
-_PIECE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
-_PREFIX = 8  # bytes before the flatbuffer
+_READ_SIZE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
+_PREFIX_SIZE = 8  # bytes before the flatbuffer
 _METADATA_VERSION = {pa.ipc.MetadataVersion.V4: 3, pa.ipc.MetadataVersion.V5: 4}  # MetadataVersion of Schema.fbs
 _MAX_EXPANDED = 1 << 28  # bytes
 _MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
@@ -69,10 +69,10 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
     and FormatError where the tensor is such that it could not be read: libarrow makes and takes some whose index
     leaves them.
     """
-    options = given(options, WriteOptions)
+    options = check_options(options, WriteOptions)
     if options.codec is not None:
         raise OptionError("Arrow IPC has no compressed tensors: leave the codec out")
-    header, arrays = _taken_apart(tensor)
+    header, arrays = _disassemble(tensor)
     parts: list[Buffer] = []
     offsets, end = [], 0
     for array in arrays:
@@ -85,7 +85,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
         end += -end % 8
     header = header._replace(offsets=(*offsets,), lengths=tuple(array.nbytes for array in arrays))
     encoded = encode_tensor(header, end, _METADATA_VERSION[options.metadata_version])
-    encoded += bytes(-(len(encoded) + _PREFIX) % ALIGNMENT)
+    encoded += bytes(-(len(encoded) + _PREFIX_SIZE) % ALIGNMENT)
     try:
         join_tensor(encoded, arrays)
     except FormatError as error:
@@ -93,7 +93,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
     return SplitMessage(encoded, parse_header(encoded), [part for part in parts if len(part)])
 
 
-def cut(header: bytes, parsed: Header, body: Buffer) -> list[pa.Buffer]:
+def slice_buffers(header: bytes, parsed: Header, body: Buffer) -> list[pa.Buffer]:
     """The buffers of a message, cut out of its packed body. Raises FormatError for one that leaves it."""
     whole = body if isinstance(body, pa.Buffer) else pa.py_buffer(body)
     buffers = []
@@ -174,7 +174,7 @@ def _check_begins(begins: Array, end: int) -> None:
         raise FormatError("a sparse tensor whose rows or fibers do not follow each other")
 
 
-def _taken_apart(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
+def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
     """All that a message says of `tensor` but for its buffers, and the arrays that these hold."""
     format_ = FORMATS.get(type(tensor))
     if format_ is None:

@@ -15,15 +15,15 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.buffers import too_long
+from dissociated.buffers import metadata_too_long
 from dissociated.codec.split import Splitter
-from dissociated.datasets.ways import S, Ways
+from dissociated.datasets.ways import S, SendVisitor
 from dissociated.errors import OptionError, SourceError
 from dissociated.memory.region import Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
-#: Anything `publish` takes; see `dataset`.
+#: Anything `publish` takes; see `make_dataset`.
 Source: TypeAlias = Any
 OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
 #: The same, of some of the columns, by their position.
@@ -44,7 +44,7 @@ class Dataset(ABC):
     rows: int | None = None
     nbytes: int | None = None
     #: Whether one server can give metadata of it over one connection, and bodies over another.
-    divisible = True
+    splits_streams = True
     #: Whether its source is opened anew for each reading, which may then have other batches, or none.
     reopened = False
 
@@ -56,17 +56,17 @@ class Dataset(ABC):
         #: The identifier that want_data carries: unguessable, and of this publication alone.
         self.ticket: bytes = secrets.token_bytes(16)
 
-    def opened(self) -> Dataset:
+    def open(self) -> Dataset:
         """What is sent, which stays as it is for as long as you hold it. Raises SourceError and DatasetNotFound."""
         return self
 
-    def exposed(self) -> Dataset:
+    def open_exposed(self) -> Dataset:
         """The same, where clients fetch from its memory: that stays where it is until this is dropped."""
-        return self.opened()
+        return self.open()
 
     @abstractmethod
-    def sent(self, ways: Ways[S]) -> S:
-        """What the one of `ways` to send it that is meant for it says."""
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        """What the method of `visitor` for this kind of dataset returns."""
 
     def regions(self) -> Sequence[Region]:
         """The memory that its bodies lie in, as far as that stays where it is."""
@@ -99,7 +99,7 @@ class Dataset(ABC):
 
     def check_metadata(self, limit: int) -> None:
         """Raise SourceError or StoreError where the metadata of a message that is known has more than `limit` bytes."""
-        why = too_long(repr(self.name), len(Splitter(self.schema).schema_message.header), limit)
+        why = metadata_too_long(repr(self.name), len(Splitter(self.schema).schema_message.header), limit)
         if why is not None:
             raise SourceError(why)
 

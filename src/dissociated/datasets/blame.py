@@ -11,7 +11,7 @@ from dissociated.errors import DissociatedError, FormatError, SourceError
 
 
 @contextmanager
-def source_blamed(name: str) -> Iterator[None]:
+def source_errors(name: str) -> Iterator[None]:
     """Turn whatever the source of `name` raises into a SourceError, whose reason a client can be told."""
     try:
         yield
@@ -23,5 +23,5 @@ def source_blamed(name: str) -> Iterator[None]:
         kind = type(error).__name__
         failed = SourceError(f"the source of {name!r} failed: {kind}: {error}")
         if not isinstance(error, pa.ArrowException):
-            failed.told = f"the source of {name!r} failed ({kind}): the log of its server says more"
+            failed.peer_reason = f"the source of {name!r} failed ({kind}): the log of its server says more"
         raise failed from error

@@ -6,14 +6,14 @@ import threading
 
 import pyarrow as pa
 
-from dissociated.codec.columns import only, selected
+from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
-from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.fanout import Consumer, Fanout, Live
-from dissociated.datasets.part import Part
+from dissociated.datasets.part import LiveMessage
 from dissociated.datasets.sources import open_source
-from dissociated.datasets.ways import S, Ways
+from dissociated.datasets.ways import S, SendVisitor
 from dissociated.errors import OptionError
 from dissociated.format.projection import Projection
 
@@ -24,21 +24,21 @@ class Broadcast(Dataset):
     `limit` is how many bytes of it may be held in shared memory.
     """
 
-    divisible = False  # each connection has its own place in the stream
+    splits_streams = False  # each connection has its own place in the stream
 
     def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
         if not isinstance(live, Live):
             raise OptionError(f"live is a dissociated.Live, not {live!r}")
-        given(options, WriteOptions)
+        check_options(options, WriteOptions)
         reader = open_source(name, source)
         super().__init__(name, reader.schema)
         self._fanout = Fanout(name, reader, live, limit, options)
         self.join = self._fanout.join
 
-    def sent(self, ways: Ways[S]) -> S:
-        return ways.broadcast(self)
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        return visitor.broadcast(self)
 
-    def choose(self, part: Part) -> Part | None:
+    def project(self, part: LiveMessage) -> LiveMessage | None:
         """What consumers get of a message: all of it."""
         return part
 
@@ -63,31 +63,31 @@ class _BroadcastColumns(Dataset):
     """Some columns of a broadcast: consumers are sent those of each message, and free the others at once."""
 
     def __init__(self, whole: Broadcast, indices: tuple[int, ...], schema: bytes) -> None:
-        super().__init__(whole.name, only(whole.schema, indices))
+        super().__init__(whole.name, select_fields(whole.schema, indices))
         self._indices = indices
         self._whole = whole
         self._schema = schema  # of the whole, as it is sent
         self._projection = Projection(schema, indices)
         self.join = whole.join
 
-    def sent(self, ways: Ways[S]) -> S:
-        return ways.broadcast(self)
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        return visitor.broadcast(self)
 
-    def choose(self, part: Part) -> Part | None:
+    def project(self, part: LiveMessage) -> LiveMessage | None:
         """What consumers get of a message."""
         if part.body is None:
             return part._replace(header=self._projection.header)
-        chosen = self._projection.choose(part.header, part.parsed)
+        chosen = self._projection.project(part.header, part.parsed)
         if chosen is None or chosen.header is part.header:
             return chosen and part
-        if part.more is not None:
+        if part.repeats is not None:
             first, *more = [b"".join(chosen.body((one,))) for one in part.bodies]
-            return Part(chosen.header, chosen.parsed, (first,), more=more)
+            return LiveMessage(chosen.header, chosen.parsed, (first,), repeats=more)
         extents = [part.extents[index] for index in chosen.indices] if part.extents else []
-        return Part(chosen.header, chosen.parsed, chosen.body(part.body), 0, part.region, extents)
+        return LiveMessage(chosen.header, chosen.parsed, chosen.body(part.body), 0, part.region, extents)
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return selected(self._whole.open_reader(), self._indices)
+        return select_columns(self._whole.open_reader(), self._indices)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _BroadcastColumns(self._whole, tuple(self._indices[index] for index in indices), self._schema)
@@ -96,7 +96,7 @@ class _BroadcastColumns(Dataset):
 def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
     """What libarrow joins, in this process."""
     try:
-        while not consumer.over:
+        while not consumer.finished:
             parts = consumer.take()
             if not parts:
                 woken.wait()

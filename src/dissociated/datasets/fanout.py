@@ -25,9 +25,9 @@ import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter, split
-from dissociated.datasets.blame import source_blamed
-from dissociated.datasets.part import OVERHEAD, SMALL, Part
-from dissociated.errors import DissociatedError, OptionError, SourceError, told
+from dissociated.datasets.blame import source_errors
+from dissociated.datasets.part import OVERHEAD, SMALL_BODY, LiveMessage
+from dissociated.errors import DissociatedError, OptionError, SourceError, peer_message
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.live import LiveMemory
@@ -35,7 +35,7 @@ from dissociated.memory.live import LiveMemory
 _log = logging.getLogger(__name__)
 
 #: For so many small messages that follow one another room is made at once.
-_ROOM = 16
+_ROOM_BATCH = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,14 @@ class Consumer:
     """One of the consumers of a fanout: its place in the stream, and what it holds. `leave` gives that back.
 
     `wake` is called, from the pump's thread, when there is something to take after there was nothing, or there will be
-    nothing more; `cut` when it is cut off.
+    nothing more; `on_cut_off` when it is cut off.
     """
 
-    def __init__(self, fanout: Fanout, wake: Callable[[], None], cut: Callable[[], None]) -> None:
+    def __init__(self, fanout: Fanout, wake: Callable[[], None], on_cut_off: Callable[[], None]) -> None:
         self._fanout = fanout
         self.wake = wake
-        self.cut = cut
-        self.waiting: deque[Part] = deque()
+        self.on_cut_off = on_cut_off
+        self.waiting: deque[LiveMessage] = deque()
         self.queued = 0  # bytes that these take outside of shared memory
         self.idle = False  # whether it found nothing to take
         self.held: set[int] = set()  # what it was given, waiting or sent
@@ -77,14 +77,14 @@ class Consumer:
         self.kept = False  # whether it is cut off, so that what it holds does not count
         self.reason: str | None = None  # why there will be no more
         self.ended = False  # nothing more comes
-        self.moved = time.monotonic()  # when it last took or freed something
+        self.last_progress = time.monotonic()  # when it last took or freed something
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether it has taken everything there was, to the regular end."""
         return self.ended and not self.waiting
 
-    def give(self, part: Part) -> None:
+    def enqueue(self, part: LiveMessage) -> None:
         """Let it take `part` after all others. Call it with the fanout's `changed` held."""
         self.waiting.append(part)
         self.queued += part.queued * part.messages
@@ -92,12 +92,12 @@ class Consumer:
             self.idle = False
             self.wake()
 
-    def take(self, count: int = 1, nbytes: int = 0) -> list[Part]:
+    def take(self, count: int = 1, nbytes: int = 0) -> list[LiveMessage]:
         """The next messages, until these are `count`, or have bodies of `nbytes` together.
 
         None where there are none now. Raises SourceError: why there will be no more.
         """
-        taken: list[Part] = []
+        taken: list[LiveMessage] = []
         waiting = self.waiting
         with self._fanout.changed:
             while waiting and count > 0 and (not taken or waiting[0].nbytes <= nbytes):
@@ -107,8 +107,8 @@ class Consumer:
                 nbytes -= part.nbytes
                 self.queued -= part.queued * part.messages
             if taken:
-                self.moved = time.monotonic()
-                self._fanout.taken()
+                self.last_progress = time.monotonic()
+                self._fanout.on_taken()
             elif self.reason is not None:
                 raise SourceError(self.reason)
             self.idle = not taken
@@ -118,8 +118,8 @@ class Consumer:
         """It does not need these any more."""
         if addresses:
             with self._fanout.changed:
-                self.moved = time.monotonic()
-                self._fanout.give_back(self, self.held.intersection(addresses))
+                self.last_progress = time.monotonic()
+                self._fanout.free(self, self.held.intersection(addresses))
 
     def stop(self) -> None:
         """It takes nothing more, and goes on holding what it was sent."""
@@ -127,16 +127,16 @@ class Consumer:
             self.stopped = True
             self._fanout.forget(self)
 
-    def set_aside(self) -> None:
+    def detach(self) -> None:
         """It gets nothing more. What it was sent stays until it frees that, and does not count against the limit."""
         with self._fanout.changed:
-            self._fanout.set_aside(self)
+            self._fanout.detach(self)
 
     def leave(self, gone: bool = True) -> None:
         """Its connection is over. If it is `gone`, everything it holds is given back; else that is not used again."""
         with self._fanout.changed:
             if not gone:
-                self._fanout.set_aside(self)
+                self._fanout.detach(self)
                 self.held.clear()
             self._fanout.leave(self)
 
@@ -162,7 +162,7 @@ class Fanout:
         self._options = options
         self._schema = Splitter(reader.schema, options).schema_message
         self.schema_header = self._schema.header
-        self._dictionaries: dict[int, list[Part]] = {}  # as they are: each with the deltas since
+        self._dictionaries: dict[int, list[LiveMessage]] = {}  # as they are: each with the deltas since
         self._memory = LiveMemory(name, limit)
         self._consumers: list[Consumer] = []
         self._pump: threading.Thread | None = None  # which reads, once it has begun
@@ -171,7 +171,7 @@ class Fanout:
         self._over = False  # nothing more will come
         self._busy = False  # the pump is using the memory
         self._full = False  # the pump waits for room
-        self._last: Part | None = None  # what consumers were given last, while all of them have still to take it
+        self._last: LiveMessage | None = None  # what consumers were given last, while all of them have still to take it
         self._have_last: list[Consumer] = []
         self._room_for = 0  # messages that may follow it before it is asked again whether there is room
         #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
@@ -187,8 +187,11 @@ class Fanout:
             if self._pump is not None and self._live.late == "refuse":
                 raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
             consumer = Consumer(self, wake, cut or wake)
-            for part in (Part.inline(self._schema), *(one for some in self._dictionaries.values() for one in some)):
-                consumer.give(part)
+            for part in (
+                LiveMessage.inline(self._schema),
+                *(one for some in self._dictionaries.values() for one in some),
+            ):
+                consumer.enqueue(part)
             self._consumers.append(consumer)
             self._last = None
             if self._pump is None and len(self._consumers) >= self._live.consumers:
@@ -202,10 +205,10 @@ class Fanout:
         if consumer in self._consumers:
             self._consumers.remove(consumer)
         self.forget(consumer)
-        self.give_back(consumer, set(consumer.held))
-        self._clean()
+        self.free(consumer, set(consumer.held))
+        self._release_unused()
 
-    def give_back(self, consumer: Consumer, addresses: set[int]) -> None:
+    def free(self, consumer: Consumer, addresses: set[int]) -> None:
         """`consumer` does not hold these any more. Call it with `changed` held."""
         consumer.held -= addresses
         self._memory.free(addresses, consumer.kept)
@@ -217,20 +220,20 @@ class Fanout:
         self._last = None
         consumer.waiting.clear()
         consumer.queued = 0
-        self.give_back(consumer, unsent)
+        self.free(consumer, unsent)
 
-    def taken(self) -> None:
+    def on_taken(self) -> None:
         """A consumer has taken something. Call it with `changed` held."""
         self._last = None
         if self._full:
             self.changed.notify_all()
 
-    def set_aside(self, consumer: Consumer) -> None:
+    def detach(self, consumer: Consumer) -> None:
         """`consumer` gets nothing more, and what it holds counts no more. Call it with `changed` held."""
         self.forget(consumer)
         if not consumer.kept:
             consumer.kept = True
-            self._memory.keep(consumer.held)
+            self._memory.exempt(consumer.held)
             self.changed.notify_all()
 
     def size_of(self, consumer: Consumer) -> int:
@@ -238,7 +241,7 @@ class Fanout:
         return self._memory.size_of(consumer.held) + consumer.queued
 
     @property
-    def _taking(self) -> list[Consumer]:
+    def _active_consumers(self) -> list[Consumer]:
         return [consumer for consumer in self._consumers if not (consumer.kept or consumer.stopped)]
 
     # The pump
@@ -247,7 +250,7 @@ class Fanout:
         reader, self._reader = self._reader, None
         reason: str | None = None
         try:
-            with source_blamed(self.name):
+            with source_errors(self.name):
                 messages = split(reader, self._options)
                 del reader
                 next(messages)  # the schema, which consumers have
@@ -255,7 +258,7 @@ class Fanout:
                     if not self._publish(message):
                         break
         except DissociatedError as error:
-            reason = told(error)
+            reason = peer_message(error)
             _log.info("%r: %s", self.name, error)
         except BaseException:
             reason = f"the live stream {self.name!r} failed for a reason that the server's log tells"
@@ -265,18 +268,18 @@ class Fanout:
             with self.changed:
                 self._busy = False
                 self._end(reason)
-                self._clean()
+                self._release_unused()
 
     def _publish(self, message: SplitMessage) -> bool:
         """Give the next message to every consumer. Whether there is somebody to take more."""
         length = message.parsed.body_length
-        if length <= SMALL:
+        if length <= SMALL_BODY:
             with self.changed:
                 if self._follows(message):
                     return True
                 if self._wait_for_consumers():
                     self._wait_for_room(len(message.header) + length + OVERHEAD)
-                    self._hand_out(message, Part.inline(message))
+                    self._hand_out(message, LiveMessage.inline(message))
                 return not self._over
         with self.changed:
             if not self._wait_for_consumers():
@@ -290,13 +293,13 @@ class Fanout:
         with self.changed:
             self._busy = False
             if self._over:
-                self._clean()
+                self._release_unused()
                 return False
             extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
             body = region.body(region.offset, length)
-            placed = region.hold(length, extents, len(self._taking))
+            placed = region.lease(length, extents, len(self._active_consumers))
             queued = len(message.header) + OVERHEAD
-            self._hand_out(message, Part(message.header, message.parsed, (body,), queued, region, placed))
+            self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, placed))
             return True
 
     def _follows(self, message: SplitMessage) -> bool:
@@ -305,28 +308,28 @@ class Fanout:
         if last is None:
             return False
         if not self._room_for:
-            if not self._has_room(_ROOM * last.queued):
+            if not self._has_room(_ROOM_BATCH * last.queued):
                 return False
-            self._room_for = _ROOM
-        if not last.follow(message):
+            self._room_for = _ROOM_BATCH
+        if not last.append_alike(message):
             return False
         self._room_for -= 1
         for consumer in self._have_last:
             consumer.queued += last.queued
         return True
 
-    def _hand_out(self, message: SplitMessage, part: Part) -> None:
+    def _hand_out(self, message: SplitMessage, part: LiveMessage) -> None:
         if self._over:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
             id_, is_delta = dictionary_of(message.header)
             before = self._dictionaries.get(id_, []) if is_delta else []
-            self._dictionaries[id_] = [*before, Part.inline(message)]
-        self._last, self._have_last, self._room_for = part, self._taking, 0
+            self._dictionaries[id_] = [*before, LiveMessage.inline(message)]
+        self._last, self._have_last, self._room_for = part, self._active_consumers, 0
         addresses = part.addresses
         for consumer in self._have_last:
             consumer.held |= addresses
-            consumer.give(part)
+            consumer.enqueue(part)
 
     def _wait_for_consumers(self) -> bool:
         """Whether there is somebody to give messages to, before the stream is over. Call it with `changed` held."""
@@ -349,7 +352,9 @@ class Fanout:
         while not self._over and not self._has_room(length):
             if self.changed.wait(max(0.0, since + patience - time.monotonic())):
                 continue
-            stalled = [one for one in self._consumers if not one.kept and one.moved < since and self.size_of(one)]
+            stalled = [
+                one for one in self._consumers if not one.kept and one.last_progress < since and self.size_of(one)
+            ]
             if stalled:
                 self._cut_off(max(stalled, key=self.size_of))
             since = time.monotonic()
@@ -360,16 +365,16 @@ class Fanout:
         queued = 0
         for one in self._consumers:
             queued = max(queued, one.queued)
-        return self._memory.has_room(length, beside=queued)
+        return self._memory.has_room(length, other_bytes=queued)
 
     def _cut_off(self, consumer: Consumer) -> None:
         _log.warning("%r: a consumer neither took nor freed anything in time, and is cut off", self.name)
-        self.set_aside(consumer)
+        self.detach(consumer)
         consumer.reason = (
             f"this reader of the live stream {self.name!r} held up the others for {self._live.stall_timeout:g} s: "
             "it was cut off. To keep more than the server's live_limit, read over tcp, or with bodies packed"
         )
-        consumer.cut()
+        consumer.on_cut_off()
 
     # The end
 
@@ -380,12 +385,12 @@ class Fanout:
         self._over, self._reason = True, reason
         self._last = None
         self._dictionaries.clear()
-        for consumer in self._taking:
+        for consumer in self._active_consumers:
             consumer.ended, consumer.reason = reason is None, reason
             consumer.wake()
         self.changed.notify_all()
 
-    def _clean(self) -> None:
+    def _release_unused(self) -> None:
         if self._over and not self._consumers and not self._busy:
             self._memory.close()
 
@@ -398,7 +403,7 @@ class Fanout:
             self._end(f"the live stream {self.name!r} was dropped by whoever published it")
             if self._pump is None:
                 self._reader = None
-            self._clean()
+            self._release_unused()
 
     def close(self) -> None:
         """The same before consumers are sent away: what they have mapped stays readable."""

@@ -11,20 +11,20 @@ from dissociated.format.message import Header, HeaderType
 from dissociated.memory.live import LiveRegion
 
 #: Bodies of up to this many bytes travel inline: to share one costs more than to copy it, and takes whole pages.
-SMALL = 1 << 14
+SMALL_BODY = 1 << 14
 #: Bytes that keeping a message takes beside its own.
 OVERHEAD = 256
 #: So many messages go together at most, and so many bytes where there is more than one.
-AT_ONCE = 1 << 13
-BYTES_AT_ONCE = 1 << 20
+MAX_SEND_MESSAGES = 1 << 13
+MAX_SEND_BYTES = 1 << 20
 #: Messages that are alike but for their bodies wait together if they have at most so many bytes.
 _MAX_ALIKE = 1 << 11
 
 
-class Part(NamedTuple):
+class LiveMessage(NamedTuple):
     """A message for consumers: its body in parts, and the extents of its buffers in `region`, if it lies there.
 
-    Of a small one, `more` are the bodies of those that follow it and are alike but for that.
+    Of a small one, `repeats` are the bodies of those that follow it and are alike but for that.
     """
 
     header: bytes
@@ -33,23 +33,23 @@ class Part(NamedTuple):
     queued: int = 0  # bytes that each takes, outside of shared memory, while it waits
     region: LiveRegion | None = None
     extents: Sequence[tuple[int, int]] = ()
-    more: list[bytes] | None = None
+    repeats: list[bytes] | None = None
 
     @classmethod
-    def inline(cls, message: SplitMessage) -> Part:
+    def inline(cls, message: SplitMessage) -> LiveMessage:
         """The message with its body in memory of its own."""
         header, parsed, body = message
         size = len(header) + parsed.body_length
         parts = None if body is None else (b"".join(body),) if body else ()
         may_be_followed = parts and parsed.type is HeaderType.RECORD_BATCH and size <= _MAX_ALIKE
-        return cls(header, parsed, parts, size + OVERHEAD, more=[] if may_be_followed else None)
+        return cls(header, parsed, parts, size + OVERHEAD, repeats=[] if may_be_followed else None)
 
-    def follow(self, message: SplitMessage) -> bool:
+    def append_alike(self, message: SplitMessage) -> bool:
         """Take `message` for the next, if it is alike."""
-        more = self.more
+        more = self.repeats
         if more is None or message.header != self.header:
             return False
-        if len(more) >= AT_ONCE - 1 or (len(more) + 2) * self.queued > BYTES_AT_ONCE:
+        if len(more) >= MAX_SEND_MESSAGES - 1 or (len(more) + 2) * self.queued > MAX_SEND_BYTES:
             return False
         more.append(b"".join(message.body or ()))
         return True
@@ -57,7 +57,7 @@ class Part(NamedTuple):
     @property
     def messages(self) -> int:
         """How many these are."""
-        return 1 + len(self.more) if self.more else 1
+        return 1 + len(self.repeats) if self.repeats else 1
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +67,11 @@ class Part(NamedTuple):
     @property
     def bodies(self) -> list[Buffer]:
         """Those of messages that are alike, each in one piece."""
-        return [*(self.body or ()), *(self.more or ())]
+        return [*(self.body or ()), *(self.repeats or ())]
 
-    def each(self) -> Iterable[Part]:
+    def each(self) -> Iterable[LiveMessage]:
         """The messages one by one."""
-        return [self._replace(body=(body,), more=None) for body in self.bodies] if self.more else (self,)
+        return [self._replace(body=(body,), repeats=None) for body in self.bodies] if self.repeats else (self,)
 
     @property
     def addresses(self) -> set[int]:

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from dissociated.access import Granted, Signer, Ticket, Unsigned
+from dissociated.access import Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sources import confined
+from dissociated.datasets.sources import isolate_columns
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.protocol.request import Selection
 
@@ -28,9 +28,9 @@ class Registry:
         self.tickets = tickets
         self._lock = threading.Lock()
         self._closed = False
-        self._named: dict[str, Dataset] = {}
-        self._identified: dict[bytes, Dataset] = {}
-        self._parts: dict[str, Dataset] = {}
+        self._by_name: dict[str, Dataset] = {}
+        self._by_identifier: dict[bytes, Dataset] = {}
+        self._by_part: dict[str, Dataset] = {}
 
     def publish(self, new: Dataset) -> Dataset | None:
         """Serve `new` under its name. Returns what had the name, which is served by its own ticket until withdrawn.
@@ -39,65 +39,65 @@ class Registry:
         """
         with self._lock:
             self._check_open()
-            old = self._named.get(new.name)
-            if self._identified.get(new.ticket, old) is not old:
+            old = self._by_name.get(new.name)
+            if self._by_identifier.get(new.ticket, old) is not old:
                 raise DissociatedError(f"another dataset than {new.name!r} has this ticket already")
-            self._named[new.name] = self._identified[new.ticket] = new
+            self._by_name[new.name] = self._by_identifier[new.ticket] = new
             return old
 
-    def serve(self, part: str, held: Dataset, named: bool = False) -> Dataset:
-        """Serve the part of that id to whoever has its ticket: `held`, or what is served so already. Returns which.
+    def serve(self, part: str, dataset: Dataset, named: bool = False) -> Dataset:
+        """Serve the part of that id to whoever has its ticket: `dataset`, or what is served so already. Returns which.
 
         With `named` it is what has its name here, too. Raises DissociatedError where the registry is closed.
         """
         with self._lock:
             self._check_open()
-            held = self._parts.setdefault(part, held)
-            known = self._named.get(held.name)
-            self._identified[held.ticket] = held
-            if named or (known is not None and known.ticket == held.ticket):
-                self._named[held.name] = held
-            return held
+            dataset = self._by_part.setdefault(part, dataset)
+            known = self._by_name.get(dataset.name)
+            self._by_identifier[dataset.ticket] = dataset
+            if named or (known is not None and known.ticket == dataset.ticket):
+                self._by_name[dataset.name] = dataset
+            return dataset
 
-    def number(self, part: str, held: Dataset) -> None:
+    def assign_part(self, part: str, dataset: Dataset) -> None:
         """What is published already is the part of that id."""
         with self._lock:
-            self._parts[part] = held
+            self._by_part[part] = dataset
 
-    def part(self, part: str) -> Dataset | None:
+    def lookup_part(self, part: str) -> Dataset | None:
         """What is served as the part of that id."""
         with self._lock:
-            return self._parts.get(part)
+            return self._by_part.get(part)
 
-    def withdraw(self, held: Dataset) -> None:
-        """Serve `held` no more."""
+    def withdraw(self, dataset: Dataset) -> None:
+        """Serve `dataset` no more."""
         with self._lock:
-            if self._identified.get(held.ticket) is held:
-                del self._identified[held.ticket]
-            if self._named.get(held.name) is held:
-                del self._named[held.name]
-        held.drop()
+            if self._by_identifier.get(dataset.ticket) is dataset:
+                del self._by_identifier[dataset.ticket]
+            if self._by_name.get(dataset.name) is dataset:
+                del self._by_name[dataset.name]
+        dataset.drop()
 
     def withdraw_parts(self, parts: Iterable[str]) -> None:
         """Serve the parts of these ids no more, as far as they are served."""
         with self._lock:
-            gone = [self._parts.pop(part, None) for part in parts]
+            gone = [self._by_part.pop(part, None) for part in parts]
         for one in gone:
             if one is not None:
                 self.withdraw(one)
 
-    def named(self, name: str) -> Dataset:
+    def lookup_name(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
         with self._lock:
-            found = self._named.get(name)
+            found = self._by_name.get(name)
         if found is None:
             raise DatasetNotFound(f"no dataset {name!r} is published here")
         return found
 
-    def find(self, identifier: bytes) -> Dataset | None:
+    def lookup(self, identifier: bytes) -> Dataset | None:
         """The publication that tickets are made for, if it is served here."""
         with self._lock:
-            return self._identified.get(identifier)
+            return self._by_identifier.get(identifier)
 
     def resolve_ticket(self, ticket: bytes) -> tuple[Dataset, Dataset]:
         """What was published, and what of it this ticket is for.
@@ -105,30 +105,30 @@ class Registry:
         Raises DatasetNotFound, and AccessDenied for what is no ticket of this process, or not any more.
         """
         identifier, columns = self.tickets.check(ticket, time.time())
-        found = self.find(identifier)
+        found = self.lookup(identifier)
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
-        return found, found if columns is None else confined(found, columns)
+        return found, found if columns is None else isolate_columns(found, columns)
 
-    def issue_ticket(self, held: Dataset, columns: Sequence[str] | None = None) -> Ticket:
+    def issue_ticket(self, dataset: Dataset, columns: Sequence[str] | None = None) -> Ticket:
         """A ticket for a publication, or for these columns of it, and when it expires.
 
         Raises ColumnNotFound, and OptionError where tickets say nothing of columns.
         """
         if columns is not None:
-            Selection(tuple(columns)).indices(held.schema.names)
-        return self.tickets.sign(Granted(held.ticket, None if columns is None else tuple(columns)), time.time())
+            Selection(tuple(columns)).indices(dataset.schema.names)
+        return self.tickets.sign(Grant(dataset.ticket, None if columns is None else tuple(columns)), time.time())
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
         with self._lock:
-            return sorted(self._named)
+            return sorted(self._by_name)
 
     def datasets(self) -> dict[str, list[Dataset]]:
         """All that is served, by name, sorted; older versions that still are with the present one."""
         found: dict[str, list[Dataset]] = {}
         with self._lock:
-            for held in self._identified.values():
+            for held in self._by_identifier.values():
                 found.setdefault(held.name, []).append(held)
         return dict(sorted(found.items()))
 
@@ -136,10 +136,10 @@ class Registry:
         """Serve nothing from now on. Returns what was served, which the caller closes."""
         with self._lock:
             self._closed = True
-            served = [*self._identified.values()]
-            self._named.clear()
-            self._identified.clear()
-            self._parts.clear()
+            served = [*self._by_identifier.values()]
+            self._by_name.clear()
+            self._by_identifier.clear()
+            self._by_part.clear()
         return served
 
     def _check_open(self) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dissociated.codec.columns import only, selected
-from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.columns import select_columns, select_fields
+from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.blame import source_blamed
+from dissociated.datasets.blame import source_errors
 from dissociated.datasets.static import SegmentsDataset, TableDataset
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import SourceError
@@ -19,7 +19,7 @@ from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
 
-def dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:
+def make_dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:
     """A dataset of whatever `source` is.
 
     A Table or a RecordBatch is held. A path to an Arrow IPC stream or file is mapped and served from where it
@@ -32,14 +32,14 @@ def dataset(name: str, source: Source, options: WriteOptions | None = None) -> D
     Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
     """
     if options is not None:
-        given(options, WriteOptions)
-    made = _dataset(name, source, options)
+        check_options(options, WriteOptions)
+    made = _make_dataset(name, source, options)
     if options is not None:
         options.check_depth(made.schema)
     return made
 
 
-def _dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
+def _make_dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
@@ -58,16 +58,16 @@ def _dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset
         return SegmentsDataset(name, [Segment.open(path)])
     if isinstance(source, pa.RecordBatchReader):
         return LiveDataset(name, lambda: source, options, one_shot=True)
-    from dissociated.datasets.tensors import TensorDataset, tensors_in
+    from dissociated.datasets.tensors import TensorDataset, as_tensors
 
-    if (tensors := tensors_in(source)) is not None:
+    if (tensors := as_tensors(source)) is not None:
         return TensorDataset(name, tensors, options)
     return LiveDataset(name, lambda: open_source(name, source), options)
 
 
 def open_source(name: str, source: Source) -> pa.RecordBatchReader:
     """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
-    with source_blamed(name):
+    with source_errors(name):
         return _reader(source() if callable(source) else source)
 
 
@@ -83,7 +83,7 @@ def _reader(source: Source) -> pa.RecordBatchReader:
     )
 
 
-def confined(whole: Dataset, columns: Sequence[str]) -> Dataset:
+def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
     """These columns of `whole`, for one reading, in memory that holds no others. Raises ColumnNotFound.
 
     `select` spares bytes, and lets clients map segments and regions that hold the other columns too.
@@ -111,8 +111,8 @@ def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         names = file.schema_arrow.names
         if len(set(names)) < len(names) or any("." in name for name in names):
-            return selected(open_reader(), indices)  # names stand for paths too, so these would be ambiguous
-        schema = only(file.schema_arrow, indices)
+            return select_columns(open_reader(), indices)  # names stand for paths too, so these would be ambiguous
+        schema = select_fields(file.schema_arrow, indices)
         return pa.RecordBatchReader.from_batches(schema, file.iter_batches(columns=schema.names))
 
     try:

@@ -11,15 +11,15 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import only, selected, sliced
+from dissociated.codec.columns import select_columns, select_fields, slice_batches
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import Pair, Validated, batches, split
+from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.blame import source_blamed
-from dissociated.datasets.ways import S, Shared, StaticMessage, T, Ways
+from dissociated.datasets.blame import source_errors
+from dissociated.datasets.ways import S, SendVisitor, SharedSegment, StaticMessage, T
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType
-from dissociated.format.projection import Chosen, Projection
+from dissociated.format.projection import ProjectedMessage, Projection
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
@@ -38,8 +38,8 @@ class StaticDataset(Dataset):
         self._selected: OrderedDict[tuple[int, ...], StaticDataset] = OrderedDict()
         self._dropped = False
 
-    def sent(self, ways: Ways[S]) -> S:
-        return ways.static(self)
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        return visitor.static(self)
 
     def regions(self) -> Sequence[Region]:
         return [segment.region for segment in self.mapped()[1]]
@@ -49,7 +49,7 @@ class StaticDataset(Dataset):
         """The messages, to be sent with their bodies inline."""
 
     @abstractmethod
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
         """The messages, to be sent as addresses into these segments."""
 
     @property
@@ -86,7 +86,7 @@ class StaticColumns(StaticDataset):
     """Some columns of a static dataset: its metadata encoded anew, its bodies chosen from where they lie."""
 
     def __init__(self, whole: StaticDataset, indices: tuple[int, ...]) -> None:
-        super().__init__(whole.name, only(whole.schema, indices))
+        super().__init__(whole.name, select_fields(whole.schema, indices))
         self.rows = whole.rows
         self._whole = whole
         self._indices = indices
@@ -94,12 +94,12 @@ class StaticColumns(StaticDataset):
         self._chosen: dict[bool, list[StaticMessage]] = {}  # from what is packed, and from what is mapped
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return selected(self._whole.open_reader(), self._indices)
+        return select_columns(self._whole.open_reader(), self._indices)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._choose(False, self._whole.packed())
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
         messages, segments = self._whole.mapped()
         return self._choose(True, messages), segments
 
@@ -110,7 +110,7 @@ class StaticColumns(StaticDataset):
                     projection = Projection(messages[0].header, self._indices)
                     some = [messages[0]._replace(header=projection.header)]
                     for message in messages[1:]:
-                        chosen = projection.choose(message.header, message.parsed)
+                        chosen = projection.project(message.header, message.parsed)
                         if chosen is not None:
                             some.append(_chosen(message, chosen))
                 except FormatError as error:
@@ -128,16 +128,16 @@ class _StaticBatches(StaticDataset):
         self._place = first, stop
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return sliced(self._whole.open_reader(), *self._place)
+        return slice_batches(self._whole.open_reader(), *self._place)
 
     def packed(self) -> Sequence[StaticMessage]:
-        return self._between(self._whole.packed())
+        return self._slice_messages(self._whole.packed())
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
         messages, segments = self._whole.mapped()
-        return self._between(messages), segments
+        return self._slice_messages(messages), segments
 
-    def _between(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
+    def _slice_messages(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
         first, stop = self._place
         some = [messages[0]]  # the schema
         number = 0
@@ -151,7 +151,7 @@ class _StaticBatches(StaticDataset):
         return some
 
 
-def _chosen(message: StaticMessage, chosen: Chosen) -> StaticMessage:
+def _chosen(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
     """The parts of `message` that are `chosen`."""
     if chosen.header is message.header:
         return message
@@ -181,7 +181,7 @@ class TableDataset(StaticDataset):
         self._packed: list[StaticMessage] | None = None
         self._segments: SegmentsDataset | None = None
         self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
-        self._validated = Validated()
+        self._validated = OnceValidator()
 
     def open_reader(self) -> pa.RecordBatchReader:
         return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
@@ -192,7 +192,7 @@ class TableDataset(StaticDataset):
                 self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
             return self._packed
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
         with self._copying:
             if self._segments is None:
                 segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
@@ -246,8 +246,8 @@ class SegmentsDataset(StaticDataset):
     def open_reader(self) -> pa.RecordBatchReader:
         return BatchReader(self.schema, self._batches())
 
-    def _batches(self) -> Iterator[Pair]:
-        with source_blamed(self.name):
+    def _batches(self) -> Iterator[BatchAndMetadata]:
+        with source_errors(self.name):
             for segment in self.segments:
                 yield from segment.batches()
 
@@ -264,7 +264,7 @@ class SegmentsDataset(StaticDataset):
     def appendable(self) -> Sequence[Segment]:
         return self.segments
 
-    def opened(self) -> SegmentsDataset:
+    def open(self) -> SegmentsDataset:
         return self
 
 
@@ -285,7 +285,7 @@ class StoredDataset(Dataset):
         self._exposed: SegmentsDataset | None = None
         self._dropped = False
 
-    def opened(self) -> SegmentsDataset:
+    def open(self) -> SegmentsDataset:
         kept = self._exposed  # what a client was told of its memory is true of this one alone
         if kept is not None:
             return kept
@@ -295,32 +295,32 @@ class StoredDataset(Dataset):
             raise SourceError(f"{self.name!r} is not what was committed: its segments have been changed since")
         return found
 
-    def exposed(self) -> SegmentsDataset:
-        found = self.opened()  # without the lock, since a store that removes this calls `drop`
+    def open_exposed(self) -> SegmentsDataset:
+        found = self.open()  # without the lock, since a store that removes this calls `drop`
         with self._lock:
             if self._exposed is None and not self._dropped:
                 self._exposed = found
             return self._exposed or found
 
-    def sent(self, ways: Ways[S]) -> S:
-        return self.opened().sent(ways)
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        return self.open().accept(visitor)
 
     def appendable(self) -> Sequence[Segment]:
-        return self.opened().segments
+        return self.open().segments
 
-    def moved(self) -> None:
+    def reopen(self) -> None:
         """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""
         with self._lock:
             self._exposed = None
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return self.opened().open_reader()
+        return self.open().open_reader()
 
     def select(self, selection: Selection) -> Dataset:
-        return self.opened().select(selection)
+        return self.open().select(selection)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        return self.opened()._select(indices)
+        return self.open()._select(indices)
 
     def drop(self) -> None:
         with self._lock:

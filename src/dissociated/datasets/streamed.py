@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from dissociated.codec.columns import only, selected, sliced
+from dissociated.codec.columns import select_columns, select_fields, slice_batches
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
-from dissociated.datasets.ways import S, Ways
+from dissociated.datasets.ways import S, SendVisitor
 from dissociated.errors import SourceError
 
 
@@ -22,8 +22,8 @@ class StreamedDataset(Dataset):
     options: WriteOptions | None = None
     reopened = True
 
-    def sent(self, ways: Ways[S]) -> S:
-        return ways.streamed(self)
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        return visitor.streamed(self)
 
     @abstractmethod
     def messages(self) -> Iterator[SplitMessage]:
@@ -52,7 +52,7 @@ class LiveDataset(StreamedDataset):
         self._first = first if one_shot else None
         self._open_reader = open_reader
         self._one_shot = one_shot
-        self.divisible = not one_shot
+        self.splits_streams = not one_shot
         self._lock = threading.Lock()
         self.options = options
         self.open_columns = open_columns
@@ -83,7 +83,7 @@ class _LiveColumns(StreamedDataset):
     """Some columns of a live dataset. The others are left out before anything is encoded."""
 
     def __init__(self, whole: LiveDataset, indices: tuple[int, ...]) -> None:
-        super().__init__(whole.name, only(whole.schema, indices))
+        super().__init__(whole.name, select_fields(whole.schema, indices))
         self.options = whole.options
         self._whole = whole
         self._indices = indices
@@ -91,7 +91,7 @@ class _LiveColumns(StreamedDataset):
     def open_reader(self) -> pa.RecordBatchReader:
         if self._whole.open_columns is not None:
             return self._whole.open_columns(self._indices)
-        return selected(self._whole.open_reader(), self._indices)
+        return select_columns(self._whole.open_reader(), self._indices)
 
     def messages(self) -> Iterator[SplitMessage]:
         return split(self.open_reader(), self._whole.options)
@@ -110,7 +110,7 @@ class _LiveBatches(StreamedDataset):
         self._place = first, stop
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return sliced(self._whole.open_reader(), *self._place)
+        return slice_batches(self._whole.open_reader(), *self._place)
 
     def messages(self) -> Iterator[SplitMessage]:
         return split(self.open_reader(), self.options)

@@ -28,13 +28,13 @@ class TensorsInfo(NamedTuple):
     first: tuple[TensorInfo, ...]
 
 
-def schema_of(tensors: Sequence[TensorInfo]) -> pa.Schema:
+def tensors_schema(tensors: Sequence[TensorInfo]) -> pa.Schema:
     """The schema that says so."""
     listed = {"count": len(tensors), "first": [one._asdict() for one in tensors[:_MAX_LISTED]]}
     return pa.schema([], metadata={_KEY: json.dumps(listed)})
 
 
-def tensors_of(schema: pa.Schema) -> TensorsInfo | None:
+def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
     """What a schema says of tensors; None for the schema of anything else."""
     text = (schema.metadata or {}).get(_KEY)
     if text is None:

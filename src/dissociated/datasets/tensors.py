@@ -11,14 +11,14 @@ from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import FORMATS, Tensor, split_tensor
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.static import StaticDataset
-from dissociated.datasets.tensor_info import TensorInfo, schema_of
-from dissociated.datasets.ways import Shared, StaticMessage
+from dissociated.datasets.tensor_info import TensorInfo, tensors_schema
+from dissociated.datasets.ways import SharedSegment, StaticMessage
 from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import Selection
 from dissociated.store.tensors import TensorSegment
 
 
-def tensors_in(source: Source) -> Sequence[Tensor] | None:
+def as_tensors(source: Source) -> Sequence[Tensor] | None:
     """The tensors that `source` is, one or a sequence of them; None where it is something else."""
     if type(source) in FORMATS:
         return [source]
@@ -38,14 +38,14 @@ class TensorDataset(StaticDataset):
             TensorInfo(FORMATS[type(one)].value, str(one.type), tuple(one.shape), tuple(one.dim_names))
             for one in tensors
         ]
-        super().__init__(name, schema_of(described))
+        super().__init__(name, tensors_schema(described))
         try:
             self._messages = [split_tensor(one, options) for one in tensors]
         except FormatError as error:
             raise SourceError(f"cannot publish {name!r}: {error}") from None
         self.nbytes = sum(message.parsed.body_length for message in self._messages)
         self._packed = [StaticMessage(*message) for message in self._messages]
-        self._mapped: tuple[Sequence[StaticMessage], Sequence[Shared]] | None = None
+        self._mapped: tuple[Sequence[StaticMessage], Sequence[SharedSegment]] | None = None
         self._copying = threading.Lock()
 
     def select(self, selection: Selection) -> Dataset:
@@ -60,7 +60,7 @@ class TensorDataset(StaticDataset):
     def packed(self) -> Sequence[StaticMessage]:
         return self._packed
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
         with self._copying:
             if self._mapped is None:
                 segment = TensorSegment(self.name, self._messages)

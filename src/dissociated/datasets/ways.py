@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from dissociated.buffers import Buffer
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.fanout import Consumer
-from dissociated.datasets.part import Part
+from dissociated.datasets.part import LiveMessage
 from dissociated.format.message import Header
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing
@@ -31,7 +31,7 @@ class StaticMessage(NamedTuple):
     segment: int = 0
 
 
-class Shared(Protocol):
+class SharedSegment(Protocol):
     """Memory that peers can map. The descriptor is read-only."""
 
     descriptor: int
@@ -45,7 +45,7 @@ class Static(Protocol):
     def packed(self) -> Sequence[StaticMessage]:
         """The messages, to be sent with their bodies inline."""
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Shared]]:
+    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
         """The messages, to be sent as addresses into these segments."""
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
@@ -69,12 +69,12 @@ class Broadcasting(Protocol):
     def join(self, wake: Callable[[], None], cut: Callable[[], None]) -> Consumer:
         """Become one of the consumers: see `Fanout.join`."""
 
-    def choose(self, part: Part) -> Part | None:
+    def project(self, part: LiveMessage) -> LiveMessage | None:
         """What this client gets of a message; None where that is nothing."""
 
 
-class Ways(Protocol[S_co]):
-    """What knows all ways to send a dataset, of which each dataset chooses one: see `Dataset.sent`."""
+class SendVisitor(Protocol[S_co]):
+    """What knows all ways to send a dataset, of which each dataset chooses one: see `Dataset.accept`."""
 
     def static(self, wanted: Static) -> S_co:
         """Send messages that stay."""

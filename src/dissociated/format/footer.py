@@ -26,7 +26,7 @@ BLOCK = np.dtype(
 
 #: A Message { version, header_type, header }: its root, its vtable, the table, padded to 32 bytes.
 _MESSAGE = struct.Struct("<I HHHHHxx iIhB x4x")
-_SCHEMA = 1  # of the union MessageHeader
+_SCHEMA_HEADER = 1  # of the union MessageHeader
 
 _u32 = struct.Struct("<I").unpack_from
 _i16 = struct.Struct("<h").unpack_from
@@ -73,7 +73,7 @@ def schema_message(footer: bytes) -> bytes:
     table, header = 16, 20
     try:
         schema = _MESSAGE.size + follow(footer, root + fields(footer, root, 2)[1])
-        message = _MESSAGE.pack(table, 10, 12, 8, 10, 4, table - 4, schema - header, version, _SCHEMA)
+        message = _MESSAGE.pack(table, 10, 12, 8, 10, 4, table - 4, schema - header, version, _SCHEMA_HEADER)
     except struct.error as error:
         raise FormatError(f"the Arrow IPC file has a footer whose schema lies outside it ({error})") from None
     return message + footer + bytes(-len(footer) % 8)

@@ -16,7 +16,7 @@ from dissociated.buffers import Buffer
 from dissociated.errors import FormatError
 from dissociated.format.encapsulated import FOOTER_TAIL, Encapsulated, first_message_at, footer_at, message_at
 from dissociated.format.footer import parse_footer, schema_message
-from dissociated.format.message import HeaderType, parse_header, varying
+from dissociated.format.message import HeaderType, parse_header, varying_ranges
 
 #: How many messages are looked at together, at first and at most.
 _FEW, _MANY = 16, 1 << 13
@@ -141,7 +141,7 @@ class Index:
 
     def _alike(self, first: Encapsulated, at: int, size: int, most: int) -> int:
         """How many messages of one size and layout follow each other from the `first` on."""
-        spans = varying(first.header, first.parsed)
+        spans = varying_ranges(first.header, first.parsed)
         count = min((self._end - at) // size, most)
         if not spans or count < 2:
             return 1

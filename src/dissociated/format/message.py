@@ -25,8 +25,8 @@ _read_i64 = _i64.unpack_from
 #: Caps on what one message may claim; both far above anything that libarrow writes.
 MAX_BUFFERS = 1 << 24
 
-_BUFFER = 16  # struct Buffer { offset: long; length: long; }
-_NODE = 16  # struct FieldNode { length: long; null_count: long; }
+_BUFFER_SIZE = 16  # struct Buffer { offset: long; length: long; }
+_NODE_SIZE = 16  # struct FieldNode { length: long; null_count: long; }
 
 
 class HeaderType(IntEnum):
@@ -56,7 +56,7 @@ class Header(NamedTuple):
     #: whether the message carries custom metadata of its own
     has_metadata: bool
     #: the offsets and the lengths of buffers that stand in no table, those of a sparse tensor; None for others
-    scattered: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    sparse_extents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def is_tensor(self) -> bool:
@@ -138,15 +138,15 @@ def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:
             return 0, 0
         vector = follow(header, table + vector_at)
         at, count, absent = vector + 4, _u32(header, vector)[0], False
-    if absent or count > MAX_BUFFERS or at + count * _BUFFER > len(header):
+    if absent or count > MAX_BUFFERS or at + count * _BUFFER_SIZE > len(header):
         raise RemoteProtocolError(f"the peer sent metadata whose {count} buffers lie outside the message")
     return at, count
 
 
 def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The offsets and the lengths, in bytes, of the message's buffers within its packed body."""
-    if parsed.scattered is not None:
-        return parsed.scattered
+    if parsed.sparse_extents is not None:
+        return parsed.sparse_extents
     flat = struct.unpack_from(f"<{2 * parsed.buffer_count}q", header, parsed.buffers_at)
     return flat[0::2], flat[1::2]
 
@@ -201,7 +201,7 @@ def relocate(
     return bytes(copy)
 
 
-def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
+def varying_ranges(header: bytes, parsed: Header) -> list[tuple[int, int]]:
     """Which bytes (from, to) of a record batch's flatbuffer differ between batches of one layout.
 
     These are its row count, null counts, buffers and the length of its body. Empty for any other message, and
@@ -219,8 +219,8 @@ def varying(header: bytes, parsed: Header) -> list[tuple[int, int]]:
         spans = [
             (parsed.body_length_at, parsed.body_length_at + 8),
             (table + length_at, table + length_at + 8),
-            (nodes + 4, nodes + 4 + _NODE * _u32(header, nodes)[0]),
-            (parsed.buffers_at, parsed.buffers_at + _BUFFER * parsed.buffer_count),
+            (nodes + 4, nodes + 4 + _NODE_SIZE * _u32(header, nodes)[0]),
+            (parsed.buffers_at, parsed.buffers_at + _BUFFER_SIZE * parsed.buffer_count),
         ]
         ordered = sorted(spans)
         apart = all(end <= begin for (_, end), (begin, _) in pairwise(ordered))

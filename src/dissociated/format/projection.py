@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
-from dissociated.buffers import Buffer, cutter
+from dissociated.buffers import Buffer, slicer
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import Builder, Table, follow, root
 from dissociated.format.layout import SchemaLayout, dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
 
 
-class Cut(NamedTuple):
+class BodySlice(NamedTuple):
     """A piece of a body: `padding` zero bytes, then what lies from `begin` to `end` in the whole one."""
 
     padding: int
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     end: int
 
 
-class Chosen(NamedTuple):
+class ProjectedMessage(NamedTuple):
     """A message of the projected stream.
 
     `indices` say which of the buffers of the whole message it has. `cuts` are the pieces of the whole body of which
@@ -38,12 +38,12 @@ class Chosen(NamedTuple):
     header: bytes
     parsed: Header
     indices: Sequence[int]
-    cuts: Sequence[Cut]
+    cuts: Sequence[BodySlice]
     padding: int
 
     def body(self, parts: Sequence[Buffer]) -> list[Buffer]:
         """Its body, by reference, given the parts of the whole one."""
-        cut = cutter(parts)
+        cut = slicer(parts)
         pieces = [piece for padding, begin, end in self.cuts for piece in (bytes(padding), *cut(begin, end))]
         return [*pieces, bytes(self.padding)]
 
@@ -61,7 +61,7 @@ class Projection:
             self.header = _with_fields(schema, Table.read(schema, root(schema), 3).table(2, 4), indices)
             self._dictionaries = {one for index in indices for one in self._layouts[index].dictionaries}
 
-    def choose(self, header: bytes, parsed: Header) -> Chosen | None:
+    def project(self, header: bytes, parsed: Header) -> ProjectedMessage | None:
         """What remains of a record batch; None for a dictionary that is not needed.
 
         Raises FormatError for a message that does not fit the schema.
@@ -70,12 +70,14 @@ class Projection:
             if parsed.type is HeaderType.DICTIONARY_BATCH:
                 if dictionary_of(header)[0] not in self._dictionaries:
                     return None
-                return Chosen(header, parsed, range(parsed.buffer_count), [Cut(0, 0, parsed.body_length)], 0)
+                return ProjectedMessage(
+                    header, parsed, range(parsed.buffer_count), [BodySlice(0, 0, parsed.body_length)], 0
+                )
             if parsed.type is not HeaderType.RECORD_BATCH:
                 raise FormatError(f"a {parsed.type.name} stands among record batches")
-            return self._choose(header, parsed)
+            return self._project(header, parsed)
 
-    def _choose(self, header: bytes, parsed: Header) -> Chosen:
+    def _project(self, header: bytes, parsed: Header) -> ProjectedMessage:
         message = Table.read(header, root(header), 5)
         batch = message.table(2, 5)
         nodes, extents = batch.vector(1, "qq"), _extents(header, parsed)
@@ -97,7 +99,7 @@ class Projection:
         offsets, cuts, length, padding = _packed(chosen)
         moved = [(offset, size) for offset, (_, size) in zip(offsets, chosen, strict=True)]
         encoded = _encode(message, batch, kept[0], moved, kept[2], length)
-        return Chosen(encoded, parse_header(encoded), kept[1], cuts, padding)
+        return ProjectedMessage(encoded, parse_header(encoded), kept[1], cuts, padding)
 
 
 def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:
@@ -108,14 +110,14 @@ def _extents(header: bytes, parsed: Header) -> list[tuple[int, int]]:
     return extents
 
 
-def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[Cut], int, int]:
+def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[BodySlice], int, int]:
     """Where these buffers lie one after the other, as aligned as they were, and of which pieces that body is made.
 
     Then its length, and how many zero bytes it ends in.
     """
     alignment = 64 if all(offset % 64 == 0 for offset, _ in extents) else 8
     offsets: list[int] = []
-    cuts: list[Cut] = []
+    cuts: list[BodySlice] = []
     end = 0
     for offset, length in extents:
         at = end + -end % alignment
@@ -125,7 +127,7 @@ def _packed(extents: Sequence[tuple[int, int]]) -> tuple[list[int], list[Cut], i
         if cuts and offset - cuts[-1].end == at - end:  # its padding included, it follows the one before
             cuts[-1] = cuts[-1]._replace(end=offset + length)
         else:
-            cuts.append(Cut(at - end, offset, offset + length))
+            cuts.append(BodySlice(at - end, offset, offset + length))
         end = at + length
     padding = -end % alignment
     return offsets, cuts, end + padding, padding

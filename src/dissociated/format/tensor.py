@@ -33,7 +33,7 @@ _INT, _FLOATING_POINT = 2, 3  # the union Type of Schema.fbs
 _FLOATS = ("<f2", "<f4", "<f8")  # the enum Precision
 _COO, _CSX, _CSF = 1, 2, 3  # the union SparseTensorIndex
 _TENSOR, _SPARSE_TENSOR = 4, 5  # the union MessageHeader
-_BUFFER = "qq"  # struct Buffer { offset: long; length: long; }
+_BUFFER_FORMAT = "qq"  # struct Buffer { offset: long; length: long; }
 
 Extents = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -130,7 +130,7 @@ def _dense(tensor: Table) -> TensorHeader:
     # Tensor { type_type, type, shape, strides, data: Buffer }
     type_, shape, names = _type_and_shape(tensor)
     strides = tuple(stride for (stride,) in tensor.vector(3, "q")) or row_major(shape, type_)
-    offset, length = tensor.struct(4, _BUFFER)
+    offset, length = tensor.struct(4, _BUFFER_FORMAT)
     return TensorHeader(Format.DENSE, type_, shape, names, (offset,), (length,), strides)
 
 
@@ -138,17 +138,17 @@ def _sparse(tensor: Table) -> TensorHeader:
     # SparseTensor { type_type, type, shape, non_zero_length, sparseIndex_type, sparseIndex, data: Buffer }
     type_, shape, names = _type_and_shape(tensor)
     count, kind = tensor.scalar(3, "q"), tensor.scalar(4, "B")
-    data = tensor.struct(6, _BUFFER)
+    data = tensor.struct(6, _BUFFER_FORMAT)
     if kind == _COO:  # { indicesType, indicesStrides, indicesBuffer: Buffer, isCanonical }
         index = tensor.table(5, 4)
-        buffers = [index.struct(2, _BUFFER), data]
+        buffers = [index.struct(2, _BUFFER_FORMAT), data]
         indices_type = _int(index.table(0, 2))
         strides = tuple(stride for (stride,) in index.vector(1, "q")) or row_major((count, len(shape)), indices_type)
         found = TensorHeader(Format.COO, type_, shape, names, (), (), strides, count, indices_type=indices_type)
         found = found._replace(canonical=bool(index.scalar(3, "B")))
     elif kind == _CSX:  # { compressedAxis, indptrType, indptrBuffer, indicesType, indicesBuffer }
         index = tensor.table(5, 5)
-        buffers = [index.struct(2, _BUFFER), index.struct(4, _BUFFER), data]
+        buffers = [index.struct(2, _BUFFER_FORMAT), index.struct(4, _BUFFER_FORMAT), data]
         axis = index.scalar(0, "h")
         if axis not in (0, 1):
             raise FormatError(f"a sparse matrix whose compressed axis is {axis}, neither row nor column")
@@ -196,7 +196,7 @@ def _int(table: Table) -> str:
 
 def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) -> list[tuple[int, int]]:
     """Its index buffers, their lengths in bytes, whichever unit they came in."""
-    indptr, indices = index.vector(1, _BUFFER), index.vector(3, _BUFFER)
+    indptr, indices = index.vector(1, _BUFFER_FORMAT), index.vector(3, _BUFFER_FORMAT)
     if levels < 2 or len(indices) != levels or len(indptr) != levels - 1:
         raise FormatError(f"a CSF index of {len(indptr)} and {len(indices)} buffers for {levels} dimensions")
     for units in ((1, 1), (width(types[0]), width(types[1]))):

@@ -18,8 +18,15 @@ from dissociated.codec.options import ReadOptions
 from dissociated.codec.stats import ReadStats
 from dissociated.errors import StoreError
 from dissociated.ipc.files import FileReader, open_either
-from dissociated.ipc.readahead import READAHEAD, READAHEAD_BYTES, AsyncBatches, Pair, Step, Wanted
-from dissociated.ipc.source import Span, joins
+from dissociated.ipc.readahead import (
+    READAHEAD,
+    READAHEAD_BYTES,
+    AsyncBatches,
+    BatchAndMetadata,
+    ReadAheadOptions,
+    ReadStep,
+)
+from dissociated.ipc.source import ByteRange, joins
 from dissociated.ipc.threads import Threads
 
 _THREADS = 4  # that read one file
@@ -73,7 +80,7 @@ class _AsyncReader(ABC):
             raise StoreError("this reader is closed")
         return self._reader
 
-    def _begin(self, steps: Iterator[Step], wanted: Wanted, at_once: int) -> AsyncBatches:
+    def _begin(self, steps: Iterator[ReadStep], wanted: ReadAheadOptions, at_once: int) -> AsyncBatches:
         batches = AsyncBatches(steps, self._threads, wanted, at_once)
         self._begun.add(batches)
         return batches
@@ -138,22 +145,22 @@ class AsyncFileReader(_AsyncReader):
         share memory. With `custom_metadata`, it gives pairs of a batch and the metadata of its message.
         """
         cache = (cache_options or pa.CacheOptions()) if coalesce else None
-        wanted = Wanted(readahead, readahead_bytes, custom_metadata)
+        wanted = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
         return self._begin(_steps_of(self._open(), cache, max(1, readahead)), wanted, _THREADS)
 
 
-def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Iterator[Step]:
+def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Iterator[ReadStep]:
     """The batches of a file, one by one, or some at once as `cache` says."""
     blocks = file.footer.record_batches
     starts = blocks["offset"]
     ends = (starts + blocks["metadata_length"] + blocks["body_length"]).tolist()
-    spans: list[Span] = [*zip(starts.tolist(), ends, strict=True)]
+    spans: list[ByteRange] = [*zip(starts.tolist(), ends, strict=True)]
     first = 0
     while first < len(spans):
         span, stop = spans[first], first + 1
         while cache and stop < min(first + most, len(spans)) and joins(span, spans[stop], cache):
             span, stop = (span[0], spans[stop][1]), stop + 1
-        yield Step(partial(file.read_together, range(first, stop)), stop - first, span[1] - span[0])
+        yield ReadStep(partial(file.read_together, range(first, stop)), stop - first, span[1] - span[0])
         first = stop
 
 
@@ -165,7 +172,7 @@ class AsyncStreamReader(_AsyncReader):
 
     def __init__(self, reader: pa.RecordBatchReader, threads: Threads) -> None:
         super().__init__(reader, threads)
-        self._left = _Left(reader)
+        self._left = _RemainingBatches(reader)
 
     def batches(
         self,
@@ -178,25 +185,27 @@ class AsyncStreamReader(_AsyncReader):
         these have `readahead_bytes`. With `custom_metadata`, it gives pairs of a batch and its metadata.
         """
         self._open()
-        return self._begin(repeat(Step(self._left.take)), Wanted(readahead, readahead_bytes, custom_metadata), 1)
+        return self._begin(
+            repeat(ReadStep(self._left.take)), ReadAheadOptions(readahead, readahead_bytes, custom_metadata), 1
+        )
 
     def _close(self) -> None:
         self._left.drop()
         super()._close()
 
 
-class _Left:
+class _RemainingBatches:
     """What is left of a reader, to be taken by one thread at a time."""
 
     def __init__(self, reader: pa.RecordBatchReader) -> None:
         self._lock = threading.Lock()
-        self._pairs: Iterator[Pair]
+        self._pairs: Iterator[BatchAndMetadata]
         if isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
             self._pairs = reader.iter_batches_with_custom_metadata()
         else:
             self._pairs = ((batch, None) for batch in reader)
 
-    def take(self) -> list[Pair]:
+    def take(self) -> list[BatchAndMetadata]:
         """The next batch, or none."""
         with self._lock:
             return [*islice(self._pairs, 1)]
@@ -218,8 +227,8 @@ def async_batches(
     It reads in a thread of its own, which ends with the last batch, or with `aclose`. The reader stays the caller's,
     who does not read from it meanwhile.
     """
-    wanted = Wanted(readahead, readahead_bytes, custom_metadata)
-    return AsyncBatches(repeat(Step(_Left(reader).take)), Threads(1), wanted, 1, owns_threads=True)
+    wanted = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
+    return AsyncBatches(repeat(ReadStep(_RemainingBatches(reader).take)), Threads(1), wanted, 1, owns_threads=True)
 
 
 async def open_async(

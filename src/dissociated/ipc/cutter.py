@@ -22,13 +22,13 @@ from dissociated.format.message import HeaderType, parse_envelope
 
 _length = struct.Struct("<i")
 _marker_and_length = struct.Struct("<ii")
-_PREFIX = 4
+_MARKER_SIZE = 4
 #: How much is allocated for a part of which little has come.
 _AT_FIRST = 1 << 20
 _MAGIC = encode_magic()
 
 
-class Cut(NamedTuple):
+class ParsedMessage(NamedTuple):
     """One message. The end of the stream is a message without type, of no metadata, as it is on the wire."""
 
     type: HeaderType | None
@@ -36,22 +36,22 @@ class Cut(NamedTuple):
     body: Buffer | None
 
 
-END = Cut(None, b"", None)
+END = ParsedMessage(None, b"", None)
 
 
-def octets(data: Buffer) -> memoryview:
+def as_bytes(data: Buffer) -> memoryview:
     """Its bytes, where they lie. Raises TypeError for what is not C-contiguous."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-class Piece:
+class InputChunk:
     """What was fed, and how far it has been used."""
 
     __slots__ = ("at", "bytes")
 
     def __init__(self, data: Buffer) -> None:
-        self.bytes = octets(data)
+        self.bytes = as_bytes(data)
         self.at = 0
 
     def take(self, size: int) -> memoryview:
@@ -60,13 +60,13 @@ class Piece:
         return self.bytes[start : self.at]
 
 
-class _Joined:
+class _PartialPart:
     """A part that comes in several pieces. What is allocated follows what has come, not what was announced."""
 
     def __init__(self, size: int, pool: pa.MemoryPool | None) -> None:
         self._size = size
         self._memory = pa.allocate_buffer(min(size, _AT_FIRST), pool, resizable=True)
-        self._view = octets(self._memory)
+        self._view = as_bytes(self._memory)
         self.arrived = 0
 
     def add(self, piece: memoryview) -> memoryview | None:
@@ -74,17 +74,17 @@ class _Joined:
         end = self.arrived + len(piece)
         if end > len(self._view):
             self._memory.resize(min(self._size, max(end, 2 * len(self._view))))
-            self._view = octets(self._memory)
+            self._view = as_bytes(self._memory)
         self._view[self.arrived : end] = piece
         self.arrived = end
         return self._view if end == self._size else None
 
 
 #: What to do with the bytes that were awaited.
-_Step: TypeAlias = "Callable[[Cutter, memoryview], Cut | None]"
+_ParseStep: TypeAlias = "Callable[[StreamParser, memoryview], ParsedMessage | None]"
 
 
-class Cutter:
+class StreamParser:
     """Follows one stream.
 
     Bytes are copied only where a part of a message comes in several pieces, and then to one place, from `pool`.
@@ -95,9 +95,9 @@ class Cutter:
         self._max_metadata = max_metadata
         self._max_body = max_body
         self._pool = pool
-        self._step: _Step = Cutter._start  # not bound to this, which would be a cycle
-        self._size = _PREFIX  # of what is awaited
-        self._joined: _Joined | None = None  # where it comes in several pieces
+        self._step: _ParseStep = StreamParser._start  # not bound to this, which would be a cycle
+        self._size = _MARKER_SIZE  # of what is awaited
+        self._joined: _PartialPart | None = None  # where it comes in several pieces
         self._type: HeaderType | None = None
         self._header: Buffer = b""  # of the message whose body is awaited
         self._cut = 0  # messages
@@ -107,13 +107,13 @@ class Cutter:
         """How many bytes would complete the part that is awaited; 0 after the end of the stream."""
         return self._size - (self._joined.arrived if self._joined else 0)
 
-    def cut(self, piece: Piece) -> Cut | None:
+    def parse(self, piece: InputChunk) -> ParsedMessage | None:
         """Use as much of `piece` as belongs to one message. The message, or None where it goes on after the piece.
 
         What follows the end of the stream is passed over. Raises FormatError for what is no stream.
         """
         while self._size:
-            if self._step is Cutter._prefix and (message := self._at_once(piece)) is not None:
+            if self._step is StreamParser._prefix and (message := self._at_once(piece)) is not None:
                 return message
             part = piece.take(self.required)
             if len(part) < self._size:
@@ -127,9 +127,9 @@ class Cutter:
         piece.take(len(piece.bytes))
         return None
 
-    def _at_once(self, piece: Piece) -> Cut | None:
+    def _at_once(self, piece: InputChunk) -> ParsedMessage | None:
         """The next message, if all of it lies in `piece`, without its steps; None for what is out of the ordinary."""
-        view, at = piece.bytes, piece.at + 2 * _PREFIX
+        view, at = piece.bytes, piece.at + 2 * _MARKER_SIZE
         if self._joined or at > len(view):
             return None
         marker, length = _marker_and_length.unpack_from(view, piece.at)
@@ -143,42 +143,42 @@ class Cutter:
             return None
         piece.at = end
         self._cut += 1
-        return Cut(type_, header, view[body_at:end] if body_length else None)
+        return ParsedMessage(type_, header, view[body_at:end] if body_length else None)
 
     def _join(self, part: memoryview) -> memoryview | None:
         if not part:
             return None
         if self._joined is None:
-            self._joined = _Joined(self._size, self._pool)
+            self._joined = _PartialPart(self._size, self._pool)
         whole = self._joined.add(part)
         if whole is not None:
             self._joined = None
         return whole
 
-    def _await(self, step: _Step, size: int) -> None:
+    def _await(self, step: _ParseStep, size: int) -> None:
         self._step, self._size = step, size
 
-    def _start(self, part: memoryview) -> Cut | None:
-        if part == _MAGIC[:_PREFIX]:
-            self._await(Cutter._magic, len(_MAGIC) - _PREFIX)
+    def _start(self, part: memoryview) -> ParsedMessage | None:
+        if part == _MAGIC[:_MARKER_SIZE]:
+            self._await(StreamParser._magic, len(_MAGIC) - _MARKER_SIZE)
             return None
         return self._prefix(part)
 
     def _magic(self, part: memoryview) -> None:
-        if part[:2] != MAGIC[_PREFIX:]:
+        if part[:2] != MAGIC[_MARKER_SIZE:]:
             raise FormatError("this is neither an Arrow IPC stream nor a file: it begins like the magic of a file only")
-        self._await(Cutter._prefix, _PREFIX)
+        self._await(StreamParser._prefix, _MARKER_SIZE)
 
-    def _prefix(self, part: memoryview) -> Cut | None:
+    def _prefix(self, part: memoryview) -> ParsedMessage | None:
         if part == CONTINUATION:
-            self._await(Cutter._length, _length.size)
+            self._await(StreamParser._length, _length.size)
             return None
         return self._length(part)
 
-    def _length(self, part: memoryview) -> Cut | None:
+    def _length(self, part: memoryview) -> ParsedMessage | None:
         (length,) = _length.unpack(part)
         if not length:
-            self._await(Cutter._prefix, 0)
+            self._await(StreamParser._prefix, 0)
             return END
         if length < 0:
             raise FormatError(f"this is no Arrow IPC stream: message {self._cut} begins with {bytes(part).hex(' ')}")
@@ -187,15 +187,15 @@ class Cutter:
                 f"message {self._cut} announces metadata of {length} bytes; "
                 f"at most {self._max_metadata} are taken (max_metadata)"
             )
-        self._await(Cutter._metadata, length)
+        self._await(StreamParser._metadata, length)
         return None
 
-    def _metadata(self, part: memoryview) -> Cut | None:
+    def _metadata(self, part: memoryview) -> ParsedMessage | None:
         self._type, body_length = self._envelope(part)
         self._header = part
         if not body_length:
             return self._body(None)
-        self._await(Cutter._body, body_length)
+        self._await(StreamParser._body, body_length)
         return None
 
     def _envelope(self, header: memoryview) -> tuple[HeaderType, int]:
@@ -210,19 +210,19 @@ class Cutter:
             )
         return type_, body_length
 
-    def _body(self, part: memoryview | None) -> Cut:
-        self._await(Cutter._prefix, _PREFIX)
+    def _body(self, part: memoryview | None) -> ParsedMessage:
+        self._await(StreamParser._prefix, _MARKER_SIZE)
         self._cut += 1
         header, self._header = self._header, b""  # what was fed is not held longer than it is needed
-        return Cut(self._type, header, part)
+        return ParsedMessage(self._type, header, part)
 
     def end(self) -> bool:
         """Await no more. Whether the stream ends by this; if not, it had ended. Raises FormatError within a message."""
         if not self._size:
             return False
-        if self._joined or self._step not in (Cutter._start, Cutter._prefix):
+        if self._joined or self._step not in (StreamParser._start, StreamParser._prefix):
             raise FormatError(
                 f"the Arrow IPC stream is cut off: {self.required} bytes of message {self._cut} are missing"
             )
-        self._await(Cutter._prefix, 0)
+        self._await(StreamParser._prefix, 0)
         return True

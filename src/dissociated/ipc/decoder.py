@@ -15,22 +15,23 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated._moved import renamed
 from dissociated.buffers import MAX_BODY, MAX_METADATA, Buffer
 from dissociated.codec.attach import attach
 from dissociated.codec.join import Messages, join
-from dissociated.codec.options import ReadOptions, given
+from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.codec.stats import ReadStats
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.format.message import HeaderType
-from dissociated.ipc.cutter import END, Cutter, Piece, octets
-from dissociated.memory.leases import Put, leased_buffer
+from dissociated.ipc.cutter import END, InputChunk, StreamParser, as_bytes
+from dissociated.memory.leases import AddressSink, leased_buffer
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.receiver import Receiver
 
 _NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
-_AT_WORK = "a listener cannot feed the decoder that has called it"
+_REENTERED = "a listener cannot feed the decoder that has called it"
 _FAILED = "this stream has failed before: reset the decoder, and feed it another from the beginning"
 
 
@@ -150,7 +151,7 @@ class _Decoding:
             message = pa.py_buffer(encapsulate(bytes(header)))
             whole = self._kind(message, ReadOptions(ensure_native_endian=options.ensure_native_endian)).schema
             options.check_fields(whole)
-        self._reader = join(_taken(self._waiting), options, self._kind, self._max_body)
+        self._reader = join(_drain(self._waiting), options, self._kind, self._max_body)
         self.schema = self._reader.schema
         self._listener.on_schema_decoded(whole or self.schema, self.schema)
 
@@ -162,7 +163,7 @@ class _Decoding:
             return None
 
 
-def _taken(waiting: deque[tuple[Buffer, Buffer | None]]) -> Messages:
+def _drain(waiting: deque[tuple[Buffer, Buffer | None]]) -> Messages:
     """What `join` reads. It knows nothing but the queue: libarrow owns it, where no garbage collector looks."""
     while waiting:
         yield waiting.popleft()
@@ -180,7 +181,7 @@ class _Decoder(ABC):
         kind: type[StreamReader],
         blame: type[DissociatedError],
     ) -> None:
-        self._options = given(options, ReadOptions)
+        self._options = check_options(options, ReadOptions)
         self._max_metadata = max_metadata
         self._max_body = max_body
         self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata, max_body, kind, blame)
@@ -199,7 +200,7 @@ class _Decoder(ABC):
 
     def reset(self) -> None:
         """Begin anew: what is fed next is the beginning of another stream. What was fed of this one is let go."""
-        if self._refusal is not _AT_WORK:
+        if self._refusal is not _REENTERED:
             self._refusal = None
         self._decoding = self._decoding_of_stream()
         self._clear()
@@ -215,7 +216,7 @@ class _Decoder(ABC):
         """Do it, unless this stream has failed. If anything is raised, it has."""
         if self._refusal is not None:
             raise FormatError(self._refusal)
-        self._refusal = _AT_WORK
+        self._refusal = _REENTERED
         try:
             step(*arguments)
         except BaseException:
@@ -272,8 +273,8 @@ class StreamDecoder(_Decoder):
         self._work(self._finish)
 
     def _consume(self, data: Buffer) -> None:
-        piece = Piece(data)
-        while (cut := self._cutter.cut(piece)) is not None:
+        piece = InputChunk(data)
+        while (cut := self._cutter.parse(piece)) is not None:
             if cut is END:
                 self._decoding.end()
             else:
@@ -285,39 +286,40 @@ class StreamDecoder(_Decoder):
             self._decoding.end()
 
     def _clear(self) -> None:
-        self._cutter = Cutter(self._max_metadata, self._max_body, self._options.memory_pool)
+        self._cutter = StreamParser(self._max_metadata, self._max_body, self._options.memory_pool)
 
 
 class DissociatedDecoder(_Decoder):
     """Decodes the messages of a dissociated stream, which come in any order, and calls `listener` with it.
 
-    Bodies by address lie in the regions of `space`. The addresses of a message go to `returns.put`, as one sequence,
-    when the last array that lies in its body is collected: send them as `free_data` (`protocol.bodies.encode_free`).
-    `put` is called from finalizers, so let it only enqueue, and not refer to this decoder: `queue.SimpleQueue` will do.
-    After an error, or a reset before the end, addresses of messages that were not decoded do not go there:
-    disconnecting gives them back.
+    Bodies by address lie in the regions of `address_space`. The addresses of a message go to `returns.put`, as one
+    sequence, when the last array that lies in its body is collected: send them as `free_data`
+    (`protocol.bodies.encode_free`). `put` is called from finalizers, so let it only enqueue, and not refer to this
+    decoder: `queue.SimpleQueue` will do. After an error, or a reset before the end, addresses of messages that were not
+    decoded do not go there: disconnecting gives them back.
 
-    Raises RemoteProtocolError where the peer breaks the protocol or sends what libarrow cannot read, OptionError for
-    a `space` without `returns`. After an error, and after anything that the listener raises, it takes no more until
-    `reset`. Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused; dictionaries
-    that wait for a batch may have as much as both together. What was overtaken waits within the caps of
+    Raises RemoteProtocolError where the peer breaks the protocol or sends what libarrow cannot read, OptionError for an
+    `address_space` without `returns`. After an error, and after anything that the listener raises, it takes no more
+    until `reset`. Metadata of more than `max_metadata` bytes and bodies of more than `max_body` are refused;
+    dictionaries that wait for a batch may have as much as both together. What was overtaken waits within the caps of
     `protocol.receiver`. Not thread-safe.
     """
 
+    @renamed(space="address_space")
     def __init__(
         self,
         listener: Listener,
         options: ReadOptions | None = None,
         *,
-        space: AddressSpace | None = None,
-        returns: Put | None = None,
+        address_space: AddressSpace | None = None,
+        returns: AddressSink | None = None,
         max_metadata: int = MAX_METADATA,
         max_body: int = MAX_BODY,
     ) -> None:
-        if (space is None) is not (returns is None):
+        if (address_space is None) is not (returns is None):
             raise OptionError("give the space that addresses lie in, and where they are returned to, or neither")
-        self._space = AddressSpace() if space is None else space
-        self._leases = _Leases(SimpleQueue() if returns is None else returns)
+        self._address_space = AddressSpace() if address_space is None else address_space
+        self._leases = _DecoderLeases(SimpleQueue() if returns is None else returns)
         super().__init__(listener, options, max_metadata, max_body, PeerReader, RemoteProtocolError)
         self._allocate = partial(pa.allocate_buffer, memory_pool=self._options.memory_pool)
 
@@ -342,13 +344,13 @@ class DissociatedDecoder(_Decoder):
         self._work(self._receiver.disconnected)
 
     def _consume_metadata(self, message: Buffer) -> None:
-        view = octets(message)
+        view = as_bytes(message)
         self._check(len(view), self._max_metadata, "max_metadata")
         self._receiver.receive_metadata(bytes(view))
         self._advance()
 
     def _consume_body(self, tag: int, body: Buffer) -> None:
-        view = octets(body)
+        view = as_bytes(body)
         self._check(len(view), self._max_body, "max_body")
         complete = self._receiver.complete
         self._receiver.receive_body(tag, view)
@@ -358,7 +360,7 @@ class DissociatedDecoder(_Decoder):
     def _advance(self) -> None:
         while (delivery := self._receiver.next()) is not None:
             self._check(delivery.largest_body, self._max_body, "max_body")
-            header, body = attach(delivery, self._space, self._leases, self._allocate)
+            header, body = attach(delivery, self._address_space, self._leases, self._allocate)
             self._decoding.add(delivery.parsed.type, header, body, delivery.largest_body)
         if self._receiver.complete:  # after which it takes nothing
             self._decoding.end()
@@ -368,17 +370,17 @@ class DissociatedDecoder(_Decoder):
             raise RemoteProtocolError(f"a message has a part of {length} bytes; at most {limit} are taken ({name})")
 
     def _clear(self) -> None:
-        self._receiver = Receiver.taking(self._max_metadata, self._max_body)
+        self._receiver = Receiver.with_limits(self._max_metadata, self._max_body)
 
 
-class _Leases:
+class _DecoderLeases:
     """What a decoder holds of a peer's memory, and where it returns it to."""
 
-    def __init__(self, returns: Put) -> None:
+    def __init__(self, returns: AddressSink) -> None:
         self._returns = returns
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         return leased_buffer(memory, addresses, self._returns)
 
-    def give_back(self, addresses: Sequence[int]) -> None:
+    def free(self, addresses: Sequence[int]) -> None:
         self._returns.put(addresses)

@@ -15,14 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.codec.options import ReadOptions, given
-from dissociated.codec.reader import StreamReader, blamed
+from dissociated.codec.options import ReadOptions, check_options
+from dissociated.codec.reader import StreamReader, arrow_errors
 from dissociated.codec.stats import ReadStats
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
 from dissociated.format.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
 from dissociated.format.footer import Footer, parse_footer
 from dissociated.format.message import HeaderType, parse_header, row_count
-from dissociated.ipc.source import RandomAccess, Span, coalesced, random_access, readable, sequential
+from dissociated.ipc.source import ByteRange, RandomAccess, coalesced, file_errors, random_access, sequential
 
 
 class FileReader:
@@ -44,7 +44,7 @@ class FileReader:
         self._end = footer_offset or source.size
         self._options = options
         self._lock = threading.Lock()  # libarrow's reader is not made for several threads
-        with blamed(FormatError):
+        with arrow_errors(FormatError):
             self._reader: Any = pa.ipc.RecordBatchFileReader(
                 source.native(), footer_offset, options=options.to_pyarrow(), memory_pool=options.memory_pool
             )
@@ -89,7 +89,7 @@ class FileReader:
     def get_batch_with_custom_metadata(self, i: int) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """The batch of that number, and the metadata that its message carries."""
         self._check((i,))
-        with blamed(FormatError), self._lock:
+        with arrow_errors(FormatError), self._lock:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = self._native().get_batch_with_custom_metadata(i)
             return both
 
@@ -106,7 +106,7 @@ class FileReader:
             spans = [self._span(index) for index in indices]
             piece = self._source.fetch(min(start for start, _ in spans), max(end for _, end in spans))
         for index in indices:
-            with blamed(FormatError), self._lock, self._source.offer(piece):
+            with arrow_errors(FormatError), self._lock, self._source.offer(piece):
                 both = self._native().get_batch_with_custom_metadata(index)
             yield both
 
@@ -163,7 +163,7 @@ class FileReader:
                     f"there is no record batch {index}: the file has {self.num_record_batches}, from 0 on"
                 )
 
-    def _span(self, index: int) -> Span:
+    def _span(self, index: int) -> ByteRange:
         start, metadata_length, body_length = self.footer.record_batches[index].tolist()
         return start, start + metadata_length + body_length
 
@@ -201,7 +201,7 @@ def open_file(
     Raises FormatError where this is no Arrow IPC file, is damaged, or nests deeper than `options` allow, StoreError
     where the source cannot be opened or read, OptionError.
     """
-    options = given(options, ReadOptions)
+    options = check_options(options, ReadOptions)
     opened = random_access(source, memory_map, options.memory_pool)
     try:
         return FileReader(opened, footer_offset, options)
@@ -216,7 +216,7 @@ def open_stream(source: Any, *, memory_map: bool = True, options: ReadOptions | 
     A file object is read from where it stands, no further than to the end of the stream, and stays the caller's to
     close. Raises what `open_file` raises; so does reading.
     """
-    options = given(options, ReadOptions)
+    options = check_options(options, ReadOptions)
     return StreamReader(sequential(source, memory_map, options.memory_pool), options)
 
 
@@ -237,7 +237,7 @@ def _is_file(source: Any) -> bool:
         return False
     at = 0
     if is_object := hasattr(source, "read"):
-        with readable(source):
+        with file_errors(source):
             if not source.seekable():
                 return False
             at = source.tell()

@@ -21,19 +21,19 @@ from dissociated.ipc.threads import Threads, finished
 READAHEAD = 8
 READAHEAD_BYTES = 1 << 26
 
-Pair: TypeAlias = tuple[pa.RecordBatch, pa.KeyValueMetadata | None]
+BatchAndMetadata: TypeAlias = tuple[pa.RecordBatch, pa.KeyValueMetadata | None]
 
 
-class Step(NamedTuple):
+class ReadStep(NamedTuple):
     """A call that reads some batches. None for what is not known before; a call that gives none is the last."""
 
-    read: Callable[[], Iterable[Pair]]
+    read: Callable[[], Iterable[BatchAndMetadata]]
     number: int = 1
     nbytes: int | None = None
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadAheadOptions:
     """How far a caller lets reading come ahead, and whether it wants the metadata of batches. Raises OptionError."""
 
     readahead: int
@@ -45,18 +45,18 @@ class Wanted:
             raise OptionError("readahead and readahead_bytes are numbers of batches and of bytes, from 0 on")
 
 
-class _Job:
+class _PendingRead:
     """A step that is being made, or has been."""
 
-    def __init__(self, step: Step, threads: Threads) -> None:
+    def __init__(self, step: ReadStep, threads: Threads) -> None:
         self.left = step.number  # of batches that are still to be taken
         self.nbytes = step.nbytes or 0
-        self.batches: deque[Pair] = deque()
+        self.batches: deque[BatchAndMetadata] = deque()
         self.error: BaseException | None = None
         self.last = False  # of all: it found the end, or an error
         self.future = threads.submit(self._make, step)
 
-    def _make(self, step: Step) -> None:
+    def _make(self, step: ReadStep) -> None:
         try:
             self.batches.extend(step.read())  # keeps what comes before an exception
         except BaseException as error:
@@ -79,10 +79,15 @@ class AsyncBatches(AsyncIterator[Any]):
     """
 
     def __init__(
-        self, steps: Iterator[Step], threads: Threads, wanted: Wanted, at_once: int, owns_threads: bool = False
+        self,
+        steps: Iterator[ReadStep],
+        threads: Threads,
+        wanted: ReadAheadOptions,
+        at_once: int,
+        owns_threads: bool = False,
     ) -> None:
-        self._jobs: deque[_Job] = deque()  # in order; the first stays until all of its batches are taken
-        self._steps: Iterator[Step] | None = steps  # None where there are no more
+        self._jobs: deque[_PendingRead] = deque()  # in order; the first stays until all of its batches are taken
+        self._steps: Iterator[ReadStep] | None = steps  # None where there are no more
         self._threads = threads
         self._wanted = wanted
         self._at_once = at_once
@@ -110,7 +115,7 @@ class AsyncBatches(AsyncIterator[Any]):
         if self._owns_threads:
             await self._threads.aclose()
 
-    async def _next(self) -> Pair:
+    async def _next(self) -> BatchAndMetadata:
         while self._jobs:
             job = self._jobs[0]
             if not job.future.done():
@@ -138,7 +143,7 @@ class AsyncBatches(AsyncIterator[Any]):
             if step is None:
                 self._steps = None
                 return
-            job = _Job(step, self._threads)
+            job = _PendingRead(step, self._threads)
             self._jobs.append(job)
             job.future.add_done_callback(partial(_tell, asyncio.get_running_loop(), weakref.ref(self)))
 

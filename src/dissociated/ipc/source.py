@@ -22,17 +22,17 @@ import pyarrow as pa
 from dissociated.buffers import Buffer
 from dissociated.codec.pyfile import Readable
 from dissociated.errors import FormatError, OptionError, StoreError
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 #: From this byte up to, not including, that one.
-Span: TypeAlias = tuple[int, int]
+ByteRange: TypeAlias = tuple[int, int]
 
 
 #: Reads in the background are done so many at a time.
 _READS = 64
 
 
-class Piece(NamedTuple):
+class Prefetched(NamedTuple):
     """Bytes that have been read ahead, or are being read: some of a group."""
 
     start: int
@@ -59,15 +59,15 @@ class RandomAccess(ABC):
         """What lies there; less where the source ends before."""
 
     @abstractmethod
-    def load(self, spans: Sequence[Span]) -> None:
+    def load(self, spans: Sequence[ByteRange]) -> None:
         """Read these in the background, and keep what was read: `read` will find it."""
 
     @abstractmethod
-    def fetch(self, start: int, end: int) -> Piece | None:
+    def fetch(self, start: int, end: int) -> Prefetched | None:
         """Read this now, for `offer`."""
 
     @contextmanager
-    def offer(self, piece: Piece | None) -> Iterator[None]:
+    def offer(self, piece: Prefetched | None) -> Iterator[None]:
         """Within, `read` finds this piece. Only one thread may be within."""
         yield
 
@@ -76,7 +76,7 @@ class RandomAccess(ABC):
         """Let go of what this opened. What was read stays."""
 
 
-class Memory(RandomAccess):
+class MemorySource(RandomAccess):
     """A buffer, or a mapped file: reading is slicing. The `descriptor` of a mapped file is owned."""
 
     def __init__(self, memory: pa.Buffer, descriptor: int | None = None) -> None:
@@ -92,7 +92,7 @@ class Memory(RandomAccess):
         start = min(offset, self.size)
         return self._memory.slice(start, min(length, self.size - start))
 
-    def load(self, spans: Sequence[Span]) -> None:
+    def load(self, spans: Sequence[ByteRange]) -> None:
         if self._close is not None and self._close.alive:
             for start, end in spans:  # the kernel does the same for madvise, which takes an address
                 os.posix_fadvise(self._descriptor, start, end - start, os.POSIX_FADV_WILLNEED)  # type: ignore[arg-type]
@@ -105,15 +105,15 @@ class Memory(RandomAccess):
             self._close()
 
 
-class Positioned(RandomAccess):
+class FileSource(RandomAccess):
     """A file that is read piece by piece. Memory comes from `pool`."""
 
     def __init__(self, file: _Descriptor | _FileObject, pool: pa.MemoryPool | None) -> None:
         self.size = file.size
         self._file = file
         self._pool = pool
-        self._pieces: tuple[list[int], list[Piece]] = [], []  # where they start, and they: replaced, never changed
-        self._offered: Piece | None = None
+        self._pieces: tuple[list[int], list[Prefetched]] = [], []  # where they start, and they: replaced, never changed
+        self._offered: Prefetched | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loading = threading.Lock()
 
@@ -140,7 +140,7 @@ class Positioned(RandomAccess):
             offset = stop
         return whole
 
-    def load(self, spans: Sequence[Span]) -> None:
+    def load(self, spans: Sequence[ByteRange]) -> None:
         wanted = [(start, min(end, self.size)) for start, end in spans if start < self.size]
         with self._loading:
             missing = [span for span in wanted if (piece := self._piece_at(span[0])) is None or piece.end < span[1]]
@@ -150,18 +150,18 @@ class Positioned(RandomAccess):
             for first in range(0, len(missing), _READS):
                 some = missing[first : first + _READS]
                 group = self._background.submit(self._read_all, some)  # type: ignore[union-attr]  # it is there now
-                pieces += (Piece(start, end, group, nth) for nth, (start, end) in enumerate(some))
+                pieces += (Prefetched(start, end, group, nth) for nth, (start, end) in enumerate(some))
             pieces.sort(key=lambda piece: piece.start)
             self._pieces = [piece.start for piece in pieces], pieces
 
-    def fetch(self, start: int, end: int) -> Piece:
+    def fetch(self, start: int, end: int) -> Prefetched:
         content = self.read(start, end - start)
         group: Future[list[pa.Buffer]] = Future()
         group.set_result([content])
-        return Piece(start, start + content.size, group, 0)
+        return Prefetched(start, start + content.size, group, 0)
 
     @contextmanager
-    def offer(self, piece: Piece | None) -> Iterator[None]:
+    def offer(self, piece: Prefetched | None) -> Iterator[None]:
         self._offered = piece
         try:
             yield
@@ -174,7 +174,7 @@ class Positioned(RandomAccess):
         self._pieces = [], []
         self._file.close()
 
-    def _piece_at(self, offset: int) -> Piece | None:
+    def _piece_at(self, offset: int) -> Prefetched | None:
         offered = self._offered
         if offered is not None and offered.start <= offset < offered.end:
             return offered
@@ -187,7 +187,7 @@ class Positioned(RandomAccess):
         index = bisect_right(starts, offset)
         return starts[index] if index < len(starts) else self.size
 
-    def _read_all(self, spans: Sequence[Span]) -> list[pa.Buffer]:
+    def _read_all(self, spans: Sequence[ByteRange]) -> list[pa.Buffer]:
         contents = []
         for start, end in spans:
             contents.append(pa.allocate_buffer(end - start, self._pool))
@@ -214,7 +214,7 @@ class _Descriptor:
                     raise FormatError(f"{self._name} was cut off at byte {offset} while it was read")
                 view, offset = view[count:], offset + count
         except OSError:
-            with explained(f"reading {self._name}"):
+            with store_errors(f"reading {self._name}"):
                 raise
 
     def close(self) -> None:
@@ -227,11 +227,11 @@ class _FileObject:
     def __init__(self, file: Any) -> None:
         self._file = file
         self._lock = threading.Lock()
-        with readable(file):
+        with file_errors(file):
             self.size: int = file.seek(0, os.SEEK_END)
 
     def fill(self, offset: int, view: memoryview) -> None:
-        with self._lock, readable(self._file):
+        with self._lock, file_errors(self._file):
             self._file.seek(offset)
             count = _fill(self._file, view)
         if count < len(view):
@@ -277,7 +277,7 @@ class _Sequential(Readable):
             content = pa.allocate_buffer(size, self._pool)
         except MemoryError:
             raise FormatError(f"there is no memory for the {size} bytes that a message announces") from None
-        with readable(self._file):
+        with file_errors(self._file):
             return content.slice(0, _fill(self._file, _bytes(content)))
 
 
@@ -305,9 +305,9 @@ def _fill(file: Any, view: memoryview) -> int:
     return done
 
 
-def readable(file: Any) -> AbstractContextManager[None]:
+def file_errors(file: Any) -> AbstractContextManager[None]:
     """Turn what a file object raises into a StoreError."""
-    return explained(f"reading {file!r}")
+    return store_errors(f"reading {file!r}")
 
 
 def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
@@ -321,11 +321,11 @@ def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> 
     if isinstance(source, pa.MemoryMappedFile | pa.BufferReader):
         return _of_mapping(source)
     if hasattr(source, "read"):
-        with readable(source):
+        with file_errors(source):
             if not source.seekable():
                 raise StoreError(f"{source!r} cannot seek, so it can only be read as a stream")
-        return Positioned(_FileObject(source), pool)
-    return Memory(_buffer(source))
+        return FileSource(_FileObject(source), pool)
+    return MemorySource(_buffer(source))
 
 
 def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any:
@@ -344,9 +344,9 @@ def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any
     return _buffer(source)
 
 
-def coalesced(spans: Sequence[Span], cache: pa.CacheOptions) -> list[Span]:
+def coalesced(spans: Sequence[ByteRange], cache: pa.CacheOptions) -> list[ByteRange]:
     """The same bytes in fewer spans: neighbours are put together where `cache` lets them."""
-    together: list[Span] = []
+    together: list[ByteRange] = []
     for start, end in sorted(spans):
         if together and joins(together[-1], (start, end), cache):
             together[-1] = together[-1][0], max(together[-1][1], end)
@@ -355,7 +355,7 @@ def coalesced(spans: Sequence[Span], cache: pa.CacheOptions) -> list[Span]:
     return together
 
 
-def joins(one: Span, other: Span, cache: pa.CacheOptions) -> bool:
+def joins(one: ByteRange, other: ByteRange, cache: pa.CacheOptions) -> bool:
     """Whether `other`, which does not begin before `one`, shall be read together with it."""
     near: bool = other[0] - one[1] <= cache.hole_size_limit and other[1] - one[0] <= cache.range_size_limit
     return near and other[0] >= one[0]
@@ -364,7 +364,7 @@ def joins(one: Span, other: Span, cache: pa.CacheOptions) -> bool:
 def _open(path: str | os.PathLike[str]) -> tuple[int, str, bool]:
     """A descriptor of it, its name, and whether it is a regular file."""
     name = os.fspath(path)
-    with explained(f"opening {name}"):
+    with store_errors(f"opening {name}"):
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISDIR(mode):
@@ -375,22 +375,22 @@ def _open(path: str | os.PathLike[str]) -> tuple[int, str, bool]:
 
 def _of_descriptor(descriptor: int, name: str, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
     if not memory_map:
-        return Positioned(_Descriptor(descriptor, name), pool)
+        return FileSource(_Descriptor(descriptor, name), pool)
     try:
-        with explained(f"mapping {name}"), pa.memory_map(f"/proc/self/fd/{descriptor}") as file:
-            return Memory(file.read_buffer(), descriptor)
+        with store_errors(f"mapping {name}"), pa.memory_map(f"/proc/self/fd/{descriptor}") as file:
+            return MemorySource(file.read_buffer(), descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _of_mapping(file: pa.NativeFile) -> Memory:
-    with readable(file):
+def _of_mapping(file: pa.NativeFile) -> MemorySource:
+    with file_errors(file):
         at = file.tell()
         file.seek(0)
         whole = file.read_buffer(file.size())
         file.seek(at)
-        return Memory(whole, os.dup(file.fileno()) if isinstance(file, pa.MemoryMappedFile) else None)
+        return MemorySource(whole, os.dup(file.fileno()) if isinstance(file, pa.MemoryMappedFile) else None)
 
 
 def _buffer(source: Any) -> pa.Buffer:

@@ -6,15 +6,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.codec.options import WriteOptions, given
+from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.sink import open_sink
-from dissociated.codec.tensor import _PIECE, Tensor, _damaged, cut, join_tensor, split_tensor
+from dissociated.codec.tensor import _READ_SIZE, Tensor, _damaged, join_tensor, slice_buffers, split_tensor
 from dissociated.errors import FormatError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate
 from dissociated.format.message import parse_header
 from dissociated.format.tensor import ALIGNMENT
 from dissociated.ipc.source import sequential
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 
 def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None) -> int:
@@ -27,7 +27,7 @@ def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None)
     Raises FormatError for what is no tensor that can be written, OptionError for a codec, StoreError where the sink
     takes no more.
     """
-    options = given(options, WriteOptions)
+    options = check_options(options, WriteOptions)
     message = split_tensor(tensor, options)
     opened = open_sink(sink)
     head = encapsulate(message.header, alignment=ALIGNMENT, legacy=options.write_legacy_ipc_format)
@@ -55,7 +55,7 @@ def read_tensor(source: Any) -> Tensor:
         source = sequential(source, memory_map=True, pool=None)
         if isinstance(source, pa.Buffer):
             source = pa.BufferReader(source)
-    with explained(f"reading {source!r}"):
+    with store_errors(f"reading {source!r}"):
         return _next_tensor(source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, "r"))
 
 
@@ -70,7 +70,7 @@ def _next_tensor(source: pa.NativeFile) -> Tensor:
         parsed = parse_header(header)
     if not parsed.is_tensor:
         raise FormatError(f"the message is a {parsed.type.name}, no tensor: read it as an Arrow IPC stream or file")
-    return join_tensor(header, cut(header, parsed, _take(source, parsed.body_length)))
+    return join_tensor(header, slice_buffers(header, parsed, _take(source, parsed.body_length)))
 
 
 def _seekable(source: pa.NativeFile) -> bool:
@@ -97,7 +97,7 @@ def _take(source: pa.NativeFile, size: int) -> pa.Buffer:
         content = source.read_buffer(max(0, min(size, source.size() - source.tell())))
     else:
         read = bytearray()  # grows as bytes come, not as they are announced
-        while len(read) < size and (piece := source.read(min(size - len(read), _PIECE))):
+        while len(read) < size and (piece := source.read(min(size - len(read), _READ_SIZE))):
             read += piece
         content = pa.py_buffer(read)
     if len(content) < size:

@@ -61,7 +61,7 @@ class Ledger:
 
 
 #: What comes back of an address that a forked process still maps. No buffer has this address.
-KEPT = 0
+HELD_BY_FORK = 0
 
 _forks = 0  # how often this process has begun, or ended, to fork
 
@@ -75,7 +75,7 @@ def _count_forks() -> None:
     os.register_at_fork(before=count, after_in_parent=count, after_in_child=count)
 
 
-class Returns:
+class FreeQueue:
     """Where a client's leases go when they end. Finalizers only enqueue; a connection's thread drains.
 
     SimpleQueue.put is reentrant, so it may be called from a finalizer at any point of any thread.
@@ -91,13 +91,13 @@ class Returns:
         self._owner = owner
         self._forks = _forks
 
-    def current(self) -> Returns:
+    def current(self) -> FreeQueue:
         """Where leases go that begin now: these, or after a fork others that are taken with these."""
-        return self if self._forks == _forks else Returns(self._owner, self._queue)
+        return self if self._forks == _forks else FreeQueue(self._owner, self._queue)
 
     def put(self, addresses: Sequence[int], /) -> None:
         """Take addresses whose lease has ended."""
-        self._queue.put(addresses if self._forks == _forks else (KEPT,) * len(addresses))
+        self._queue.put(addresses if self._forks == _forks else (HELD_BY_FORK,) * len(addresses))
 
     def wake(self) -> None:
         """Make a waiting `take` return what there is, even nothing."""
@@ -115,8 +115,8 @@ class Returns:
                 return addresses
 
 
-class Put(Protocol):
-    """Where addresses go whose lease has ended: `Returns`, a queue.SimpleQueue, or what else may be called anywhere."""
+class AddressSink(Protocol):
+    """Where addresses go whose lease has ended: `FreeQueue`, a SimpleQueue, or what else may be called anywhere."""
 
     def put(self, addresses: Sequence[int], /) -> object:
         """Take them. Called from finalizers, at any point of any thread: enqueue, do nothing else."""
@@ -127,7 +127,7 @@ class Lease:
 
     __slots__ = ("_addresses", "_memory", "_put")
 
-    def __init__(self, memory: pa.Buffer, addresses: Sequence[int], returns: Put) -> None:
+    def __init__(self, memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> None:
         self._memory = memory
         self._addresses = addresses
         self._put = returns.put
@@ -136,6 +136,6 @@ class Lease:
         self._put(self._addresses)
 
 
-def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: Put) -> pa.Buffer:
+def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> pa.Buffer:
     """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are returned."""
     return pa.foreign_buffer(memory.address, memory.size, Lease(memory, addresses, returns))

@@ -15,13 +15,13 @@ from functools import cached_property
 from dissociated.buffers import Buffer
 from dissociated.memory.region import pages, reserve_base
 from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 #: Costs address space alone, in both processes, until it is written.
 _SPAN = 1 << 36
 
 
-class _Body:
+class _LiveBody:
     """Where a body lies, its addresses, and how often they are still held."""
 
     __slots__ = ("addresses", "held", "kept", "offset", "size")
@@ -46,11 +46,11 @@ class LiveRegion:
     def __init__(self, name: str, limit: int) -> None:
         self.limit = limit
         self.base = reserve_base(_SPAN)
-        self._bodies: dict[int, _Body] = {}  # by each address that is held
+        self._bodies: dict[int, _LiveBody] = {}  # by each address that is held
         self.offset = 0  # of the next body
         self.unfreed = 0
         self._unfreed_bodies = 0
-        with explained(f"shared memory for {name}"), ExitStack() as undo:
+        with store_errors(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
             undo.callback(os.close, self._writable)
             os.ftruncate(self._writable, _SPAN)
@@ -63,9 +63,9 @@ class LiveRegion:
         """Whether a body of `length` bytes may ever be written: offsets only grow, and end."""
         return self.offset + pages(length) <= _SPAN
 
-    def has_room(self, length: int, beside: int = 0) -> bool:
-        """Whether a body of `length` bytes may be written now, by what is not freed, here and `beside` this region."""
-        return self._unfreed_bodies < 2 or beside + self.unfreed + pages(length) <= self.limit
+    def has_room(self, length: int, other_bytes: int = 0) -> bool:
+        """Whether a body of `length` bytes may be written now: with what is not freed, and `other_bytes` elsewhere."""
+        return self._unfreed_bodies < 2 or other_bytes + self.unfreed + pages(length) <= self.limit
 
     def place(
         self, parts: Sequence[Buffer], length: int, extents: Iterable[tuple[int, int]], holders: int = 1
@@ -75,11 +75,11 @@ class LiveRegion:
         Each of so many `holders` will free each address once.
         """
         self.write(parts)
-        return self.hold(length, extents, holders)
+        return self.lease(length, extents, holders)
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        """Write a body where the next one is to lie. `hold` must follow."""
-        with explained("shared memory for a live stream"):
+        """Write a body where the next one is to lie. `lease` must follow."""
+        with store_errors("shared memory for a live stream"):
             write_parts(self._writable, parts, self.offset)
 
     def body(self, at: int, length: int) -> memoryview:
@@ -88,21 +88,21 @@ class LiveRegion:
 
     @cached_property
     def _mapped(self) -> memoryview:
-        with explained("shared memory for a live stream"):
+        with store_errors("shared memory for a live stream"):
             return memoryview(map_read_only(self.descriptor, _SPAN))
 
-    def hold(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
+    def lease(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
         """The rest of `place`, for a body that has been written."""
         start = self.base + self.offset
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
         addresses = {address for address, size in placed if size}
         if addresses:
-            body = _Body(self.offset, pages(length), addresses, holders)
+            body = _LiveBody(self.offset, pages(length), addresses, holders)
             self._bodies.update(dict.fromkeys(addresses, body))
             self.offset += body.size
             self._count(body, 1)
             if not holders:
-                self._let_go(body, was_held=True)
+                self._release(body, was_held=True)
         return placed
 
     def free(self, addresses: Iterable[int], kept: bool = False) -> None:
@@ -119,16 +119,16 @@ class LiveRegion:
                 body.kept -= 1
             else:
                 body.held -= 1
-            self._let_go(body, was_held)
+            self._release(body, was_held)
 
-    def keep(self, addresses: Iterable[int]) -> None:
+    def exempt(self, addresses: Iterable[int]) -> None:
         """A holder of these addresses counts no more: what it alone holds stays, and makes room for other bodies."""
         for address in addresses:
             body = self._bodies.get(address)
             if body is not None:
                 body.held -= 1
                 body.kept += 1
-                self._let_go(body, was_held=True)
+                self._release(body, was_held=True)
 
     def size_of(self, addresses: Iterable[int]) -> int:
         """Bytes of the bodies that these addresses belong to."""
@@ -140,11 +140,11 @@ class LiveRegion:
         """Whether nobody holds anything here."""
         return not self._bodies
 
-    def _count(self, body: _Body, sign: int) -> None:
+    def _count(self, body: _LiveBody, sign: int) -> None:
         self.unfreed += sign * body.size
         self._unfreed_bodies += sign
 
-    def _let_go(self, body: _Body, was_held: bool) -> None:
+    def _release(self, body: _LiveBody, was_held: bool) -> None:
         """Give back of `body` what nobody holds."""
         if was_held and not body.held:
             self._count(body, -1)
@@ -178,11 +178,11 @@ class LiveMemory:
         last = self._regions[-1]
         return last if last.fits(length) else None
 
-    def has_room(self, length: int, beside: int = 0) -> bool:
-        """Whether there is room for `length` bytes now, by what is not freed of all, and what is held `beside`."""
+    def has_room(self, length: int, other_bytes: int = 0) -> bool:
+        """Whether there is room for `length` bytes now: with what is not freed, and `other_bytes` elsewhere."""
         if not self._regions:
-            return beside + length <= self._limit
-        return self._regions[-1].has_room(length, beside=beside + self.unfreed - self._regions[-1].unfreed)
+            return other_bytes + length <= self._limit
+        return self._regions[-1].has_room(length, other_bytes=other_bytes + self.unfreed - self._regions[-1].unfreed)
 
     @property
     def unfreed(self) -> int:
@@ -194,10 +194,10 @@ class LiveMemory:
         for region in self._regions:
             region.free(addresses, kept)
 
-    def keep(self, addresses: Collection[int]) -> None:
+    def exempt(self, addresses: Collection[int]) -> None:
         """A holder of these addresses counts no more."""
         for region in self._regions:
-            region.keep(addresses)
+            region.exempt(addresses)
 
     def size_of(self, addresses: Collection[int]) -> int:
         """Bytes of the bodies that these addresses belong to."""

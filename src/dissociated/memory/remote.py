@@ -36,7 +36,7 @@ def with_spans(uri: Uri, spans: Sequence[Span]) -> Uri:
     return replace(uri.with_parameters(**{_PARAMETER: extents}), remote_handle=b"".join(span.key for span in spans))
 
 
-def spans_of(uri: Uri) -> list[Span]:
+def parse_spans(uri: Uri) -> list[Span]:
     """The spans that a location names. Raises UriError where its two parts disagree."""
     handle = uri.remote_handle
     if handle is None:
@@ -59,7 +59,7 @@ def spans_of(uri: Uri) -> list[Span]:
     return spans
 
 
-class RemoteSpace:
+class RemoteAddressSpace:
     """The spans of one server, by address."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -78,7 +78,7 @@ class RemoteSpace:
         )
 
 
-def pieces(addresses: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
+def fetch_ranges(addresses: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
     """What to fetch: address, length, and where in the body it goes, neighbours that lie alike in both together."""
     together: list[tuple[int, int, int]] = []
     for address, length, at in zip(addresses, lengths, wanted, strict=True):
@@ -86,11 +86,11 @@ def pieces(addresses: Sequence[int], lengths: Sequence[int], wanted: Sequence[in
             continue
         if together:
             first, size, start = together[-1]
-            if 0 <= address - (first + size) < _GAP and address - first == at - start:
+            if 0 <= address - (first + size) < _MAX_PADDING and address - first == at - start:
                 together[-1] = first, address + length - first, start
                 continue
         together.append((address, length, at))
     return together
 
 
-_GAP = 64  # bytes of padding that libarrow puts between buffers
+_MAX_PADDING = 64  # bytes of padding that libarrow puts between buffers

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dissociated.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEALS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -51,10 +51,10 @@ def sealed_memfd(name: str, write: Callable[[int], object]) -> int:
 
     Raises StoreError where there is no memory for it.
     """
-    with explained(f"shared memory for {name}"):
+    with store_errors(f"shared memory for {name}"):
         writable = create_memfd(name)
     try:
-        with explained(f"shared memory for {name}"):
+        with store_errors(f"shared memory for {name}"):
             write(writable)
             seal(writable, Backing.SEALED)
             return reopen_read_only(writable)

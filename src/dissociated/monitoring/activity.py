@@ -1,7 +1,7 @@
 """What a server does, counted where it happens.
 
-Each connection has a tally that its own thread writes and anybody may read, so that counting takes no lock while data
-flows. When a connection ends, its tally is added to the totals.
+Each connection has statistics that its own thread writes and anybody may read, so that counting takes no lock while
+data flows. When a connection ends, they are added to the totals.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dissociated.host import host_name
 from dissociated.monitoring.changes import Changes
 from dissociated.monitoring.status import (
     OUTCOMES,
-    Changed,
-    Consumer,
+    ChangeCounts,
+    ConsumerStatus,
     DatasetStatus,
     ListenerStatus,
     NodeStatus,
@@ -54,7 +54,7 @@ class Rate:
         return max(0, count - before[1]) / (now - before[0]) if now > before[0] else 0.0
 
 
-class Tally:
+class ConnectionStats:
     """What one connection has done so far. Only its own thread writes."""
 
     def __init__(self, connection: int, listener: str, peer: str) -> None:
@@ -101,13 +101,13 @@ class Tally:
         """The client has got everything, whether the medium told or not."""
         self._sent = self._sent[0] + self._sent[3], None, 0, 0
 
-    def status(self) -> Consumer:
+    def status(self) -> ConsumerStatus:
         """How it stands now."""
         kept, now, nbytes = self._kept(), time.monotonic(), self.bytes
         state = "asking" if self.dataset is None else "holding" if self.sent else "reading"
         if kept is not None:
             state = "cut off"
-        return Consumer(
+        return ConsumerStatus(
             self.connection,
             self.transport,
             self.peer,
@@ -139,37 +139,37 @@ class Tally:
         }
 
 
-class _Sum:
+class _Sums:
     """Streams, messages and bytes, added up."""
 
     def __init__(self) -> None:
         self.streams = self.messages = self.bytes = self.consumers = self.leases = 0
 
-    def add(self, tally: Tally) -> None:
+    def add(self, stats: ConnectionStats) -> None:
         self.streams += 1
-        self.messages += tally.messages
-        self.bytes += tally.bytes
+        self.messages += stats.messages
+        self.bytes += stats.bytes
 
-    def include(self, other: _Sum) -> None:
+    def include(self, other: _Sums) -> None:
         self.streams += other.streams
         self.messages += other.messages
         self.bytes += other.bytes
         self.consumers += other.consumers
         self.leases += other.leases
 
-    def plus(self, tallies: Iterable[Tally]) -> _Sum:
+    def plus(self, open_stats: Iterable[ConnectionStats]) -> _Sums:
         """These and those of connections that are open."""
-        total = _Sum()
+        total = _Sums()
         total.streams, total.messages, total.bytes = self.streams, self.messages, self.bytes
-        for tally in tallies:
-            total.add(tally)
+        for stats in open_stats:
+            total.add(stats)
             total.consumers += 1
-            total.leases += len(tally.held)
+            total.leases += len(stats.held)
         return total
 
 
 class Activity:
-    """The tallies of a server, and the totals of what has ended."""
+    """The statistics of a server, and the totals of what has ended."""
 
     def __init__(self) -> None:
         #: what becomes of datasets
@@ -177,30 +177,30 @@ class Activity:
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._open: dict[int, Tally] = {}
-        self._ended = _Sum()
-        self._of_datasets: WeakKeyDictionary[Dataset, _Sum] = WeakKeyDictionary()  # while each is published or read
+        self._open: dict[int, ConnectionStats] = {}
+        self._ended = _Sums()
+        self._of_datasets: WeakKeyDictionary[Dataset, _Sums] = WeakKeyDictionary()  # while each is published or read
         self._outcomes: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._flight = 0
 
-    def begin(self, listener: str, peer: str) -> Tally:
+    def begin(self, listener: str, peer: str) -> ConnectionStats:
         """A connection was accepted by `listener`. It is counted until `end`."""
         with self._lock:
-            tally = Tally(next(self._numbers), listener, peer)
+            stats = ConnectionStats(next(self._numbers), listener, peer)
             self._accepted[listener] += 1
-            self._open[tally.connection] = tally
-        return tally
+            self._open[stats.connection] = stats
+        return stats
 
-    def end(self, tally: Tally, outcome: str) -> None:
-        """The connection is over, and its tally will not change any more."""
+    def end(self, stats: ConnectionStats, outcome: str) -> None:
+        """The connection is over, and its statistics will not change any more."""
         with self._lock:
-            del self._open[tally.connection]
+            del self._open[stats.connection]
             self._outcomes[outcome] += 1
-            if tally.dataset is not None:
-                self._ended.add(tally)
-                self._of_datasets.setdefault(tally.dataset, _Sum()).add(tally)
+            if stats.dataset is not None:
+                self._ended.add(stats)
+                self._of_datasets.setdefault(stats.dataset, _Sums()).add(stats)
 
     def refuse(self, listener: str) -> None:
         """A connection was turned away, since there are too many."""
@@ -211,8 +211,8 @@ class Activity:
     def kept(self) -> int:
         """How many bytes of live streams those hold that were cut off."""
         with self._lock:
-            tallies = list(self._open.values())
-        return sum(tally.status().kept for tally in tallies)
+            statistics = list(self._open.values())
+        return sum(stats.status().kept for stats in statistics)
 
     def flight(self) -> None:
         """A stream goes out over Flight."""
@@ -229,11 +229,11 @@ class Activity:
     ) -> ServerStatus:
         """How everything stands now. `datasets` has all that is served under each name, the latest last."""
         with self._lock:
-            tallies = list(self._open.values())
-            asked = [tally for tally in tallies if tally.dataset is not None]
-            at = Counter(tally.listener for tally in tallies)
+            statistics = list(self._open.values())
+            asked = [stats for stats in statistics if stats.dataset is not None]
+            at = Counter(stats.listener for stats in statistics)
             everything = self._ended.plus(asked)
-            consumers = tuple(tally.status() for tally in tallies)
+            consumers = tuple(stats.status() for stats in statistics)
             return ServerStatus(
                 __version__,
                 host_name(),
@@ -254,14 +254,14 @@ class Activity:
                 tuple(nodes),
                 store,
                 sum(consumer.kept for consumer in consumers),
-                Changed(**self.changes.counts()),
+                ChangeCounts(**self.changes.counts()),
             )
 
-    def _dataset(self, versions: Sequence[Dataset], asked: Sequence[Tally]) -> DatasetStatus:
-        total = _Sum()
+    def _dataset(self, versions: Sequence[Dataset], asked: Sequence[ConnectionStats]) -> DatasetStatus:
+        total = _Sums()
         for one in versions:
-            known = self._of_datasets.get(one, _Sum())
-            total.include(known.plus(tally for tally in asked if tally.dataset is one))
+            known = self._of_datasets.get(one, _Sums())
+            total.include(known.plus(stats for stats in asked if stats.dataset is one))
         latest = versions[-1]
         return DatasetStatus(
             latest.name,

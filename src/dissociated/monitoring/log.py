@@ -47,7 +47,7 @@ def configure(format: str = "text", level: str = "info") -> None:
     logger.propagate = False
 
 
-def fields(record: logging.LogRecord) -> dict[str, Any]:
+def record_fields(record: logging.LogRecord) -> dict[str, Any]:
     """What the record says beside its message."""
     return {name: vars(record)[name] for name in FIELDS if name in vars(record)}
 
@@ -60,7 +60,7 @@ class TextFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
-        told = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in fields(record).items())
+        told = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
         return " ".join((super().formatMessage(record), *told))
 
 
@@ -74,7 +74,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **fields(record),
+            **record_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -15,7 +15,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from dissociated.errors import OptionError, TransportError
-from dissociated.fork import belongs, disown
+from dissociated.fork import bind_to_process, invalidate
 from dissociated.monitoring.status import OUTCOMES, ServerStatus
 from dissociated.uri import Uri
 
@@ -48,7 +48,7 @@ class MetricsService:
         self.uri = f"http://{host}:{self._http.server_port}/metrics"
         self._thread = threading.Thread(target=self._http.serve_forever, name="metrics", daemon=True)
         self._thread.start()
-        belongs(self)
+        bind_to_process(self)
 
     def close(self) -> None:
         """Stop answering."""
@@ -58,7 +58,7 @@ class MetricsService:
 
     def forked(self) -> None:
         self._http.socket.close()
-        disown(self)
+        invalidate(self)
 
 
 class _Collector:

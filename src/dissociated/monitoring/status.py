@@ -16,7 +16,7 @@ OUTCOMES = ("done", "gone", "refused", "failed")
 
 
 @dataclass(frozen=True)
-class Consumer:
+class ConsumerStatus:
     """One open connection. `seconds` is for how long it has been; `dataset` is None until it has asked for one.
 
     `messages` and `bytes`, those of bodies whether sent inline or by address, are what it was sent; `leases` how many
@@ -87,7 +87,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Changed:
+class ChangeCounts:
     """How many versions of datasets were committed here, what became of them, and how many moved to disk.
 
     `expired` are those whose time to live was over, `retired` those that had been replaced, `evicted` those whose
@@ -136,12 +136,12 @@ class ServerStatus:
     totals: Totals
     listeners: tuple[ListenerStatus, ...]
     datasets: tuple[DatasetStatus, ...]
-    consumers: tuple[Consumer, ...]
+    consumers: tuple[ConsumerStatus, ...]
     nodes: tuple[NodeStatus, ...] = ()
     #: None for a server without a store
     store: StoreStatus | None = None
     kept: int = 0
-    changed: Changed = field(default_factory=Changed)
+    changed: ChangeCounts = field(default_factory=ChangeCounts)
 
     def plain(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers: for JSON."""
@@ -151,24 +151,24 @@ class ServerStatus:
     def parse(cls, plain: Any) -> ServerStatus:
         """The opposite of `plain`. What it does not know it leaves out. Raises FormatError."""
         try:
-            made = _made(cls, plain)
-            parts: dict[str, Any] = {"totals": _made(Totals, plain["totals"])}
+            made = _from_plain(cls, plain)
+            parts: dict[str, Any] = {"totals": _from_plain(Totals, plain["totals"])}
             if plain["store"] is not None:
-                parts["store"] = _made(StoreStatus, plain["store"])
-            parts["changed"] = _made(Changed, plain.get("changed", {}))
+                parts["store"] = _from_plain(StoreStatus, plain["store"])
+            parts["changed"] = _from_plain(ChangeCounts, plain.get("changed", {}))
             for name, kind in (
                 ("listeners", ListenerStatus),
                 ("datasets", DatasetStatus),
-                ("consumers", Consumer),
+                ("consumers", ConsumerStatus),
                 ("nodes", NodeStatus),
             ):
-                parts[name] = tuple(_made(kind, one) for one in plain[name])
+                parts[name] = tuple(_from_plain(kind, one) for one in plain[name])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise FormatError(f"this is not the status of a server: {error!r}") from None
         return cls(**{**vars(made), **parts})
 
 
-def _made(kind: type[T], plain: Mapping[str, Any]) -> T:
+def _from_plain(kind: type[T], plain: Mapping[str, Any]) -> T:
     needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]  # type: ignore[arg-type]
     known = [one.name for one in fields(kind) if one.name in plain]  # type: ignore[arg-type]
     return kind(**{name: plain[name] for name in {*needed, *known}})

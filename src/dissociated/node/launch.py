@@ -17,16 +17,16 @@ from typing import IO
 
 from dissociated.catalog.client import CatalogClient
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 from dissociated.store.eviction import Policy
 
-_ADDRESS = "node.json"
-_LOG = "node.log"
-_ANSWER = 5.0  # seconds, for a node that is there to say so
+_ADDRESS_FILE = "node.json"
+_LOG_FILE = "node.log"
+_ANSWER_TIMEOUT = 5.0  # seconds, for a node that is there to say so
 
 
 @dataclass(frozen=True)
-class Address:
+class NodeAddress:
     """Where the catalog of a node answers, and its process."""
 
     uri: str
@@ -38,14 +38,14 @@ def default_store() -> Path:
     return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
 
 
-def running(directory: str | os.PathLike[str]) -> Address | None:
+def running(directory: str | os.PathLike[str]) -> NodeAddress | None:
     """The node that owns the store in `directory` and answers, if there is one."""
     try:
-        address = Address(**json.loads((Path(directory) / _ADDRESS).read_text()))
+        address = NodeAddress(**json.loads((Path(directory) / _ADDRESS_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
     try:
-        client = CatalogClient(address.uri, _ANSWER)
+        client = CatalogClient(address.uri, _ANSWER_TIMEOUT)
         try:
             client.stage()
         finally:
@@ -70,7 +70,7 @@ def ensure(
     options: Sequence[str] = (),
     starter: int | None = None,
     timeout: float = 30.0,
-) -> Address:
+) -> NodeAddress:
     """The node of the store in `directory`, which is started where there is none.
 
     The node is a process of its own, that goes on when this one ends. However many processes ask at once, one node is
@@ -96,17 +96,17 @@ def ensure(
             arguments += [f"--{option}", os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
     arguments += options
     deadline = time.monotonic() + timeout
-    with explained(f"the store {store}"):
+    with store_errors(f"the store {store}"):
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(store, deadline):
+    with _start_lock(store, deadline):
         found = running(store)
         return found if found is not None else _start(store, arguments, deadline, starter)
 
 
 @contextlib.contextmanager
-def _alone(store: Path, deadline: float) -> Iterator[None]:
+def _start_lock(store: Path, deadline: float) -> Iterator[None]:
     """One process at a time starts a node."""
-    with explained(f"starting a node for {store}"), (store / "starting").open("w") as lock:
+    with store_errors(f"starting a node for {store}"), (store / "starting").open("w") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,8 +118,8 @@ def _alone(store: Path, deadline: float) -> Iterator[None]:
         yield
 
 
-def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> Address:
-    log = store / _LOG
+def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> NodeAddress:
+    log = store / _LOG_FILE
     if starter is not None:
         arguments = [*arguments, "--starter-fd", str(starter)]
     read, write = os.pipe()

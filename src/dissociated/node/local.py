@@ -41,8 +41,8 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
     address = ensure(
         _store(catalog, options),
         catalog=catalog,
-        listen=() if _given("--listen", options) else ("shm:", f"tcp://{_facing(catalog)}:0"),
-        flight=f"grpc://{_facing(catalog)}:0",
+        listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{_local_address(catalog)}:0"),
+        flight=f"grpc://{_local_address(catalog)}:0",
         options=options,
         timeout=timeout,
     )
@@ -62,7 +62,7 @@ def _stage(flight: str, connect: Callable[[str], Client]) -> StagePlace | None:
     return place if place.here else None
 
 
-def _given(option: str, options: Sequence[str]) -> str | None:
+def _option_value(option: str, options: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(option, dest="found")
     found: str | None = parser.parse_known_args(options)[0].found
@@ -71,7 +71,7 @@ def _given(option: str, options: Sequence[str]) -> str | None:
 
 def _store(catalog: str, options: Sequence[str]) -> Path:
     """One for each catalog, since a node belongs to one; and for each host, where one machine is several."""
-    given = _given("--store", options)
+    given = _option_value("--store", options)
     if given is not None:
         return Path(given)
     whose = hashlib.sha256(f"{catalog} {boot_id()}".encode()).hexdigest()[:12]
@@ -79,7 +79,7 @@ def _store(catalog: str, options: Sequence[str]) -> Path:
     return store.with_name(f"{store.name}-{whose}")
 
 
-def _facing(catalog: str) -> str:
+def _local_address(catalog: str) -> str:
     """The address that this host has towards the catalog: whoever reaches that may reach this."""
     uri = Uri.parse(catalog)
     if not uri.host:

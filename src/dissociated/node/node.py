@@ -10,36 +10,38 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from dissociated._moved import renamed
 from dissociated.access import Authorize, security
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.backend import StoreBackend
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
-from dissociated.fork import belongs, disown
-from dissociated.node.launch import _ADDRESS, Address
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.node.launch import _ADDRESS_FILE, NodeAddress
 from dissociated.server.server import Server
-from dissociated.store.handover import HandOver
+from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store
 from dissociated.transport.framed.shm import runtime_directory
 
 #: For how many seconds a ticket stays good after its version has been replaced.
 RETAIN = 300.0
-_SOCKET = "shm.sock"
-_MEMFDS = "memfd.sock"
+_SHM_SOCKET = "shm.sock"
+_MEMFD_SOCKET = "memfd.sock"
 _PATH_MAX = 107  # bytes, of a Unix socket
 
 
 class Node:
     """Serves the versions in `store`, which it then owns, at `listen`, with a catalog of its own at `flight`.
 
-    With `catalog` it is a node of that catalog and publishes what that says. `retain` and `beat` are in seconds: see
-    CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and trust each
-    other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError, AccessDenied
-    and OptionError where it cannot.
+    With `catalog` it is a node of that catalog and publishes what that says. `retain` and `heartbeat_interval` are in
+    seconds: see CatalogService. The others are those of Server; a node and its `catalog` have the same `secret`, and
+    trust each other's certificates where these are in `tls_roots`. Raises StoreError, TransportError, CatalogError,
+    AccessDenied and OptionError where it cannot.
 
     Use it as a context manager, or `close` it. Whoever finds the store finds the node: its address lies there.
     """
 
+    @renamed(beat="heartbeat_interval")
     def __init__(
         self,
         store: Store,
@@ -49,7 +51,7 @@ class Node:
         catalog: str | None = None,
         database: str = ":memory:",
         retain: float = RETAIN,
-        beat: float = 5.0,
+        heartbeat_interval: float = 5.0,
         advertise: str | None = None,
         ticket_lifetime: float | None = None,
         secret: bytes | None = None,
@@ -74,7 +76,7 @@ class Node:
             )
             self.server = undo.enter_context(
                 Server(
-                    [self._placed(uri) for uri in listen],
+                    [self._listen_uri(uri) for uri in listen],
                     catalog=None,
                     advertise=advertise,
                     ticket_lifetime=ticket_lifetime,
@@ -86,7 +88,9 @@ class Node:
                 )
             )
             backend = StoreBackend(store, self.server.registry)
-            self._handover = undo.enter_context(closing(HandOver(self._socket(_MEMFDS), backend.hand_over)))
+            self._handover = undo.enter_context(
+                closing(HandoverListener(self._socket(_MEMFD_SOCKET), backend.hand_over))
+            )
             backend.handover = str(self._handover.path)
             self.service = CatalogService(
                 flight,
@@ -94,24 +98,24 @@ class Node:
                 database=Database(database) if catalog is None else None,
                 upstream=catalog,
                 retain=retain,
-                beat=beat,
+                heartbeat_interval=heartbeat_interval,
                 advertise=advertise,
                 security=guarded,
             )
             self.server.use_catalog(self.service)
             undo.pop_all()
-        place = Address(self.service.uri, os.getpid())
-        address = store.directory / _ADDRESS
+        place = NodeAddress(self.service.uri, os.getpid())
+        address = store.directory / _ADDRESS_FILE
         draft = address.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(place)))
         draft.rename(address)
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
-        disown(self)
+        invalidate(self)
 
-    def _placed(self, uri: str) -> str:
-        return f"shm://{self._socket(_SOCKET)}" if uri == "shm:" else uri
+    def _listen_uri(self, uri: str) -> str:
+        return f"shm://{self._socket(_SHM_SOCKET)}" if uri == "shm:" else uri
 
     def _socket(self, name: str) -> Path:
         """The same path after each start, in the store, if that is short enough: so whoever mounts that has both."""
@@ -133,12 +137,12 @@ class Node:
 
     def drain(self, timeout: float) -> bool:
         """Take nothing new, and wait up to `timeout` seconds for those who read. Returns whether all have ended."""
-        (self.store.directory / _ADDRESS).unlink(missing_ok=True)
+        (self.store.directory / _ADDRESS_FILE).unlink(missing_ok=True)
         return self.server.drain(timeout)
 
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""
-        (self.store.directory / _ADDRESS).unlink(missing_ok=True)
+        (self.store.directory / _ADDRESS_FILE).unlink(missing_ok=True)
         self._handover.close()
         self.server.close()
 

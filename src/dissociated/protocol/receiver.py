@@ -63,7 +63,7 @@ class Receiver:
         self._spare_taken = False  # the empty body that some send for it
 
     @classmethod
-    def taking(cls, max_metadata: int, max_body: int) -> Receiver:
+    def with_limits(cls, max_metadata: int, max_body: int) -> Receiver:
         """One of a stream that was requested, for somebody who takes as much as this of one message.
 
         As much may wait, too; and where that is less than the caps above, as much as they say.
@@ -226,7 +226,7 @@ class Receiver:
             kind, content = self._take_body(sequence)
             if kind is BodyKind.ADDRESSES:
                 listed = parse_addresses(content, parsed.body_length)
-                body = _agreeing(listed, header, parsed, sequence)
+                body = _check_address_list(listed, header, parsed, sequence)
             elif len(content) == parsed.body_length:
                 body = content
             else:
@@ -296,7 +296,7 @@ class Receiver:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
 
 
-def _agreeing(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> AddressList:
+def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> AddressList:
     _, lengths = buffer_extents(header, parsed)
     if len(listed.lengths) != len(lengths):
         raise RemoteProtocolError(

@@ -14,7 +14,7 @@ import numpy as np
 
 from dissociated.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
-from dissociated.format.message import Header, buffer_extents, parse_header, varying
+from dissociated.format.message import Header, buffer_extents, parse_header, varying_ranges
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.events import Delivery
 from dissociated.protocol.message import Run
@@ -143,7 +143,7 @@ def recognise(run: Run, sequence: int) -> PackedBatches | SharedBatches | None:
         parsed = parse_header(first)
     except RemoteProtocolError:
         return None
-    spans = varying(first, parsed)
+    spans = varying_ranges(first, parsed)
     if kind is None or not spans:
         return None
     fixed = np.ones(headers.shape[1], np.bool_)

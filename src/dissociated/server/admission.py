@@ -11,7 +11,7 @@ from dissociated.monitoring.activity import Activity
 from dissociated.transport.base import Connection
 
 
-class Full(DissociatedError):
+class ServerFull(DissociatedError):
     """There are as many connections as there may be."""
 
 
@@ -54,7 +54,7 @@ class Admission:
         with self._lock:
             self._asking[connection] = None
 
-    def asked(self, connection: Connection) -> None:
+    def requested(self, connection: Connection) -> None:
         """It has said what it wants. Raises ConnectionClosed where it was too slow, Full where there are too many."""
         with self._lock:
             if connection not in self._asking:
@@ -63,7 +63,7 @@ class Admission:
             connection.due = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
-                raise Full("the server takes no more connections now: try again later")
+                raise ServerFull("the server takes no more connections now: try again later")
 
     def gone(self, connection: Connection) -> None:
         """It is over."""

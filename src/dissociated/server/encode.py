@@ -22,10 +22,10 @@ _MAX_KEPT = 1 << 16
 class Group(NamedTuple):
     """Messages ready to be sent on one kind of connection, number `first` and on, and the addresses that they lease."""
 
-    prepared: Any
+    encoded: Any
     first: int
     messages: int
-    leased: Sequence[int]
+    addresses: Sequence[int]
     nbytes: int  # of the bodies
 
 

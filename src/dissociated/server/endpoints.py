@@ -15,7 +15,7 @@ from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
 from dissociated.uri import ANY_INTERFACE, PACKED, Uri
 
-_APART = (Streams.METADATA, Streams.BODIES)
+_ONE_STREAM_EACH = (Streams.METADATA, Streams.BODIES)
 
 
 class Endpoints:
@@ -25,11 +25,11 @@ class Endpoints:
         self._listeners = listeners
         self._advertise = advertise
 
-    def listeners(self) -> list[str]:
+    def listener_uris(self) -> list[str]:
         """The URIs that the listeners have themselves."""
         return [str(listener.uri) for listener in self._listeners]
 
-    def listening(self) -> list[str]:
+    def base_locations(self) -> list[str]:
         """The URIs that any dataset can be requested at."""
         return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
 
@@ -37,7 +37,7 @@ class Endpoints:
         """The URIs that `found` can be requested at, one for each listener."""
         return [str(self._location(one, found, streams, packed)) for one in self._listeners]
 
-    def alternatives(self, found: Dataset) -> list[str]:
+    def dataset_locations(self, found: Dataset) -> list[str]:
         """The locations of `found`; those that let clients fetch from memory are followed by one that does not."""
         ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
         return [str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways]
@@ -47,10 +47,10 @@ class Endpoints:
 
         It needs UCX without error handling: `ucx:?err_mode=none`. There are none for what two connections cannot share.
         """
-        if not found.divisible:
+        if not found.splits_streams:
             return []
         places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
-        return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _APART]
+        return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _ONE_STREAM_EACH]
 
     def _location(self, listener: Listener, found: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri
@@ -58,7 +58,7 @@ class Endpoints:
         memory = None
         if found is not None and by_address and listener.exposes_memory:
             with suppress(SourceError, DatasetNotFound):  # what is damaged is an error for who reads it, not who lists
-                memory = found.exposed()
+                memory = found.open_exposed()
         regions = () if memory is None else memory.regions()
         located = Uri(
             uri.scheme,

@@ -13,21 +13,21 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from dissociated.codec.split import SplitMessage
-from dissociated.datasets.part import AT_ONCE, BYTES_AT_ONCE, Part
+from dissociated.datasets.part import MAX_SEND_BYTES, MAX_SEND_MESSAGES, LiveMessage
 
 #: Seconds that small messages which follow others at once wait for more; one that is alone does not.
-PACE = 0.001
+COALESCE_INTERVAL = 0.001
 
 
-class Gathering:
+class Coalescer:
     """What is added goes to `send`, in order, from this thread or the other one. Leave it, as a context, to end that.
 
     `send` runs in one thread at a time. What it raises in the other thread comes out of the next call.
     """
 
-    def __init__(self, send: Callable[[Sequence[Part]], None]) -> None:
+    def __init__(self, send: Callable[[Sequence[LiveMessage]], None]) -> None:
         self._send = send
-        self._waiting: list[Part] = []
+        self._waiting: list[LiveMessage] = []
         self._count = self._nbytes = 0  # of the messages that wait
         self._due = 0.0  # when they go
         self._changed = threading.Condition()
@@ -39,14 +39,14 @@ class Gathering:
     def add(self, message: SplitMessage) -> None:
         """Send a message, which must be small and have a body, with those before and after it."""
         with self._changed:
-            if not (self._waiting and self._waiting[-1].follow(message)):
-                self._waiting.append(Part.inline(message))
+            if not (self._waiting and self._waiting[-1].append_alike(message)):
+                self._waiting.append(LiveMessage.inline(message))
             self._count += 1
             self._nbytes += len(message.header) + message.parsed.body_length
-            if self._count >= AT_ONCE or self._nbytes >= BYTES_AT_ONCE or time.monotonic() >= self._due:
+            if self._count >= MAX_SEND_MESSAGES or self._nbytes >= MAX_SEND_BYTES or time.monotonic() >= self._due:
                 self._flush()
             elif self._thread is None:
-                self._thread = threading.Thread(target=self._stand_by, name="gathering", daemon=True)
+                self._thread = threading.Thread(target=self._flush_when_due, name="gathering", daemon=True)
                 self._thread.start()
             elif self._idle:
                 self._idle = False
@@ -64,9 +64,9 @@ class Gathering:
             raise error
         if waiting:
             self._send(waiting)
-            self._due = time.monotonic() + PACE
+            self._due = time.monotonic() + COALESCE_INTERVAL
 
-    def _stand_by(self) -> None:
+    def _flush_when_due(self) -> None:
         with self._changed:
             while not self._over:
                 left = self._due - time.monotonic()
@@ -82,7 +82,7 @@ class Gathering:
                     self._idle = True
                     self._changed.wait()
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> Coalescer:
         return self
 
     def __exit__(

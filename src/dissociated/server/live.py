@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
-from dissociated.buffers import Buffer, too_long
+from dissociated.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
-from dissociated.datasets.blame import source_blamed
+from dissociated.datasets.blame import source_errors
 from dissociated.datasets.fanout import Consumer
-from dissociated.datasets.part import AT_ONCE, BYTES_AT_ONCE, SMALL, Part
+from dissociated.datasets.part import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
 from dissociated.datasets.ways import Broadcasting, Streamed
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.format.message import buffer_extents
@@ -20,19 +20,19 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
 from dissociated.protocol.tags import BodyKind
-from dissociated.server.gathering import PACE, Gathering
+from dissociated.server.gathering import COALESCE_INTERVAL, Coalescer
 from dissociated.server.requests import receive
-from dissociated.server.sending import Client, Sending
+from dissociated.server.sending import ClientRequest, Sending
 from dissociated.transport.framed.framing import MIN_RUN
 
-_LOOK_AGAIN = 3600.0  # seconds; what is waited for tells when it comes
-_PATIENCE = 1.0  # seconds for a client to free memory before bodies go inline
+_MAX_WAIT = 3600.0  # seconds; what is waited for tells when it comes
+_ROOM_TIMEOUT = 1.0  # seconds for a client to free memory before bodies go inline
 
 
 class _LiveSending(Sending):
     """Sends messages that are made as they are sent. Memory that they lease is used again when it has come back."""
 
-    def __init__(self, client: Client, name: str) -> None:
+    def __init__(self, client: ClientRequest, name: str) -> None:
         super().__init__(client)
         self._name = name
         self._admission = client.admission
@@ -43,13 +43,13 @@ class _LiveSending(Sending):
         if self._mapped:
             self._admission.admit_live(self._name)
 
-    def _send_together(self, parts: Sequence[Part], body: Callable[[Part], Body | None]) -> int:
+    def _send_together(self, parts: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> int:
         """Send these all at once, alike ones in runs. Returns how many bytes their bodies have.
 
         `body` is asked for the body of each that is not in a run.
         """
         messages: list[Message | Run] = []
-        for header, group in groupby(parts, _alike):
+        for header, group in groupby(parts, _run_key):
             some = [*group]
             bodies = [one for part in some for one in part.bodies] if header is not None else []
             if header is not None and len(bodies) >= MIN_RUN and self._connection.takes_runs:
@@ -57,19 +57,19 @@ class _LiveSending(Sending):
                 messages.append(self._sender.send_alike(header, bodies))
                 continue
             for part in [one for several in some for one in several.each()]:
-                messages += self._numbered(part.header, body(part))
+                messages += self._encode_message(part.header, body(part))
         nbytes = sum([part.nbytes for part in parts])
-        with self._tally.sending(self._connection, nbytes):
+        with self._stats.sending(self._connection, nbytes):
             self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
         return nbytes
 
-    def _numbered(self, header: bytes, body: Body | None) -> list[Message]:
+    def _encode_message(self, header: bytes, body: Body | None) -> list[Message]:
         """The next message of a stream whose metadata nobody could look at before."""
         self._check(header)
         return self._sender.send(header, body)
 
     def _check(self, header: bytes) -> None:
-        why = too_long(repr(self._name), len(header), self._limits.max_metadata)
+        why = metadata_too_long(repr(self._name), len(header), self._limits.max_metadata)
         if why is not None:
             raise SourceError(why)
 
@@ -79,7 +79,7 @@ class _LiveSending(Sending):
             self._shared.add(region.base)
             self._connection.share(region.descriptor, region.base, region.size, region.backing)
 
-    def _leased(self, extents: Sequence[tuple[int, int]]) -> Body:
+    def _lease_body(self, extents: Sequence[tuple[int, int]]) -> Body:
         """A body by address, which the client holds from now on."""
         self._ledger.hold(address for address, length in extents if length)
         return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
@@ -88,36 +88,36 @@ class _LiveSending(Sending):
 class StreamedSending(_LiveSending):
     """Sends messages that are made for this client, through memory of its own."""
 
-    def __init__(self, client: Client, wanted: Streamed) -> None:
+    def __init__(self, client: ClientRequest, wanted: Streamed) -> None:
         super().__init__(client, wanted.name)
         self._wanted = wanted
         self._memory = LiveMemory(wanted.name, self._limits.live_limit)
-        self._inline = False  # the memory was full, and no free has come since
-        self._lingers = False  # the client was sent away
+        self._out_of_room = False  # the memory was full, and no free has come since
+        self._cut_off = False  # the client was sent away
 
     def send(self) -> None:
         self._admit()
-        inline_limit = SMALL if self._limits.inline_limit is None else self._limits.inline_limit
+        inline_limit = SMALL_BODY if self._limits.inline_limit is None else self._limits.inline_limit
         gathers = self._streams is Streams.BOTH and self._connection.takes_runs
-        with Gathering(self._send_gathered) as gathering:
+        with Coalescer(self._send_gathered) as gathering:
             for message in self._messages():
                 length = message.parsed.body_length
-                by_address = self._mapped and not self._silent and length > inline_limit
-                if gathers and message.body is not None and length <= SMALL and not by_address:
+                by_address = self._mapped and not self._half_closed and length > inline_limit
+                if gathers and message.body is not None and length <= SMALL_BODY and not by_address:
                     gathering.add(message)
                     continue
                 gathering.flush()
                 body = None
                 if message.body is not None and self._streams & Streams.BODIES:
-                    region = self._room(length) if by_address else None
+                    region = self._region_for(length) if by_address else None
                     body = (
                         Body(BodyKind.PACKED, message.body)
                         if region is None
-                        else self._place(region, message, message.body)
+                        else self._write_body(region, message, message.body)
                     )
-                with self._tally.sending(self._connection, 0 if body is None else length):
-                    self._connection.send(self._numbered(message.header, body), self._limits.stall_timeout)
-                self._tally.messages += 1
+                with self._stats.sending(self._connection, 0 if body is None else length):
+                    self._connection.send(self._encode_message(message.header, body), self._limits.stall_timeout)
+                self._stats.messages += 1
                 self._take_frees()
 
     @property
@@ -125,30 +125,30 @@ class StreamedSending(_LiveSending):
         return bool(len(self._ledger))
 
     @property
-    def kept(self) -> int | None:
-        return self._memory.unfreed if self._lingers else None
+    def kept_bytes(self) -> int | None:
+        return self._memory.unfreed if self._cut_off else None
 
-    def set_aside(self) -> None:
-        self._lingers = True
+    def detach(self) -> None:
+        self._cut_off = True
 
     def end(self, gone: bool) -> None:
         super().end(gone)
         self._memory.close()
 
-    def _returned(self, addresses: Collection[int]) -> None:
+    def _on_freed(self, addresses: Collection[int]) -> None:
         self._memory.free(addresses)
-        self._inline = False
+        self._out_of_room = False
 
     def _messages(self) -> Iterator[SplitMessage]:
-        with source_blamed(self._name):
+        with source_errors(self._name):
             yield from self._wanted.messages()
 
-    def _send_gathered(self, parts: Sequence[Part]) -> None:
+    def _send_gathered(self, parts: Sequence[LiveMessage]) -> None:
         self._send_together(parts, _packed)
-        self._tally.messages += sum([part.messages for part in parts])
+        self._stats.messages += sum([part.messages for part in parts])
         self._take_frees()
 
-    def _room(self, length: int) -> LiveRegion | None:
+    def _region_for(self, length: int) -> LiveRegion | None:
         """The live region that takes a body of this length, after waiting for frees if need be; None for inline.
 
         A client that holds everything until the stream ends would wait for us, and we for it. So if no free comes
@@ -158,30 +158,30 @@ class StreamedSending(_LiveSending):
         if region is None:
             return None
         while not self._memory.has_room(length):
-            if self._inline:
+            if self._out_of_room:
                 return None
             try:
-                incoming = receive(self._connection, _PATIENCE)
+                incoming = receive(self._connection, _ROOM_TIMEOUT)
             except DeadlineExceeded:
-                self._inline = True
+                self._out_of_room = True
                 return None
             if incoming is None:
                 self._client_ended()
                 return None
-            self._freed(incoming)
+            self._receive_free(incoming)
         self._share(region)
         return region
 
-    def _place(self, region: LiveRegion, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
+    def _write_body(self, region: LiveRegion, message: SplitMessage, parts: Sequence[Buffer]) -> Body:
         offsets, lengths = buffer_extents(message.header, message.parsed)
         placed = region.place(parts, message.parsed.body_length, zip(offsets, lengths, strict=True))
-        return self._leased(placed)
+        return self._lease_body(placed)
 
 
 class BroadcastSending(_LiveSending):
     """Sends messages that others read along, from memory that they share."""
 
-    def __init__(self, client: Client, wanted: Broadcasting) -> None:
+    def __init__(self, client: ClientRequest, wanted: Broadcasting) -> None:
         super().__init__(client, wanted.name)
         self._wanted = wanted
         self._consumer: Consumer | None = None
@@ -196,16 +196,18 @@ class BroadcastSending(_LiveSending):
         cut = self._connection.wake if self._mapped else self._connection.interrupt
         self._consumer = consumer = self._wanted.join(self._connection.wake, cut)
         paced = 0.0  # until when small messages wait for more
-        while not consumer.over:
+        while not consumer.finished:
             self._take_frees()
             if (pause := paced - time.monotonic()) > 0:
                 time.sleep(pause)
-            parts = consumer.take(AT_ONCE, BYTES_AT_ONCE)
+            parts = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES)
             if parts:
                 count, nbytes = self._send_parts(consumer, parts)
-                paced = time.monotonic() + PACE if count < AT_ONCE and nbytes <= SMALL else 0.0
+                paced = (
+                    time.monotonic() + COALESCE_INTERVAL if count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY else 0.0
+                )
             else:
-                self._connection.wait(_LOOK_AGAIN)
+                self._connection.wait(_MAX_WAIT)
 
     @property
     def joined(self) -> bool:
@@ -216,36 +218,36 @@ class BroadcastSending(_LiveSending):
         return self._consumer is not None and bool(len(self._ledger))
 
     @property
-    def kept(self) -> int | None:
+    def kept_bytes(self) -> int | None:
         return None if self._consumer is None else self._consumer.kept_bytes
 
     def stop(self) -> None:
         if self._consumer is not None:
             self._consumer.stop()
 
-    def set_aside(self) -> None:
+    def detach(self) -> None:
         if self._consumer is not None:
-            self._consumer.set_aside()
+            self._consumer.detach()
 
     def end(self, gone: bool) -> None:
         super().end(gone)
         if self._consumer is not None:
             self._consumer.leave(gone)
 
-    def _returned(self, addresses: Collection[int]) -> None:
+    def _on_freed(self, addresses: Collection[int]) -> None:
         if self._consumer is not None:
             self._consumer.free(addresses)
 
-    def _send_parts(self, consumer: Consumer, parts: Sequence[Part]) -> tuple[int, int]:
+    def _send_parts(self, consumer: Consumer, parts: Sequence[LiveMessage]) -> tuple[int, int]:
         """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
         given = {address for part in parts for address in part.addresses}
         unsent, written = {*given}, self._connection.written
-        mapped = self._mapped and not self._silent
+        mapped = self._mapped and not self._half_closed
         try:
             count = sum([part.messages for part in parts])
-            chosen = [part for part in map(self._wanted.choose, parts) if part is not None]
+            chosen = [part for part in map(self._wanted.project, parts) if part is not None]
             nbytes = self._send_together(chosen, lambda part: self._body(part, mapped, unsent))
-            self._tally.messages += count
+            self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
             if self._connection.written == written:  # nothing of it has left: the client will never give it back
@@ -255,24 +257,24 @@ class BroadcastSending(_LiveSending):
         finally:
             consumer.free(unsent)
 
-    def _body(self, part: Part, mapped: bool, unsent: set[int]) -> Body | None:
+    def _body(self, part: LiveMessage, mapped: bool, unsent: set[int]) -> Body | None:
         """The body of a message. What the client holds with it is taken out of `unsent`."""
         if part.body is None:
             return None
         if mapped and part.region is not None and part.parsed.body_length > (self._limits.inline_limit or 0):
             self._share(part.region)
             unsent -= part.addresses
-            return self._leased(part.extents)
+            return self._lease_body(part.extents)
         # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
         if part.region is None or (self._connection.copies and not mapped):
             return Body(BodyKind.PACKED, part.body)
         return Body(BodyKind.PACKED, [*map(bytes, part.body)])
 
 
-def _alike(part: Part) -> bytes | None:
+def _run_key(part: LiveMessage) -> bytes | None:
     """What messages have in common that may travel in one run; None for others."""
-    return None if part.more is None else part.header
+    return None if part.repeats is None else part.header
 
 
-def _packed(part: Part) -> Body | None:
+def _packed(part: LiveMessage) -> Body | None:
     return None if part.body is None else Body(BodyKind.PACKED, part.body)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dissociated.datasets.ways import Static
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
 from dissociated.memory.leases import Ledger
-from dissociated.monitoring.activity import Tally
+from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import Sender
@@ -21,14 +21,14 @@ from dissociated.transport.base import Connection
 
 
 @dataclass(frozen=True)
-class Client:
+class ClientRequest:
     """Who has asked for a stream, and for what of it: `packed` bodies, or such as can be shared."""
 
     connection: Connection
     sender: Sender
     limits: Limits
     admission: Admission
-    tally: Tally
+    stats: ConnectionStats
     streams: Streams
     packed: bool
 
@@ -39,16 +39,16 @@ class Sending(ABC):
     Keep it for as long: what clients fetch from must stay until then.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ClientRequest) -> None:
         self._connection = client.connection
         self._sender = client.sender
         self._limits = client.limits
-        self._tally = client.tally
+        self._stats = client.stats
         self._streams = client.streams
         self._by_address = not client.packed and bool(client.streams & Streams.BODIES)
         self._ledger = Ledger()
-        self._silent = False  # the client has ended what it sends, so it can give nothing back any more
-        client.tally.held = self._ledger
+        self._half_closed = False  # the client has ended what it sends, so it can give nothing back any more
+        client.stats.held = self._ledger
 
     @abstractmethod
     def send(self) -> None:
@@ -62,7 +62,7 @@ class Sending(ABC):
                 if not self.holds_live:  # which whoever `ends` this waits for, without a limit
                     self._outlast(timeout)
                 return
-            self._freed(incoming)
+            self._receive_free(incoming)
 
     @property
     def joined(self) -> bool:
@@ -75,21 +75,21 @@ class Sending(ABC):
         return False
 
     @property
-    def kept(self) -> int | None:
+    def kept_bytes(self) -> int | None:
         """How much memory is held for a client that was sent away, in bytes; None for one that was not."""
         return None
 
     def stop(self) -> None:  # noqa: B027  # only where more would be kept for it
         """The client wants nothing more, and may go on holding what it was sent."""
 
-    def set_aside(self) -> None:  # noqa: B027
+    def detach(self) -> None:  # noqa: B027
         """The client is sent away. What it holds stays until it lets go, and holds up nobody."""
 
     def end(self, gone: bool) -> None:
         """Nothing is held for this client any more. Unless it is `gone`, what it may map is not used again."""
         self._ledger.release_all()
 
-    def _returned(self, addresses: Collection[int]) -> None:  # noqa: B027
+    def _on_freed(self, addresses: Collection[int]) -> None:  # noqa: B027
         """The client holds these no more."""
 
     def _take_frees(self) -> None:
@@ -98,12 +98,12 @@ class Sending(ABC):
             if incoming is None:
                 self._client_ended()
                 return
-            self._freed(incoming)
+            self._receive_free(incoming)
 
-    def _freed(self, incoming: Incoming | Run) -> None:
+    def _receive_free(self, incoming: Incoming | Run) -> None:
         event = self._sender.receive(incoming)
         assert isinstance(event, AddressesFreed)  # the table allows nothing else now
-        self._returned(self._ledger.release(event.addresses))
+        self._on_freed(self._ledger.release(event.addresses))
 
     def _client_ended(self) -> None:
         """The client sends no more. If it still listens it gets the whole stream, and what it leases until it hangs up.
@@ -114,7 +114,7 @@ class Sending(ABC):
         gone = self._connection.hung_up()
         if gone or (gone is None and self.joined):
             raise ConnectionClosed("the client closed the connection")
-        self._silent = True
+        self._half_closed = True
 
     def _outlast(self, timeout: float) -> None:
         """Wait until the client, which gives nothing back any more, has hung up."""
@@ -129,7 +129,7 @@ class Sending(ABC):
 class StaticSending(Sending):
     """Sends messages that stay, encoded once for all clients. What they lease lies in memory that stays as well."""
 
-    def __init__(self, client: Client, wanted: Static) -> None:
+    def __init__(self, client: ClientRequest, wanted: Static) -> None:
         super().__init__(client)
         self._wanted = wanted
 
@@ -141,9 +141,9 @@ class StaticSending(Sending):
                 region = segment.region
                 connection.share(segment.descriptor, region.base, region.size, segment.backing)
         for group in groups(wanted, connection, self._streams, mapped, self._limits.inline_limit or 0):
-            self._ledger.hold(group.leased)  # first: of a group that is cut off, some may have arrived
-            with self._tally.sending(connection, group.nbytes):
-                connection.send(group.prepared, self._limits.stall_timeout)
+            self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
+            with self._stats.sending(connection, group.nbytes):
+                connection.send(group.encoded, self._limits.stall_timeout)
             self._sender.sent(group.first, group.messages)
-            self._tally.messages += group.messages
+            self._stats.messages += group.messages
             self._take_frees()

@@ -21,7 +21,7 @@ from dissociated.datasets.base import Dataset, Source, check_name
 from dissociated.datasets.broadcast import Broadcast
 from dissociated.datasets.fanout import Live
 from dissociated.datasets.registry import Registry
-from dissociated.datasets.sources import dataset
+from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import (
     AccessDenied,
@@ -31,18 +31,18 @@ from dissociated.errors import (
     LocalProtocolError,
     TransportError,
 )
-from dissociated.fork import belongs, disown
+from dissociated.fork import bind_to_process, invalidate
 from dissociated.host import host_name
-from dissociated.monitoring.activity import Activity, Tally
+from dissociated.monitoring.activity import Activity, ConnectionStats
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ServerStatus
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import MAGIC
-from dissociated.server.admission import Admission, Full, Limits
+from dissociated.server.admission import Admission, Limits, ServerFull
 from dissociated.server.endpoints import Endpoints
 from dissociated.server.session import Session
-from dissociated.store.segment import Memory, Segment, SegmentWriter
-from dissociated.transport.base import Connection, Listener, seconds
+from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
+from dissociated.transport.base import Connection, Listener, check_timeout
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT = 5.0
 _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
-_PAUSE = 0.2  # seconds, before the next try to accept
+_ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
 
 
 class Server:
@@ -130,9 +130,9 @@ class Server:
         metrics: str | None = None,
     ) -> None:
         self.limits = Limits(
-            seconds(handshake_timeout),
-            seconds(stall_timeout),
-            seconds(lease_timeout),
+            check_timeout(handshake_timeout),
+            check_timeout(stall_timeout),
+            check_timeout(lease_timeout),
             live_limit,
             4 * live_limit if kept_limit is None else kept_limit,
             inline_limit,
@@ -187,12 +187,12 @@ class Server:
             thread.start()
             self._acceptors.append(thread)
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
         """See `dissociated.fork`."""
         atexit.unregister(self.close)
-        disown(self)
+        invalidate(self)
 
     # What is published
 
@@ -207,10 +207,10 @@ class Server:
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
-        What a source can be: see `dissociated.datasets.base.dataset`. `options` say how it is written: compression,
-        alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what clients ask
-        with, or if tickets are signed what they are signed for; left out, it is random. Two servers that publish the
-        same source with one ticket can share the work: metadata from one, bodies from the other.
+        What a source can be: see `dissociated.datasets.sources.make_dataset`. `options` say how it is written:
+        compression, alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what
+        clients ask with, or if tickets are signed what they are signed for; left out, it is random. Two servers that
+        publish the same source with one ticket can share the work: metadata from one, bodies from the other.
 
         With `live` the source is read once, for all clients together, each of which has its own place in the stream;
         otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
@@ -220,7 +220,7 @@ class Server:
         """
         check_name(name)
         made = (
-            dataset(name, source, options)
+            make_dataset(name, source, options)
             if live is None
             else Broadcast(name, source, live, self.limits.live_limit, options)
         )
@@ -231,7 +231,7 @@ class Server:
                 )
             made.ticket = ticket
         with self._changing:
-            self._adopt(made)
+            self._publish(made)
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
         """A writer straight into shared memory, whose batches are published under `name` on `close`, whole and at once.
@@ -241,7 +241,7 @@ class Server:
         """
         check_name(name)
         return SegmentWriter(
-            partial(Memory, name, lambda segment: self.publish_segments(name, [segment])), schema, options
+            partial(MemfdSink, name, lambda segment: self.publish_segments(name, [segment])), schema, options
         )
 
     def publish_segments(self, name: str, segments: Sequence[Segment], *, append: bool = False) -> None:
@@ -251,24 +251,24 @@ class Server:
         """
         with self._changing:
             if append and name in self.registry.names():
-                segments = [*self.registry.named(name).appendable(), *segments]
-            self._adopt(SegmentsDataset(name, segments))
+                segments = [*self.registry.lookup_name(name).appendable(), *segments]
+            self._publish(SegmentsDataset(name, segments))
 
-    def _adopt(self, new: Dataset) -> None:
+    def _publish(self, new: Dataset) -> None:
         new.check_metadata(self.limits.max_metadata)
         with self._lock:
             if self._closed:
                 raise DissociatedError("the server is closed")
         old = self.registry.publish(new)
         if self._catalog is not None:
-            self._catalog.published(new)  # which withdraws the old one in its time
+            self._catalog.record_publication(new)  # which withdraws the old one in its time
         else:
-            self._changed("committed", new, "it is new" if old is None else "it replaces another")
+            self._record_change("committed", new, "it is new" if old is None else "it replaces another")
             if old is not None:
                 self.registry.withdraw(old)
-                self._changed("retired", old, "it was replaced")
+                self._record_change("retired", old, "it was replaced")
 
-    def _changed(self, kind: str, it: Dataset, why: str) -> None:
+    def _record_change(self, kind: str, it: Dataset, why: str) -> None:
         """What becomes of datasets without a catalog, which gives them no number."""
         self.activity.changes.add(Change(kind, it.name, None, it.rows, it.nbytes, why))
 
@@ -282,12 +282,12 @@ class Server:
             if self._catalog is not None:
                 self._catalog.drop(name)
             else:
-                self._changed("dropped", old, "it was asked for")
+                self._record_change("dropped", old, "it was asked for")
             self.registry.withdraw(old)
 
     def dataset(self, name: str) -> Dataset:
         """What is published under `name`. Raises DatasetNotFound."""
-        return self.registry.named(name)
+        return self.registry.lookup_name(name)
 
     def names(self) -> list[str]:
         """The names of all datasets, sorted."""
@@ -346,7 +346,7 @@ class Server:
                 if not complained:
                     _log.warning("%s: %s; trying again", listener.uri, error)
                 complained = True
-                self._ended.wait(_PAUSE)
+                self._ended.wait(_ACCEPT_RETRY_DELAY)
                 continue
             if connection is None:
                 return
@@ -361,47 +361,47 @@ class Server:
         with self._lock:
             if self._closed:
                 return False
-            tally = self.activity.begin(str(listener.uri), connection.peer)
-            name = f"serve {tally.connection}"
-            thread = threading.Thread(target=self._serve, args=(connection, tally), name=name, daemon=True)
+            stats = self.activity.begin(str(listener.uri), connection.peer)
+            name = f"serve {stats.connection}"
+            thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
             self._admission.begin(connection)
             try:
                 thread.start()  # within the lock: `close` joins whatever it finds
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
                 self._admission.gone(connection)
-                self.activity.end(tally, "failed")
+                self.activity.end(stats, "failed")
                 return False
             self._connections[connection] = thread
         return True
 
-    def _serve(self, connection: Connection, tally: Tally) -> None:
+    def _serve(self, connection: Connection, stats: ConnectionStats) -> None:
         outcome, why = "failed", ""
         try:
             with connection:
                 timeout = self.limits.handshake_timeout
                 connection.due = time.monotonic() + timeout
                 connection.handshake(timeout)
-                Session(self.registry, self.limits, self._admission, connection, tally).run()
-            outcome, why = ("done", "the stream is over") if tally.sent else ("gone", "the client has had enough")
-            if tally.sent:
-                tally.settle()
+                Session(self.registry, self.limits, self._admission, connection, stats).run()
+            outcome, why = ("done", "the stream is over") if stats.sent else ("gone", "the client has had enough")
+            if stats.sent:
+                stats.settle()
         except (TransportError, DeadlineExceeded) as error:
             outcome, why = "gone", str(error)
-        except (AccessDenied, DatasetNotFound, Full) as error:
+        except (AccessDenied, DatasetNotFound, ServerFull) as error:
             outcome, why = "refused", str(error)
-            if isinstance(error, Full):
-                self.activity.refuse(tally.listener)
+            if isinstance(error, ServerFull):
+                self.activity.refuse(stats.listener)
         except Exception as error:
             if isinstance(error, DissociatedError) and not isinstance(error, LocalProtocolError):
                 why = str(error)
             else:
                 why = "a stream failed for a reason of ours"
-                _log.exception("%r: %s", connection, why, extra=tally.fields())
+                _log.exception("%r: %s", connection, why, extra=stats.fields())
         finally:
             level = logging.WARNING if outcome == "failed" else logging.INFO
-            _log.log(level, "%r: %s", connection, why, extra=tally.fields() | {"outcome": outcome})
-            self.activity.end(tally, outcome)
+            _log.log(level, "%r: %s", connection, why, extra=stats.fields() | {"outcome": outcome})
+            self.activity.end(stats, outcome)
             self._admission.gone(connection)
             with self._lock:
                 self._connections.pop(connection, None)
@@ -416,7 +416,7 @@ class Server:
         """What this server publishes, who reads it, and what it has sent."""
         if self._catalog is not None:
             return self._catalog.status()
-        return self.activity.status(None, self.endpoints.listeners(), self.registry.datasets())
+        return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
 
     # The end
 

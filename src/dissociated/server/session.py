@@ -15,9 +15,9 @@ from dissociated.errors import (
     DissociatedError,
     OptionError,
     SourceError,
-    told,
+    peer_message,
 )
-from dissociated.monitoring.activity import Tally
+from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.events import StreamRequested
 from dissociated.protocol.request import Selection, parse_identifier
 from dissociated.protocol.sender import Sender
@@ -25,26 +25,26 @@ from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.live import BroadcastSending, StreamedSending
 from dissociated.server.requests import TAGS, receive, wants_packed
-from dissociated.server.sending import Client, Sending, StaticSending
+from dissociated.server.sending import ClientRequest, Sending, StaticSending
 from dissociated.transport.base import Connection
 
 _log = logging.getLogger(__name__)
 
-_FOREVER = 1e6  # seconds
+_NO_TIMEOUT = 1e6  # seconds
 
 
 class Session:
     """One connection: a request, the stream, and the frees that come back."""
 
     def __init__(
-        self, registry: Registry, limits: Limits, admission: Admission, connection: Connection, tally: Tally
+        self, registry: Registry, limits: Limits, admission: Admission, connection: Connection, stats: ConnectionStats
     ) -> None:
         self._registry = registry
         self._limits = limits
         self._admission = admission
         self._connection = connection
         self._sender = Sender(TAGS)
-        self._tally = tally
+        self._stats = stats
         self._sending: Sending | None = None  # what the client asked for
 
     def run(self) -> None:
@@ -55,11 +55,11 @@ class Session:
                 return
             ticket, selection = parse_identifier(request.identifier)
             found, whole = self._registry.resolve_ticket(ticket)
-            self._tally.dataset = found
+            self._stats.dataset = found
             with found.reading():
-                wanted = self._selected(whole.opened(), selection)  # counted first: so it is not evicted
-                self._sending = wanted.sent(_ByDataset(self._client(request)))
-                self._answer(self._sending)
+                wanted = self._select(whole.open(), selection)  # counted first: so it is not evicted
+                self._sending = wanted.accept(_SendingVisitor(self._client(request)))
+                self._serve_request(self._sending)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 if not self._connection.finish(self._limits.stall_timeout):
@@ -67,10 +67,10 @@ class Session:
         except ConnectionClosed:
             raise  # there is nobody to tell
         except DissociatedError as error:
-            self._send_away(told(error))
+            self._abort(peer_message(error))
             raise
         except Exception:
-            self._send_away("the server failed for a reason that its log tells")
+            self._abort("the server failed for a reason that its log tells")
             raise
         finally:
             self._end()
@@ -79,12 +79,12 @@ class Session:
         arrived = receive(self._connection, self._limits.handshake_timeout)
         if arrived is None:
             return None
-        self._admission.asked(self._connection)
+        self._admission.requested(self._connection)
         event = self._sender.receive(arrived)
         assert isinstance(event, StreamRequested)  # the table allows nothing else first
         return event
 
-    def _selected(self, wanted: Dataset, selection: Selection | None) -> Dataset:
+    def _select(self, wanted: Dataset, selection: Selection | None) -> Dataset:
         """What is wanted of it. Where that is not there, the client gets to know the whole schema, and then why."""
         if selection is None:
             return wanted
@@ -95,24 +95,24 @@ class Session:
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
             raise
 
-    def _client(self, asked: StreamRequested) -> Client:
-        return Client(
+    def _client(self, asked: StreamRequested) -> ClientRequest:
+        return ClientRequest(
             self._connection,
             self._sender,
             self._limits,
             self._admission,
-            self._tally,
+            self._stats,
             asked.streams,
             wants_packed(asked.tag),
         )
 
-    def _answer(self, sending: Sending) -> None:
+    def _serve_request(self, sending: Sending) -> None:
         """Send it, and wait until everything is given back."""
-        self._tally.kept = lambda: sending.kept
+        self._stats.kept = lambda: sending.kept_bytes
         try:
             sending.send()
             self._connection.send(self._sender.end(), self._limits.stall_timeout)
-            self._tally.sent = True
+            self._stats.sent = True
         except ConnectionClosed:
             # The client may have stopped listening and still hold memory: then it goes on to give it back.
             self._sender.fail()
@@ -121,23 +121,23 @@ class Session:
             if not sending.joined:
                 raise
             # What it has been sent is used again once it is freed: until then the client may take its time.
-            self._connection.farewell(told(error))
+            self._connection.farewell(peer_message(error))
             self._sender.fail()
         sending.drain(self._limits.lease_timeout)
         self._connection.last_words(self._limits.stall_timeout)
 
-    def _send_away(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         """Tell the client why there is no more. What it holds of a live stream stays until it lets go."""
         sending = self._sending
         if sending is None or not sending.holds_live:
             self._connection.abort(reason)
             return
         _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
-        sending.set_aside()
+        sending.detach()
         self._connection.farewell(reason)
         with suppress(DissociatedError):  # of one that breaks the rules, only its end is waited for
             self._sender.fail()
-            sending.drain(_FOREVER)
+            sending.drain(_NO_TIMEOUT)
             self._connection.last_words(self._limits.stall_timeout)
 
     def _end(self) -> None:
@@ -145,14 +145,14 @@ class Session:
         sending = self._sending
         if sending is not None:
             gone = not sending.holds_live or self._connection.outlast()
-            self._tally.kept = None  # which leads back here
+            self._stats.kept = None  # which leads back here
             sending.end(gone)
 
 
-class _ByDataset:
+class _SendingVisitor:
     """The ways to send a dataset to a client."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ClientRequest) -> None:
         self._client = client
 
     def static(self, wanted: Static) -> Sending:

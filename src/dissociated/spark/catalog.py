@@ -9,7 +9,7 @@ from dissociated.catalog.reader import Client, connect
 
 
 @dataclass(frozen=True)
-class Catalog:
+class CatalogConfig:
     """How to reach the catalog, from the driver and from every task: so it names files, and holds no token."""
 
     uri: str

@@ -56,8 +56,8 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
     for index in _places(schema, names):
         field = schema.field(index)
         try:
-            fields.append(field.with_type(_taken(field.type)))
-        except _Untaken as untaken:
+            fields.append(field.with_type(_spark_type(field.type)))
+        except _UnsupportedType as untaken:
             raise SourceError(
                 f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
                 "leave the column out with the option columns, or publish it with another type"
@@ -82,7 +82,9 @@ class Columns:
         there = spark_schema(source, self.names)
         for here, to, field, asked in zip(arrow_schema(there), self.schema, there, wanted, strict=True):
             if not _fits(here, to):
-                raise SourceError(f"column {here.name!r} is {_said(field)}, not {_said(asked)}: {_ADVICE}")
+                raise SourceError(
+                    f"column {here.name!r} is {_describe_field(field)}, not {_describe_field(asked)}: {_ADVICE}"
+                )
 
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The batch with the wanted columns, in the wanted order; without a copy where the types are Spark's own.
@@ -162,7 +164,7 @@ _ZERO = pa.array([0], pa.int32())
 
 
 @dataclass
-class _Untaken(Exception):
+class _UnsupportedType(Exception):
     """Spark has no type for `what`."""
 
     what: str
@@ -183,12 +185,12 @@ def _places(schema: pa.Schema, names: Sequence[str]) -> list[int]:
     return places
 
 
-def _taken(here: pa.DataType) -> pa.DataType:
+def _spark_type(here: pa.DataType) -> pa.DataType:
     """What Spark takes of a type. Raises _Untaken."""
     if isinstance(here, pa.BaseExtensionType):
-        return _taken(here.storage_type)
+        return _spark_type(here.storage_type)
     if types.is_dictionary(here) or types.is_run_end_encoded(here):
-        return _taken(here.value_type)
+        return _spark_type(here.value_type)
     if here in _WIDER:
         return _WIDER[here]
     if any(is_one(here) for is_one in _AS_THEY_ARE):
@@ -201,19 +203,19 @@ def _taken(here: pa.DataType) -> pa.DataType:
     if types.is_decimal(here):
         digits = max(here.precision - min(here.scale, 0), here.scale)
         if digits > _MAX_PRECISION:
-            raise _Untaken(f"decimals of {digits} digits, only of {_MAX_PRECISION}")
+            raise _UnsupportedType(f"decimals of {digits} digits, only of {_MAX_PRECISION}")
         return pa.decimal128(digits, max(here.scale, 0))
     if types.is_map(here):
-        return pa.map_(_taken_field(here.key_field, "key"), _taken_field(here.item_field, "value"))
+        return pa.map_(_spark_field(here.key_field, "key"), _spark_field(here.item_field, "value"))
     if types.is_struct(here):
-        return pa.struct([_taken_field(field, field.name) for field in here])
+        return pa.struct([_spark_field(field, field.name) for field in here])
     if _is_list(here):
-        return pa.list_(_taken_field(here.value_field, "element"))
-    raise _Untaken(str(here))
+        return pa.list_(_spark_field(here.value_field, "element"))
+    raise _UnsupportedType(str(here))
 
 
-def _taken_field(field: pa.Field, name: str) -> pa.Field:
-    return field.with_name(name).with_type(_taken(field.type))
+def _spark_field(field: pa.Field, name: str) -> pa.Field:
+    return field.with_name(name).with_type(_spark_type(field.type))
 
 
 def _is_list(here: pa.DataType) -> bool:
@@ -247,7 +249,7 @@ def _fits(here: pa.Field, to: pa.Field) -> bool:
     return all(one.name == other.name and _fits(one, other) for one, other in pairs)
 
 
-def _said(field: StructField) -> str:
+def _describe_field(field: StructField) -> str:
     return field.dataType.simpleString() + ("" if field.nullable else " without nulls")
 
 

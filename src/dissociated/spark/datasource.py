@@ -12,7 +12,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from dissociated.errors import CatalogError
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import Request
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter
@@ -37,9 +37,11 @@ class DissociatedDataSource(DataSource):
         )
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
-        from dissociated.spark.streaming import StreamWriter  # needs Spark 4.2, and the rest of this module does not
+        from dissociated.spark.streaming import (
+            DatasetStreamWriter,  # needs Spark 4.2, and the rest of this module does not
+        )
 
-        return StreamWriter(
+        return DatasetStreamWriter(
             self._catalog(),
             name=self._option("path", 'the dataset goes: .start("NAME")'),
             schema=arrow_schema(schema),
@@ -47,9 +49,9 @@ class DissociatedDataSource(DataSource):
         )
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        from dissociated.spark.streaming import StreamOptions, StreamReader
+        from dissociated.spark.streaming import DatasetStreamReader, StreamOptions
 
-        return StreamReader(self._request(), schema, StreamOptions.parse(self.options))
+        return DatasetStreamReader(self._request(), schema, StreamOptions.parse(self.options))
 
     def schema(self) -> StructType:
         return self._request().schema()
@@ -60,8 +62,8 @@ class DissociatedDataSource(DataSource):
     def _request(self) -> Request:
         return Request.parse(self._catalog(), self._option("path", 'the dataset is: .load("NAME")'), self.options)
 
-    def _catalog(self) -> Catalog:
-        return Catalog(
+    def _catalog(self) -> CatalogConfig:
+        return CatalogConfig(
             self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
             token_file=self.options.get("token_file"),
             tls_roots=self.options.get("tls_roots"),

@@ -34,8 +34,8 @@ _COMPARED: dict[str, Callable[[pa.Array, pa.Scalar], pa.BooleanArray]] = {
 }
 _TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": pc.match_substring}
 _LISTED = ("in", "not in")
-_ALONE = {"is null": pc.is_null, "is not null": pc.is_valid}
-_OPERATORS = (*_COMPARED, *_LISTED, *_TEXT, *_ALONE)
+_UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
+_OPERATORS = (*_COMPARED, *_LISTED, *_TEXT, *_UNARY)
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Condition:
     value: Any = None
 
     @classmethod
-    def of(cls, plain: Any) -> Condition:
+    def parse(cls, plain: Any) -> Condition:
         """Raises OptionError for what is none."""
         match plain:
-            case [column, str(operator), *value] if operator in _OPERATORS and len(value) == (operator not in _ALONE):
+            case [column, str(operator), *value] if operator in _OPERATORS and len(value) == (operator not in _UNARY):
                 path = (column,) if isinstance(column, str) else column
                 listed = operator not in _LISTED or isinstance(value[0], list)
                 if listed and isinstance(path, list | tuple) and path and all(isinstance(name, str) for name in path):
@@ -69,12 +69,12 @@ class Condition:
         except (pa.ArrowException, _Uncertain, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
                 f"column {'.'.join(self.path)!r} is {column.type}, for which {self.operator!r}"
-                f"{'' if self.operator in _ALONE else f' {self.value!r}'} is not certain: filter the DataFrame by it"
+                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter the DataFrame by it"
             ) from None
 
     def _decide(self, column: pa.Array) -> pa.BooleanArray:
-        if self.operator in _ALONE:
-            return _ALONE[self.operator](column)
+        if self.operator in _UNARY:
+            return _UNARY[self.operator](column)
         if self.operator in _TEXT:
             if not types.is_string(column.type):
                 raise _Uncertain
@@ -105,7 +105,7 @@ class Filters:
             raise OptionError(f"the option filters is a list of [column, operator, value], not {text}")
         nested = all(isinstance(some, list) and some and all(isinstance(one, list) for one in some) for some in plain)
         lists = plain if nested else [plain]
-        return cls(tuple(tuple(map(Condition.of, some)) for some in lists))
+        return cls(tuple(tuple(map(Condition.parse, some)) for some in lists))
 
     @property
     def columns(self) -> list[str]:

@@ -24,23 +24,23 @@ from pyspark.sql.types import StructType
 
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
 from dissociated.catalog.reader import Client
-from dissociated.client.connect import takes_selections
+from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import Filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
-_ROWS = 10_000  # that Spark is given at once: it takes larger batches more slowly
+_MAX_ROWS = 10_000  # that Spark is given at once: it takes larger batches more slowly
 
 
 @dataclass(frozen=True)
 class Request:
     """What is to be read, and how: the options of `spark.read.format("dissociated")`, checked."""
 
-    catalog: Catalog
+    catalog: CatalogConfig
     name: str
     columns: tuple[str, ...] | None = None
     version: int | None = None
@@ -50,7 +50,7 @@ class Request:
     filters: Filters | None = None
 
     @classmethod
-    def parse(cls, catalog: Catalog, name: str, options: Any) -> Request:
+    def parse(cls, catalog: CatalogConfig, name: str, options: Any) -> Request:
         """Raises OptionError for a value that makes no sense."""
         return cls(
             catalog,
@@ -99,7 +99,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part(InputPartition):
+class EndpointPartition(InputPartition):
     """What one task reads: an endpoint, or a slice of it.
 
     `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned.
@@ -122,19 +122,19 @@ class DatasetReader(DataSourceReader):
         """One for each endpoint, or for each slice of one where those can be requested."""
         with self.request.catalog.connect() as client:
             info = self.request.describe(client)
-            _Selected(self.request, self.schema, info.schema)  # what does not fit is told before any task
+            _BatchFilter(self.request, self.schema, info.schema)  # what does not fit is told before any task
             return [
-                Part(info.version, number, None if info.version else endpoint, one)
+                EndpointPartition(info.version, number, None if info.version else endpoint, one)
                 for number, endpoint in enumerate(info.endpoints)
                 for one in self._slices(client, info, endpoint)
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the rows of one partition. Closed early, it gives back what it holds."""
-        assert isinstance(partition, Part), "Spark gives what partitions has made"
+        assert isinstance(partition, EndpointPartition), "Spark gives what partitions has made"
         with self.request.catalog.connect() as client:
             info = self._planned(client, partition.version)
-            selected = _Selected(self.request, self.schema, info.schema)
+            selected = _BatchFilter(self.request, self.schema, info.schema)
             endpoint = partition.endpoint or info.endpoints[partition.number]
             wanted = replace(client.defaults, columns=selected.requested)
             if partition.slice is not None:
@@ -163,7 +163,7 @@ class DatasetReader(DataSourceReader):
         wanted = asked or math.ceil((info.nbytes or 0) / SLICE_BYTES)
         if not info.rows or wanted <= 1:  # a reader that is published can be read once, and has no rows to be known
             return whole
-        if not all(takes_selections(uri) for uris in locations(endpoint) for uri in uris):
+        if not all(supports_selection(uri) for uris in locations(endpoint) for uri in uris):
             return whole
         # Batches without columns: nothing but their metadata moves.
         transport = "grpc" if self.request.transport == "grpc" else None
@@ -173,7 +173,7 @@ class DatasetReader(DataSourceReader):
         return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
 
 
-class _Selected:
+class _BatchFilter:
     """What is wanted of batches with the schema `source`: these columns, and the rows that pass. Raises as Columns."""
 
     def __init__(self, request: Request, wanted: StructType, source: pa.Schema) -> None:
@@ -225,8 +225,8 @@ def _batch_of(ends: Sequence[int], row: int) -> int:
 def portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows in batches that Spark takes well."""
     for batch in batches:
-        for at in range(0, batch.num_rows, _ROWS):
-            yield batch.slice(at, _ROWS)
+        for at in range(0, batch.num_rows, _MAX_ROWS):
+            yield batch.slice(at, _MAX_ROWS)
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dissociated.errors import OptionError
 from dissociated.host import machine_memory
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.java import java_home
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def publish(
     else:
         from dissociated.spark import writer
 
-        writer.publish(df, Catalog(catalog, token_file, tls_roots), name, mode)
+        writer.publish(df, CatalogConfig(catalog, token_file, tls_roots), name, mode)
 
 
 def read(

@@ -5,7 +5,7 @@ query and the batch, so the catalog takes a batch once, however often Spark runs
 
 The source reads a dataset that grows: what is appended to it by the sink, by a batch write, by anybody. An offset is a
 number of rows, and rows once appended stay where they are; so the same batch is the same rows whenever it is read
-again, from whichever version is there by then. A dataset that was replaced in between is told by where it `began`.
+again, from whichever version is there by then. A dataset that was replaced in between is told by its `lineage_id`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pyspark.sql.types import StructType
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.reader import Client
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import Columns
 from dissociated.spark.reader import Request, portions
 from dissociated.spark.writer import Written, commit, write_segment
@@ -48,35 +48,35 @@ _ROWS_PER_PARTITION = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part(WriterCommitMessage):
+class TaskCommit(WriterCommitMessage):
     """What a task tells the driver. `written` is None where the batch had been committed before."""
 
     key: str
     written: Written | None
 
 
-class StreamWriter(DataSourceStreamArrowWriter):
+class DatasetStreamWriter(DataSourceStreamArrowWriter):
     """Writes each micro-batch as one commit. Spark makes another one to commit or abort a batch."""
 
-    def __init__(self, catalog: Catalog, name: str, schema: pa.Schema, mode: str) -> None:
+    def __init__(self, catalog: CatalogConfig, name: str, schema: pa.Schema, mode: str) -> None:
         self.catalog = catalog
         self.name = name
         self.schema = schema
         self.mode = mode
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Part:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """In a task: write its partition into a segment, unless the catalog has the whole batch already."""
         key = _key()
         with self.catalog.connect() as client:
             if client.committed(key):
-                return Part(key, None)
+                return TaskCommit(key, None)
         # An earlier run of the batch, by a driver that was killed, may have left segments of like-numbered tasks.
         run = secrets.token_hex(4)
-        return Part(key, write_segment(self.catalog, f"{key}-{run}", self.schema, iterator))
+        return TaskCommit(key, write_segment(self.catalog, f"{key}-{run}", self.schema, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         """On the driver: the batch is there, once and whole, and nothing else is left of any run of it."""
-        parts = [message for message in messages if isinstance(message, Part)]
+        parts = [message for message in messages if isinstance(message, TaskCommit)]
         if parts:  # else the batch had no partitions
             commit(self.catalog, parts[0].key, self.name, self.schema, self.mode, [part.written for part in parts])
 
@@ -85,7 +85,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
 
         It is not the key that is aborted, for the batch comes again. What a killed task left goes then, too.
         """
-        written = [message.written for message in messages if isinstance(message, Part) and message.written]
+        written = [message.written for message in messages if isinstance(message, TaskCommit) and message.written]
         with self.catalog.connect() as client:
             flights = {node["id"]: node["flight"] for node in client.nodes()}
         for id in {one.node for one in written if one.node in flights}:
@@ -137,15 +137,15 @@ def _positive(options: Mapping[str, str], name: str) -> int | None:
 
 
 @dataclass
-class Rows(InputPartition):
+class RowsPartition(InputPartition):
     """Some rows of the dataset that began so."""
 
-    began: str
+    lineage_id: str
     first: int
     end: int
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads what is appended to a dataset. One lives on the driver as long as the query; tasks have copies of it.
 
     The one on the driver holds what a batch reads, by leases, until Spark commits that batch: so no store evicts it
@@ -179,7 +179,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         info = self._describe()
         if info is None and not start["rows"]:
             return start
-        there = self._same(info, start["began"], start["rows"])
+        there = self._check_lineage(info, start["began"], start["rows"])
         last = there if self._target is None else min(there, self._target)
         more = max(0, last - start["rows"])
         match limit:
@@ -193,9 +193,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         first, last, step = start["rows"], end["rows"], self.options.rows_per_partition
         if first < last:
-            self._same(self._describe(), end["began"], last)
+            self._check_lineage(self._describe(), end["began"], last)
             self._hold(range(first, last))
-        return [Rows(end["began"], at, min(at + step, last)) for at in range(first, last, step)]
+        return [RowsPartition(end["began"], at, min(at + step, last)) for at in range(first, last, step)]
 
     def _hold(self, rows: range) -> None:
         try:
@@ -224,9 +224,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except DatasetNotFound:
             return None
 
-    def _same(self, info: DatasetInfo | None, began: str, rows: int) -> int:
+    def _check_lineage(self, info: DatasetInfo | None, lineage_id: str, rows: int) -> int:
         """How many rows the dataset has, if it is still the one that began so and has these rows."""
-        if info is None or (began and info.began != began):
+        if info is None or (lineage_id and info.lineage_id != lineage_id):
             raise CatalogError(
                 f"{self.name!r} was {'dropped' if info is None else 'replaced'} after this query had read {rows} rows "
                 "of it: what it was is gone; start the query with another checkpoint to read what it is now"
@@ -243,16 +243,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # In a task
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Rows)
+        assert isinstance(partition, RowsPartition)
         rows = range(partition.first, partition.end)
         with self.request.catalog.connect() as client:
             reader = client.read(self.name, self.request.transport, self.schema.fieldNames(), rows=rows)
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
-            self._same(client.describe(self.name), partition.began, partition.end)
+            self._check_lineage(client.describe(self.name), partition.lineage_id, partition.end)
             yield from map(columns.convert, portions(reader))
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:
     """The end of a dataset, as a checkpoint has it: so many rows of the one that began so. None is one to come."""
-    return {"began": "", "rows": 0} if info is None else {"began": info.began, "rows": info.rows or 0}
+    return {"began": "", "rows": 0} if info is None else {"began": info.lineage_id, "rows": info.rows or 0}

@@ -28,15 +28,15 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog import Catalog
+from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.types import arrow_schema, conform
 from dissociated.store.segment import SegmentWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_PATIENCE = 60.0  # seconds for a catalog that was killed to be there again
-_PAUSE = 0.5
+_RETRY_TIMEOUT = 60.0  # seconds for a catalog that was killed to be there again
+_RETRY_DELAY = 0.5
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ _WRITTEN = pa.schema(
 )
 
 
-def write_segment(catalog: Catalog, key: str, schema: pa.Schema, iterator: Iterator[pa.RecordBatch]) -> Written:
+def write_segment(catalog: CatalogConfig, key: str, schema: pa.Schema, iterator: Iterator[pa.RecordBatch]) -> Written:
     """In a task: write its partition into a segment on this host, for the commit with that `key`, which has no "-".
 
     An exception leaves no file behind; a killed process leaves one that its node removes.
@@ -79,7 +79,7 @@ def write_segment(catalog: Catalog, key: str, schema: pa.Schema, iterator: Itera
 
 
 def commit(
-    catalog: Catalog,
+    catalog: CatalogConfig,
     key: str,
     name: str,
     schema: pa.Schema,
@@ -99,24 +99,24 @@ def commit(
         with catalog.connect() as client:
             client.commit(name, there, mode, schema, key=key)
 
-    _persistently(once)
+    _retry(once)
 
 
-def abort(catalog: Catalog, key: str) -> None:
+def abort(catalog: CatalogConfig, key: str) -> None:
     """On the driver: what was written for the commit with that `key` goes, and so does what is still written."""
     with catalog.connect() as client:
         client.abort(key)
 
 
-def _persistently(call: Callable[[], None]) -> None:
-    deadline = time.monotonic() + _PATIENCE
+def _retry(call: Callable[[], None]) -> None:
+    deadline = time.monotonic() + _RETRY_TIMEOUT
     while True:
         try:
             return call()
         except (CatalogUnreachable, DeadlineExceeded):
             if time.monotonic() >= deadline:
                 raise
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_DELAY)
 
 
 class DatasetWriter(DataSourceArrowWriter):
@@ -125,7 +125,7 @@ class DatasetWriter(DataSourceArrowWriter):
     Made once, while Spark plans the write, then copied to every task and to the commit; all share `key`.
     """
 
-    def __init__(self, catalog: Catalog, name: str, schema: pa.Schema, mode: str) -> None:
+    def __init__(self, catalog: CatalogConfig, name: str, schema: pa.Schema, mode: str) -> None:
         self.catalog = catalog
         self.name = name
         self.schema = schema
@@ -147,7 +147,7 @@ class DatasetWriter(DataSourceArrowWriter):
         abort(self.catalog, self.key)
 
 
-def publish(frame: DataFrame, catalog: Catalog, name: str, mode: str) -> None:
+def publish(frame: DataFrame, catalog: CatalogConfig, name: str, mode: str) -> None:
     """On the driver: write a DataFrame of this process's own Spark.
 
     By `mapInArrow`, whose only rows are those that tell what was written: Spark hands over its rows in less time there

@@ -7,12 +7,12 @@ import os
 
 from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import open_regular
 from dissociated.store.places import Places, Usage
 
-_ROUNDING = 1 << 20  # bytes that a file system may take beside what it was asked for
+_LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
 _ADVICE = {
     Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",
     Policy.EVICT: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
@@ -20,7 +20,7 @@ _ADVICE = {
 }
 
 
-class Admission:
+class Quota:
     """Admits what is written to a store, which may take `limit` bytes; evicts for it where there is no room.
 
     Not safe to use from many threads: the store has a lock.
@@ -37,8 +37,8 @@ class Admission:
 
     def reserve(self, name: str, size: int, wish: int) -> int:
         """See Store.reserve."""
-        path = self._places.shelf.staged(name)
-        with explained(f"reserving room for {path}"):
+        path = self._places.directory.staged(name)
+        with store_errors(f"reserving room for {path}"):
             descriptor = open_regular(path, os.O_WRONLY)
             try:
                 has = os.fstat(descriptor).st_blocks * 512
@@ -50,9 +50,9 @@ class Admission:
             finally:
                 os.close(descriptor)
 
-    def expect(self, name: str, size: int) -> None:
-        """See Store.expect."""
-        with explained(f"making room in {self._places.shelf.directory}"):
+    def ensure_room(self, name: str, size: int) -> None:
+        """See Store.ensure_room."""
+        with store_errors(f"making room in {self._places.directory.path}"):
             self.admit(repr(name), size, size)
             if size > self._places.free():
                 self._eviction.make_room(lambda: size - self._places.free())
@@ -73,9 +73,9 @@ class Admission:
 
     def check(self, name: str) -> None:
         """Raise StoreError where somebody has written what was not reserved."""
-        if self.limit is not None and (total := self.usage().total) > self.limit + _ROUNDING:
+        if self.limit is not None and (total := self.usage().total) > self.limit + _LIMIT_TOLERANCE:
             raise StoreError(
-                f"{name!r} is not committed: the store {self._places.shelf.directory} holds {total:,} bytes, and its "
+                f"{name!r} is not committed: the store {self._places.directory.path} holds {total:,} bytes, and its "
                 f"limit is {self.limit:,}. Drop what is not needed; writers must reserve room before they write"
             )
 
@@ -91,7 +91,7 @@ class Admission:
 
     def _no_space(self, name: str, missing: int) -> StoreFull:
         return StoreFull(
-            f"the file system of {self._places.shelf.directory} is full: {name} needs {missing:,} bytes more and "
+            f"the file system of {self._places.directory.path} is full: {name} needs {missing:,} bytes more and "
             f"{self._places.free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
             "--shm-size), or choose another directory"
         )
@@ -99,7 +99,7 @@ class Admission:
     def _full(self, name: str, missing: int) -> str:
         usage = self.usage()
         return (
-            f"the store {self._places.shelf.directory} is full: it holds {usage.total:,} bytes of at most "
+            f"the store {self._places.directory.path} is full: it holds {usage.total:,} bytes of at most "
             f"{self.limit:,}, and {name} needs {missing:,} more"
         )
 

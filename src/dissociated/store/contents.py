@@ -11,7 +11,7 @@ from dissociated.store.directory import Version
 
 P = TypeVar("P")
 
-_REMEMBERED = 10_000  # versions that have changed: whoever asks seldom is told of all there are
+_MAX_CHANGES = 10_000  # versions that have changed: whoever asks seldom is told of all there are
 
 
 class Contents(Generic[P]):
@@ -74,7 +74,7 @@ class Contents(Generic[P]):
         self.changes += 1
         self._changed[id] = self.changes
         self._changed.move_to_end(id)
-        if len(self._changed) > _REMEMBERED:
+        if len(self._changed) > _MAX_CHANGES:
             _, self._forgotten = self._changed.popitem(last=False)
 
     def changed(self, since: int) -> list[str] | None:
@@ -107,7 +107,7 @@ class Contents(Generic[P]):
         return sorted(found, key=lambda version: version.number)
 
 
-class Blocks:
+class BlockCounter:
     """The bytes of files, by their inodes. A file that several versions have counts once."""
 
     def __init__(self) -> None:

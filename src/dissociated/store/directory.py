@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from dissociated.errors import StoreError
-from dissociated.fork import belongs, disown
-from dissociated.oserrors import explained
-from dissociated.store.files import PART, abandoned, claimed, sync_directory
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.oserrors import store_errors
+from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, sync_directory
 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_MANIFEST_VERSION = 1
 
 
 def file_name(index: int) -> str:
@@ -56,54 +56,54 @@ class Version:
     schema: bytes = b""
 
 
-class Shelf:
+class Directory:
     """The directory: locked by one process for as long as the `with` lasts.
 
     Raises StoreError where another process has it, or it cannot be used.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory.absolute()
-        self.staging = self.directory / "staging"
-        self.segments = self.directory / "segments"
-        self.trash = self.directory / "trash"
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.staging = self.path / "staging"
+        self.segments = self.path / "segments"
+        self.trash = self.path / "trash"
         self.id = ""
 
-    def __enter__(self) -> Shelf:
-        with explained(f"the store {self.directory}"):
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.directory.stat()
+    def __enter__(self) -> Directory:
+        with store_errors(f"the store {self.path}"):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.path.stat()
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise StoreError(f"{self.directory} must belong to this user and be closed to others (chmod 700)")
-            self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                raise StoreError(f"{self.path} must belong to this user and be closed to others (chmod 700)")
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 self._own()
             except BaseException:
                 os.close(self._lock)
                 raise
         self._owned = True
-        belongs(self)
+        bind_to_process(self)
         return self
 
     def forked(self) -> None:
         if self._owned:
             os.close(self._lock)
-        disown(self)
+        invalidate(self)
 
     def _own(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"the store {self.directory} belongs to another process, which still runs") from None
+            raise StoreError(f"the store {self.path} belongs to another process, which still runs") from None
         for directory in (self.staging, self.segments, self.trash):
             directory.mkdir(mode=0o700, exist_ok=True)
-        known = self.directory / "id"
+        known = self.path / "id"
         if not known.exists():
-            _write_whole(known, secrets.token_hex(8).encode())
+            _write_atomically(known, secrets.token_hex(8).encode())
         self.id = known.read_text()
         probe = self.trash / "probe"
         probe.touch(0o600)
-        descriptor = claimed(probe)
+        descriptor = claim_unused(probe)
         self._leases = descriptor is not None  # without them nobody could tell when trash is not read any more
         if descriptor is not None:
             os.close(descriptor)
@@ -125,7 +125,7 @@ class Shelf:
     def committed(self) -> list[Version]:
         found = []
         for directory in self.segments.iterdir():
-            with explained(f"reading {directory}"):
+            with store_errors(f"reading {directory}"):
                 try:
                     found.append(_decoded((directory / MANIFEST).read_bytes()))
                 except (ValueError, KeyError, TypeError) as error:
@@ -138,7 +138,7 @@ class Shelf:
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest."""
-        _write_whole(directory / MANIFEST, _encoded(version))
+        _write_atomically(directory / MANIFEST, _encoded(version))
 
     def confirm(self, version: Version) -> None:
         """What is known of a version that is there has changed."""
@@ -162,9 +162,9 @@ class Shelf:
         gone = self.staging / f"{version.id}.gone"
         (self.segments / version.id).rename(gone)
         sync_directory(self.segments)
-        self._bury(gone)
+        self._move_to_trash(gone)
 
-    def _bury(self, gone: Path) -> None:
+    def _move_to_trash(self, gone: Path) -> None:
         for path in gone.glob("*.arrows"):
             if path.stat().st_nlink > 1 or not self._leases:
                 path.unlink()
@@ -179,14 +179,14 @@ class Shelf:
         drafts = [path for path in self.staging.iterdir() if path.is_dir()]
         for path in drafts:  # first: what they link to has not been committed
             if path.suffix == ".gone":
-                self._bury(path)
+                self._move_to_trash(path)
             else:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.staging.iterdir():
             with suppress(FileNotFoundError):
                 status = path.lstat()
                 committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
-                if abandoned(path) if path.suffix == PART else committed_or_never:
+                if is_abandoned(path) if path.suffix == PARTIAL_SUFFIX else committed_or_never:
                     path.unlink()
 
 
@@ -208,14 +208,14 @@ def _encoded(version: Version) -> bytes:
         **asdict(version),
         "ticket": base64.b64encode(version.ticket).decode(),
         "schema": base64.b64encode(version.schema).decode(),
-        "format": _FORMAT,
+        "format": _MANIFEST_VERSION,
     }
     return json.dumps(plain, indent=1).encode()
 
 
 def _decoded(manifest: bytes) -> Version:
     plain: dict[str, Any] = json.loads(manifest)
-    if plain.pop("format") != _FORMAT:
+    if plain.pop("format") != _MANIFEST_VERSION:
         raise ValueError("written by another version of this library")
     return replace(
         Version(**plain),
@@ -225,7 +225,7 @@ def _decoded(manifest: bytes) -> Version:
     )
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """A new file, there as a whole or not at all."""
     draft = path.with_name(f"{path.name}.draft")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

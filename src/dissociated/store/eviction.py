@@ -24,14 +24,14 @@ class Policy(Enum):
 class Eviction:
     """Makes room in a store as its policy allows. Not safe to use from many threads: the store has a lock.
 
-    `in_use` tells whether anybody reads a version. `removed` and `moved` are called after one has been removed to
-    make room or has moved to disk. Whoever serves the store sets them.
+    `in_use` tells whether anybody reads a version. `on_evicted` and `on_spilled` are called after one has been removed
+    to make room or has moved to disk. Whoever serves the store sets them.
     """
 
     def __init__(self, places: Places, policy: Policy) -> None:
         self.in_use: Callable[[Version], bool] = lambda version: False
-        self.removed: Callable[[Version], None] = lambda version: None
-        self.moved: Callable[[Version], None] = lambda version: None
+        self.on_evicted: Callable[[Version], None] = lambda version: None
+        self.on_spilled: Callable[[Version], None] = lambda version: None
         self.policy = policy
         self._places = places
 
@@ -41,26 +41,26 @@ class Eviction:
         Nothing goes where all that may go would not be enough.
         """
         self._places.empty_trash()
-        while (lack := lacking()) > 0 and (going := self._enough(lack)):
+        while (lack := lacking()) > 0 and (going := self._choose_evictions(lack)):
             for version in going:
                 if self.policy is Policy.SPILL and not self._places.contents.is_replaced(version):
                     self._places.spill(version)
-                    self.moved(version)
+                    self.on_spilled(version)
                 else:
-                    self.give_up(version)
+                    self.evict(version)
             self._places.empty_trash()  # what is still mapped all the same is not back: then there is another round
 
-    def give_up(self, version: Version) -> None:
+    def evict(self, version: Version) -> None:
         """Remove a version, and tell who serves it."""
         self._places.remove(version)
-        self.removed(version)
+        self.on_evicted(version)
         self._places.empty_trash()
 
-    def _enough(self, lack: int) -> list[Version]:
+    def _choose_evictions(self, lack: int) -> list[Version]:
         """The versions to give up, in this order, to get so many bytes back; none where that cannot be."""
         going: dict[str, Version] = {}
         gone: dict[Place, Counter[int]] = defaultdict(Counter)
-        for version in self._expendable(going):
+        for version in self._eviction_candidates(going):
             _, place = self._places.find(version)
             going[version.id] = version
             for inode in place.sizes(version):
@@ -70,21 +70,21 @@ class Eviction:
                 return [*going.values()]
         return []
 
-    def _expendable(self, going: Mapping[str, Version]) -> Iterator[Version]:
+    def _eviction_candidates(self, going: Mapping[str, Version]) -> Iterator[Version]:
         """What may go, the first first. What is taken of it is in `going` when the next is asked for."""
         contents = self._places.contents
         for version in contents.replaced():
-            if self._may_go(version):
+            if self._is_evictable(version):
                 yield version
         if self.policy is Policy.REFUSE:
             return
         for version in contents:
-            if version.id in going or version.prepared or not self._may_go(version):
+            if version.id in going or version.prepared or not self._is_evictable(version):
                 continue
             others = (one for one in contents.named(version.name) if one.id not in going and one != version)
             if self.policy is Policy.SPILL or not any(others):  # else, after a restart, an older one would be the last
                 yield version
 
-    def _may_go(self, version: Version) -> bool:
+    def _is_evictable(self, version: Version) -> bool:
         """Whether a version takes memory and nobody reads it."""
         return self._places.in_memory(version) and not self.in_use(version)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from dissociated.errors import StoreError
 
 #: What a file is called that is being written.
-PART = ".part"
+PARTIAL_SUFFIX = ".part"
 
 _GRANULE = 1 << 16  # bytes that are reserved ahead
 _MAX_GRANULE = 1 << 26
@@ -79,24 +79,24 @@ class StagedFile(NewFile):
         self.path = path
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        self._part = path.with_name(path.name + PART)
+        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self._reserve = reserve
         self.descriptor = self._recycled(path.parent.parent / "trash") or self._created()
         self._reserved = os.fstat(self.descriptor).st_size
         self._granule = _GRANULE
 
     def _created(self) -> int:
-        nameless = NewFile(self._part)  # locked before anybody can see it
+        nameless = NewFile(self._partial)  # locked before anybody can see it
         fcntl.flock(nameless.descriptor, fcntl.LOCK_EX)
         nameless.name()
         return nameless.descriptor
 
     def _recycled(self, trash: Path) -> int | None:
         for entry in trash.iterdir():
-            descriptor = claimed(entry)
+            descriptor = claim_unused(entry)
             if descriptor is not None:
                 try:
-                    os.link(entry, self._part)  # unlike a rename, it replaces nothing
+                    os.link(entry, self._partial)  # unlike a rename, it replaces nothing
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -106,17 +106,17 @@ class StagedFile(NewFile):
 
     def reserve(self, end: int) -> None:
         if end > self._reserved:
-            self._reserved = self._reserve(self._part.name, end, end + self._granule)
+            self._reserved = self._reserve(self._partial.name, end, end + self._granule)
             self._granule = min(2 * self._granule, _MAX_GRANULE)
 
     def commit(self, size: int) -> None:
         os.ftruncate(self.descriptor, size)
         os.fsync(self.descriptor)
-        os.rename(self._part, self.path)
+        os.rename(self._partial, self.path)
         os.close(self.descriptor)
 
     def abort(self) -> None:
-        self._part.unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
         os.close(self.descriptor)
 
 
@@ -137,7 +137,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False)
         os.close(place)
 
 
-def claimed(path: Path) -> int | None:
+def claim_unused(path: Path) -> int | None:
     """The file open for writing and locked, if it has one name only and nobody else has it open or mapped.
 
     The kernel knows, of all processes: it grants a lease for writing to nobody else. The caller owns the descriptor.
@@ -174,7 +174,7 @@ def copy(source: Path, target: Path) -> None:
         os.fsync(written.fileno())
 
 
-def abandoned(path: Path) -> bool:
+def is_abandoned(path: Path) -> bool:
     """Whether the writer of a part is gone, or it never was a part."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
-from dissociated.fork import belongs, disown
+from dissociated.fork import bind_to_process, invalidate
 from dissociated.transport.framed.shm import peer_of
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds, for one that has connected to say something
+_SEND_TIMEOUT = 5.0  # seconds, for one that has connected to say something
 _MAX_ANSWER = 1 << 16  # bytes
 _MAX_WAITING = 64  # who have connected and said nothing yet
-_LOOK_AGAIN = 0.1  # seconds
+_ACCEPT_RETRY_DELAY = 0.1  # seconds
 
 
 class _Waiting(NamedTuple):
@@ -35,7 +35,7 @@ class _Waiting(NamedTuple):
     until: float
 
 
-class HandOver:
+class HandoverListener:
     """Listens at `path`, which it replaces, and gives `take` each descriptor, of this user's processes and root's.
 
     `take` returns the name of the segment. The descriptor stays ours, and is closed. Raises StoreError where it cannot
@@ -58,7 +58,7 @@ class HandOver:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hand over", daemon=True)
         self._thread.start()
-        belongs(self)
+        bind_to_process(self)
 
     def _serve(self) -> None:
         """One thread for all: whoever has connected and is silent holds up nobody."""
@@ -66,13 +66,13 @@ class HandOver:
         poll = select.poll()
         poll.register(self._listening, select.POLLIN)
         try:
-            while self._turn(poll, waiting):
+            while self._poll_once(poll, waiting):
                 pass
         finally:
             for one in waiting.values():
                 one.connection.close()
 
-    def _turn(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
+    def _poll_once(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
         """Answer those who have spoken, send those away who have not in time, and let one more in, until closed."""
         first = min((one.until for one in waiting.values()), default=None)
         ready = {fd for fd, _ in poll.poll(None if first is None else max(0.0, first - time.monotonic()) * 1000)}
@@ -84,15 +84,15 @@ class HandOver:
                 with one.connection, suppress(OSError):  # whoever has gone gets no answer
                     if fd in ready:
                         self._answer(one.connection)
-        return self._listening not in ready or self._let_in(poll, waiting)
+        return self._listening not in ready or self._accept(poll, waiting)
 
-    def _let_in(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
+    def _accept(self, poll: select.poll, waiting: dict[int, _Waiting]) -> bool:
         try:
             connection, _ = self._socket.accept()
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False  # closed
-            self._closed.wait(_LOOK_AGAIN)  # for descriptors, as there are none
+            self._closed.wait(_ACCEPT_RETRY_DELAY)  # for descriptors, as there are none
             return not self._closed.is_set()
         connection.settimeout(0)  # it is only asked when it has spoken
         if self._refused(connection):
@@ -103,7 +103,7 @@ class HandOver:
             poll.unregister(silent)
             waiting.pop(silent).connection.close()
         poll.register(connection, select.POLLIN)
-        waiting[connection.fileno()] = _Waiting(connection, time.monotonic() + _PATIENCE)
+        waiting[connection.fileno()] = _Waiting(connection, time.monotonic() + _SEND_TIMEOUT)
         return True
 
     def _refused(self, connection: socket.socket) -> bool:
@@ -112,7 +112,7 @@ class HandOver:
             return False
         _log.warning("user %d wanted to hand over memory, and was sent away", user)
         with suppress(OSError):
-            connection.send(_said(error=f"this node takes nothing from user {user}"))
+            connection.send(_encode_answer(error=f"this node takes nothing from user {user}"))
         return True
 
     def _answer(self, connection: socket.socket) -> None:
@@ -121,14 +121,14 @@ class HandOver:
             if not data:
                 return
             if not descriptors:
-                answer = _said(error="there was no descriptor, or this node has too many open")
+                answer = _encode_answer(error="there was no descriptor, or this node has too many open")
             else:
-                answer = _said(segment=self._take(descriptors[0]))
+                answer = _encode_answer(segment=self._take(descriptors[0]))
         except DissociatedError as error:
-            answer = _said(error=str(error))
+            answer = _encode_answer(error=str(error))
         except Exception:
             _log.exception("a memfd was not taken")
-            answer = _said(error="the node failed for a reason that its log tells")
+            answer = _encode_answer(error="the node failed for a reason that its log tells")
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -145,7 +145,7 @@ class HandOver:
 
     def forked(self) -> None:
         self._socket.close()
-        disown(self)
+        invalidate(self)
 
 
 def hand_over(path: str, descriptor: int, timeout: float) -> str:
@@ -177,5 +177,5 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
     return str(said["segment"])
 
 
-def _said(**answer: str) -> bytes:
+def _encode_answer(**answer: str) -> bytes:
     return json.dumps(answer).encode()

@@ -1,6 +1,6 @@
 """Sealed memfds that writers have handed over: segments without a name, which live no longer than their node.
 
-They are to a store what a shelf is, in memory alone. What was removed is kept as long as somebody has it open or
+They are to a store what a directory is, in memory alone. What was removed is kept as long as somebody has it open or
 mapped: the kernel tells, as it does of files. Whoever made a memfd may go on holding it; that it does not tell.
 """
 
@@ -52,7 +52,7 @@ class Memfds:
         probe = create_memfd("probe")
         readable = reopen_read_only(probe)
         os.close(probe)
-        self._leases = _unused(readable)  # without them nobody could tell
+        self._leases = _is_unused(readable)  # without them nobody could tell
         os.close(readable)
 
     # What is staged
@@ -81,7 +81,7 @@ class Memfds:
         """It is not staged any more."""
         found = self._staged.pop(name, None)
         if found is not None:
-            self._let_go([found])
+            self._release([found])
 
     def sweep(self, forgotten: float) -> None:
         """Let go of what was staged so many seconds ago."""
@@ -89,7 +89,7 @@ class Memfds:
         for name in [name for name, memfd in self._staged.items() if memfd.staged < oldest]:
             self.unstage(name)
 
-    # What a shelf does
+    # What a directory does
 
     def has(self, paths: Iterable[Path]) -> bool:
         """Whether all of these are paths of memfds here."""
@@ -115,13 +115,13 @@ class Memfds:
 
     def remove(self, version: Version) -> None:
         """Make a version disappear. Whoever reads it is undisturbed."""
-        self._let_go(self._committed.pop(version.id))
+        self._release(self._committed.pop(version.id))
 
     def empty_trash(self) -> None:
         """Close what nobody uses any more."""
         used = []
         for memfd in self._trash:
-            if self._leases and not _unused(memfd.descriptor):
+            if self._leases and not _is_unused(memfd.descriptor):
                 used.append(memfd)
             else:
                 os.close(memfd.descriptor)
@@ -132,7 +132,7 @@ class Memfds:
 
     # Bytes
 
-    def knows(self, memfd: Memfd) -> bool:
+    def counts(self, memfd: Memfd) -> bool:
         """Whether the same memory counts already."""
         return memfd.inode in self._inodes
 
@@ -148,7 +148,7 @@ class Memfds:
             self._inodes[memfd.inode] += 1
         self._uses[memfd] += 1
 
-    def _let_go(self, some: Iterable[Memfd]) -> None:
+    def _release(self, some: Iterable[Memfd]) -> None:
         for memfd in some:
             self._uses[memfd] -= 1
             if not self._uses[memfd]:
@@ -164,7 +164,7 @@ class Memfds:
             held.clear()
 
 
-def _unused(descriptor: int) -> bool:
+def _is_unused(descriptor: int) -> bool:
     """Whether nobody has opened the same memory once more, or mapped that: then the kernel grants a lease."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, should somebody open it now, would kill

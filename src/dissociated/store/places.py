@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dissociated.errors import StoreError
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 from dissociated.store import trash
-from dissociated.store.contents import Blocks, Contents
-from dissociated.store.directory import Shelf, Version, file_name, sizes
+from dissociated.store.contents import BlockCounter, Contents
+from dissociated.store.directory import Directory, Version, file_name, sizes
 from dissociated.store.files import copy
 from dissociated.store.memfds import Memfds
-from dissociated.store.recent import Recent
+from dissociated.store.recent import SegmentCache
 
-Place: TypeAlias = Shelf | Memfds
+Place: TypeAlias = Directory | Memfds
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,40 @@ class Usage:
 
 
 class Places:
-    """Versions in `shelf`, the store's directory, in `memfds`, and on `disk`, if there is such a directory.
+    """Versions in `directory`, the store's directory, in `memfds`, and on `disk`, if there is such a directory.
 
-    All but the disk take memory. Of the trash of `shelf`, `warm` bytes may be kept to be written over. Not safe to
-    use from many threads: the store has a lock.
+    All but the disk take memory. Of the trash of `directory`, `reuse_bytes` bytes may be kept to be written over. Not
+    safe to use from many threads: the store has a lock.
     """
 
-    def __init__(self, shelf: Shelf, memfds: Memfds, disk: Shelf | None, warm: int) -> None:
-        self.shelf = shelf
+    def __init__(self, directory: Directory, memfds: Memfds, disk: Directory | None, reuse_bytes: int) -> None:
+        self.directory = directory
         self.memfds = memfds
         self.disk = disk
         self.contents: Contents[Place] = Contents()
         #: what is committed in each
-        self.blocks: dict[Place, Blocks] = defaultdict(Blocks)
-        self.recent = Recent()
-        self._warm = warm
+        self.blocks: dict[Place, BlockCounter] = defaultdict(BlockCounter)
+        self.cache = SegmentCache()
+        self._reuse_bytes = reuse_bytes
 
     def load(self) -> None:
         """Find what was committed before."""
-        found: dict[str, tuple[Version, Shelf]] = {one.id: (one, self.shelf) for one in self.shelf.committed()}
+        found: dict[str, tuple[Version, Directory]] = {
+            one.id: (one, self.directory) for one in self.directory.committed()
+        }
         if self.disk is not None:
             for version in self.disk.committed():
                 if version.id in found:  # it has moved to disk, and its mover was killed before the last step
-                    self.shelf.remove(version)
+                    self.directory.remove(version)
                 found[version.id] = version, self.disk
-        for version, shelf in sorted(found.values(), key=lambda one: one[0].number):
-            self.put(version, shelf)
+        for version, place in sorted(found.values(), key=lambda one: one[0].number):
+            self.put(version, place)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """What is known of a version now, and its place. Raises StoreError where it is gone."""
         found = self.contents.get(version.id)
         if found is None:
-            raise StoreError(f"{version.name!r} is not in {self.shelf.directory} any more")
+            raise StoreError(f"{version.name!r} is not in {self.directory.path} any more")
         return found
 
     def in_memory(self, version: Version) -> bool:
@@ -85,16 +87,16 @@ class Places:
         for version in versions:
             found = self.contents.pop(version.id)
             if found is not None:
-                self.recent.pop(version.id)
-                with explained(f"removing {version.name!r} from {self.shelf.directory}"):
+                self.cache.pop(version.id)
+                with store_errors(f"removing {version.name!r} from {self.directory.path}"):
                     self._take_from(found[1], version)
-        self.empty_trash(self._warm)
+        self.empty_trash(self._reuse_bytes)
 
     def spill(self, version: Version) -> None:
         """Move a version to disk. It is there as a whole before it goes from its place."""
         assert self.disk is not None
         _, place = self.find(version)
-        with explained(f"moving {version.name!r} to {self.disk.directory}"):
+        with store_errors(f"moving {version.name!r} to {self.disk.path}"):
             draft = self.disk.staging / f"{version.id}.new"
             draft.mkdir(mode=0o700)
             try:
@@ -107,7 +109,7 @@ class Places:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
             self.put(version, self.disk)
-            self.recent.pop(version.id)
+            self.cache.pop(version.id)
             self._take_from(place, version)
 
     def _take_from(self, place: Place, version: Version) -> None:
@@ -117,25 +119,25 @@ class Places:
 
     def sweep(self, forgotten: float) -> None:
         """Remove halves whose writer is gone, what was not committed for so many seconds, and trash."""
-        self.shelf.sweep(forgotten)
+        self.directory.sweep(forgotten)
         self.memfds.sweep(forgotten)
         if self.disk is not None:
             self.disk.sweep(0)
-        self.empty_trash(self._warm)
+        self.empty_trash(self._reuse_bytes)
 
     def empty_trash(self, keep: int = 0) -> None:
         """Remove from the trash what nobody reads any more; `keep` bytes of it may be written over for a while."""
         self.memfds.empty_trash()
-        trash.empty(self.shelf.trash, keep)
+        trash.empty(self.directory.trash, keep)
         if self.disk is not None:
             for path in self.disk.trash.iterdir():
                 path.unlink()
 
     def usage(self, limit: int | None) -> Usage:
         """What all of it takes now, and the limit."""
-        committed = self.blocks[self.shelf]
-        staged = {inode: size for inode, size in sizes(self.shelf.staging).items() if inode not in committed}
-        removed = {inode: size for inode, size in sizes(self.shelf.trash).items() if inode not in committed}
+        committed = self.blocks[self.directory]
+        staged = {inode: size for inode, size in sizes(self.directory.staging).items() if inode not in committed}
+        removed = {inode: size for inode, size in sizes(self.directory.trash).items() if inode not in committed}
         removed = {inode: size for inode, size in removed.items() if inode not in staged}
         held = self.blocks[self.memfds]
         handed, kept = self.memfds.uncommitted(held)
@@ -149,5 +151,5 @@ class Places:
 
     def free(self) -> int:
         """Bytes that are left in the file system of the store."""
-        status = os.statvfs(self.shelf.directory)
+        status = os.statvfs(self.directory.path)
         return status.f_bavail * status.f_frsize

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar, cast
 
 from dissociated.store.segment import Segment
 
-_MOST = 1 << 12  # segments, each of which has a mapping, of which a process may have 65,530
-_PART = 8  # of the descriptors that a process may have: a segment takes two
+_MAX_SEGMENTS = 1 << 12  # segments, each of which has a mapping, of which a process may have 65,530
+_DESCRIPTOR_SHARE = 8  # of the descriptors that a process may have: a segment takes two
 
 
 class Droppable(Protocol):
@@ -23,7 +23,7 @@ class Droppable(Protocol):
 D = TypeVar("D", bound=Droppable)
 
 
-class Opened(list[Segment]):
+class OpenSegments(list[Segment]):
     """The segments of a version, open for as long as somebody has this or one of them."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -32,7 +32,7 @@ class Opened(list[Segment]):
         self._served: Droppable | None = None
         self._gone = False
 
-    def served(self, make: Callable[[], D]) -> D:
+    def serve_once(self, make: Callable[[], D]) -> D:
         """What is made of them, once, to be served; it goes with them."""
         with self._lock:
             if self._served is None:
@@ -41,14 +41,14 @@ class Opened(list[Segment]):
                     self._served.drop()
             return cast(D, self._served)  # everybody makes the same of them
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nobody finds this any more. What is served of it then refers to nothing that would keep it open."""
         self._gone = True  # without waiting for one that is being made: that one sees it
         if self._served is not None:
             self._served.drop()
 
 
-class Recent:
+class SegmentCache:
     """Versions that were read last, by their ids, with as many segments as `cap` but one version at least.
 
     Left out, `cap` follows from how many descriptors this process may have. Safe to use from many threads.
@@ -57,7 +57,7 @@ class Recent:
     def __init__(self, cap: int | None = None) -> None:
         self._given = cap
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Opened] = OrderedDict()
+        self._known: OrderedDict[str, OpenSegments] = OrderedDict()
         self._count = 0
 
     @property
@@ -66,9 +66,9 @@ class Recent:
         if self._given is not None:
             return self._given
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return _MOST if soft == resource.RLIM_INFINITY else min(_MOST, soft // _PART)
+        return _MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(_MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
 
-    def get(self, id: str) -> Opened | None:
+    def get(self, id: str) -> OpenSegments | None:
         """The version, if it is open; it is then the last that was read."""
         with self._lock:
             found = self._known.get(id)
@@ -76,7 +76,7 @@ class Recent:
                 self._known.move_to_end(id)
             return found
 
-    def put(self, id: str, opened: Opened) -> None:
+    def put(self, id: str, opened: OpenSegments) -> None:
         """The version that is read now."""
         self.pop(id)
         gone = []
@@ -89,7 +89,7 @@ class Recent:
                 self._count -= len(oldest)
                 gone.append(oldest)
         for one in gone:
-            one.let_go()
+            one.release()
 
     def pop(self, id: str) -> None:
         """Whoever reads this version keeps it; nobody else does."""
@@ -97,7 +97,7 @@ class Recent:
             found = self._known.pop(id, None)
             self._count -= 0 if found is None else len(found)
         if found is not None:
-            found.let_go()
+            found.release()
 
     def clear(self) -> None:
         """The same, of all."""
@@ -106,4 +106,4 @@ class Recent:
             self._known.clear()
             self._count = 0
         for one in gone:
-            one.let_go()
+            one.release()

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer, too_long
-from dissociated.codec.options import WriteOptions, given
-from dissociated.codec.reader import StreamReader, blamed, read_schema
+from dissociated.buffers import Buffer, metadata_too_long
+from dissociated.codec.options import WriteOptions, check_options
+from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
-from dissociated.codec.split import Metadata, Pair, Splitter, Validated, batches
+from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, Splitter, batches
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
-from dissociated.fork import belongs, disown
+from dissociated.fork import bind_to_process, invalidate
 from dissociated.format.encapsulated import MAGIC, Encapsulated
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count
@@ -36,10 +36,10 @@ from dissociated.memory.shared import (
     seal,
     write_parts,
 )
-from dissociated.oserrors import explained
+from dissociated.oserrors import store_errors
 from dissociated.store.files import NewFile, Reserve, StagedFile, open_regular
 
-_PREFIX = 8  # bytes before the flatbuffer
+_PREFIX_SIZE = 8  # bytes before the flatbuffer
 
 
 class Segment:
@@ -55,9 +55,9 @@ class Segment:
         weakref.finalize(self, os.close, descriptor)
         self.name = name
         self.backing = backing
-        self._validated = Validated()
+        self._validated = OnceValidator()
         try:
-            with explained(f"mapping {name}"):
+            with store_errors(f"mapping {name}"):
                 size = os.fstat(descriptor).st_size
                 memory = map_read_only(descriptor, size)
                 # Its own addresses, since peers that fetch over a network know no others.
@@ -77,7 +77,7 @@ class Segment:
         It must be a regular file, and no symbolic link unless `follow`.
         """
         name = name or os.fspath(path)
-        with explained(f"opening {name}"):
+        with store_errors(f"opening {name}"):
             descriptor = open_regular(path, os.O_RDONLY, follow)
         return cls(descriptor, name, Backing.SEALED if is_sealed(descriptor) else Backing.FILE)
 
@@ -85,7 +85,7 @@ class Segment:
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
         made: list[Segment] = []
-        with SegmentWriter(partial(Memory, name, made.append), reader.schema, options) as writer:
+        with SegmentWriter(partial(MemfdSink, name, made.append), reader.schema, options) as writer:
             for batch, metadata in batches(reader):
                 writer.write_batch(batch, metadata)
         return made[0]
@@ -111,27 +111,27 @@ class Segment:
         """How many bytes the bodies have together."""
         return self.index.body_size
 
-    def batches(self) -> Iterator[Pair]:
+    def batches(self) -> Iterator[BatchAndMetadata]:
         """Its record batches, to leave this process through libarrow: each is validated, the first time.
 
         Raises SourceError and FormatError where one is damaged.
         """
         return self._validated.check(self.schema, self._decoded())
 
-    def _decoded(self) -> Iterator[Pair]:
+    def _decoded(self) -> Iterator[BatchAndMetadata]:
         if self._memory[: len(MAGIC)] != MAGIC:
             yield from batches(StreamReader(self.region.memory))
             return
-        with blamed(FormatError):
+        with arrow_errors(FormatError):
             reader = pa.ipc.open_file(self.region.memory)
         for number in range(reader.num_record_batches):
-            with blamed(FormatError):
-                both: Pair = reader.get_batch_with_custom_metadata(number)
+            with arrow_errors(FormatError):
+                both: BatchAndMetadata = reader.get_batch_with_custom_metadata(number)
             yield both
 
     def check_metadata(self, limit: int) -> None:
         """Raise StoreError where the metadata of one of its messages has more than `limit` bytes."""
-        why = too_long(self.name, int(self.index.metadata_lengths.max()) - _PREFIX, limit)
+        why = metadata_too_long(self.name, int(self.index.metadata_lengths.max()) - _PREFIX_SIZE, limit)
         if why is not None:
             raise StoreError(why)
 
@@ -165,7 +165,7 @@ class SegmentWriter(EncapsulatedWriter):
         reserve: Reserve | None = None,
     ) -> None:
         self.rows = 0
-        splitter = Splitter(schema, replace(given(options, WriteOptions), write_legacy_ipc_format=False))
+        splitter = Splitter(schema, replace(check_options(options, WriteOptions), write_legacy_ipc_format=False))
         super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
     @property
@@ -185,22 +185,22 @@ class _File(Sink):
         self._what = f"writing {path}"
         self._written = 0
         self._open = True
-        with explained(f"creating {path}"):
+        with store_errors(f"creating {path}"):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
         if self._open:
             os.close(self._file.descriptor)
-        disown(self)
+        invalidate(self)
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        with explained(self._what):
+        with store_errors(self._what):
             self._file.reserve(self._written + sum(memoryview(part).nbytes for part in parts))
             self._written += write_parts(self._file.descriptor, parts)
 
     def close(self) -> None:
-        with explained(self._what):
+        with store_errors(self._what):
             self._file.commit(self._written)
         self._open = False
 
@@ -210,24 +210,24 @@ class _File(Sink):
             self._file.abort()
 
 
-class Memory(DescriptorSink):
+class MemfdSink(DescriptorSink):
     """A memfd, which becomes a sealed segment when it is closed. `finished` is given that."""
 
     def __init__(self, name: str, finished: Callable[[Segment], object]) -> None:
         self._name = name
         self._finished = finished
         what = f"shared memory for {name}"
-        with explained(what):
+        with store_errors(what):
             descriptor = create_memfd(name)
         super().__init__(descriptor, what)
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
         self._file.close()
-        disown(self)
+        invalidate(self)
 
     def close(self) -> None:
-        with explained(self.what):
+        with store_errors(self.what):
             seal(self.descriptor, Backing.SEALED)
             readable = reopen_read_only(self.descriptor)
         self._finished(Segment(readable, self._name, Backing.SEALED))

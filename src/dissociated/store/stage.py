@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import StoreError
-from dissociated.fork import belongs, disown
-from dissociated.oserrors import explained
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.oserrors import store_errors
 from dissociated.store.segment import Segment
 
 _MEMORY = Path("/dev/shm")
@@ -31,7 +31,7 @@ class Stage:
         self._directory: Path | None = None
         self._lock: int | None = None  # a descriptor
         self._making = threading.Lock()
-        belongs(self)
+        bind_to_process(self)
 
     @property
     def directory(self) -> Path:
@@ -42,7 +42,7 @@ class Stage:
     def _make(self) -> Path:
         base = self._base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         home = base / f"dissociated-{os.geteuid()}"
-        with explained(f"the staging directory below {home}"):
+        with store_errors(f"the staging directory below {home}"):
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             if home.lstat().st_uid != os.geteuid():
                 raise StoreError(f"{home} belongs to somebody else")
@@ -97,7 +97,7 @@ class Stage:
 
     def forked(self) -> None:
         self._unlock()
-        disown(self)
+        invalidate(self)
 
 
 def _lock(directory: Path, wait: bool = False) -> int:

@@ -38,17 +38,17 @@ import pyarrow as pa
 from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.errors import StoreError
-from dissociated.fork import belongs, disown
-from dissociated.oserrors import explained
-from dissociated.store.admission import Admission
-from dissociated.store.directory import Shelf, Version, file_name
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.oserrors import store_errors
+from dissociated.store.admission import Quota
+from dissociated.store.directory import Directory, Version, file_name
 from dissociated.store.eviction import Eviction, Policy
-from dissociated.store.files import PART, Reserve, copy
+from dissociated.store.files import PARTIAL_SUFFIX, Reserve, copy
 from dissociated.store.memfds import FD, Memfds
 from dissociated.store.places import Places, Usage
-from dissociated.store.recent import Opened
+from dissociated.store.recent import OpenSegments
 from dissociated.store.segment import Segment, SegmentWriter
-from dissociated.store.trash import warm_bytes
+from dissociated.store.trash import reuse_bytes
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
 FORGOTTEN = 86_400.0
@@ -77,41 +77,41 @@ class Store:
         self._forgotten = forgotten
         self._lock = threading.RLock()
         with ExitStack() as undo:
-            shelf = undo.enter_context(Shelf(Path(directory)))
-            disk = undo.enter_context(Shelf(Path(spill))) if spill is not None else None
+            locked = undo.enter_context(Directory(Path(directory)))
+            disk = undo.enter_context(Directory(Path(spill))) if spill is not None else None
             memfds = undo.enter_context(closing(Memfds()))
-            self._shelf = shelf
+            self._directory = locked
             self._memfds = memfds
-            self._places = Places(shelf, memfds, disk, warm_bytes(shelf.directory, limit))
+            self._places = Places(locked, memfds, disk, reuse_bytes(locked.path, limit))
             self._contents = self._places.contents
-            self._recent = self._places.recent
+            self._cache = self._places.cache
             self.eviction = Eviction(self._places, policy)
-            self._admission = Admission(self._places, self.eviction, limit)
+            self._admission = Quota(self._places, self.eviction, limit)
             self._serial = 0
-            undo.callback(self._recent.clear)
+            undo.callback(self._cache.clear)
             self._files: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
             self._places.load()
             self.sweep()
             self._undo = undo.pop_all()
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
-        disown(self)
+        invalidate(self)
 
     @property
     def directory(self) -> Path:
         """Where it is."""
-        return self._shelf.directory
+        return self._directory.path
 
     @property
     def staging(self) -> Path:
         """Where writers put segments."""
-        return self._shelf.staging
+        return self._directory.staging
 
     @property
     def id(self) -> str:
         """Tells this store from every other, for as long as it exists."""
-        return self._shelf.id
+        return self._directory.id
 
     # What is in it
 
@@ -158,28 +158,28 @@ class Store:
         with self._lock:
             return self._contents.changed(since)
 
-    def segments(self, version: Version) -> Opened:
+    def segments(self, version: Version) -> OpenSegments:
         """The segments of a version, opened now or lately. Who has them reads on, whatever becomes of the version.
 
         Raises StoreError where they cannot be read, or the version is not there any more.
         """
-        opened = self._recent.get(version.id)  # without the lock: whoever reads shall not wait for who makes room
+        opened = self._cache.get(version.id)  # without the lock: whoever reads shall not wait for who makes room
         if opened is not None:
             return opened
         with self._lock:  # nothing is removed meanwhile, so what is opened is this version and nothing else
-            opened = self._recent.get(version.id)
+            opened = self._cache.get(version.id)
             if opened is None:
-                _, shelf = self._places.find(version)
-                opened = Opened(self._open(path) for path in shelf.files(version))
+                _, place = self._places.find(version)
+                opened = OpenSegments(self._open(path) for path in place.files(version))
                 if not opened:
                     raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
-                self._recent.put(version.id, opened)
+                self._cache.put(version.id, opened)
             return opened
 
     def _open(self, path: Path) -> Segment:
         """The segment there. One that is open, for another version, is not opened again: so appending stays cheap."""
         handed = path.parent == FD  # which is a link to a memfd, made by the kernel
-        with explained(f"opening {path}"):
+        with store_errors(f"opening {path}"):
             status = path.stat() if handed else path.lstat()
         file = status.st_dev, status.st_ino
         found = self._files.get(file)
@@ -201,7 +201,7 @@ class Store:
 
         Its room is reserved here, or by `reserve`, which then calls this store's.
         """
-        return SegmentWriter(self._shelf.staged(name), schema, options, reserve or self.reserve)
+        return SegmentWriter(self._directory.staged(name), schema, options, reserve or self.reserve)
 
     def reserve(self, name: str, size: int, wish: int = 0) -> int:
         """Make sure that the file `name` in the staging directory can grow to `size` bytes, or to `wish`.
@@ -213,14 +213,14 @@ class Store:
         with self._lock:
             return self._admission.reserve(name, size, wish)
 
-    def expect(self, name: str, size: int) -> None:
+    def ensure_room(self, name: str, size: int) -> None:
         """Make room for so many bytes of `name`, which are about to be written, at once or not at all.
 
         Whoever knows how much there will be asks this first: what goes for the beginning of something that does not
         fit is lost for nothing. Raises StoreFull where there is no room, and none can be made now.
         """
         with self._lock:
-            self._admission.expect(name, size)
+            self._admission.ensure_room(name, size)
 
     def hand_over(self, descriptor: int) -> str:
         """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
@@ -229,7 +229,7 @@ class Store:
         StoreError where it is not sealed or holds no Arrow IPC stream or file, and where there is no room.
         """
         what = "the memory that was handed over"
-        with self._lock, explained(what):
+        with self._lock, store_errors(what):
             memfd = self._memfds.open(descriptor)
             if memfd is None:
                 raise StoreError(
@@ -238,7 +238,7 @@ class Store:
                 )
             try:
                 Segment.open(memfd.path, what)
-                self._admission.admit(what, memfd.size, 0 if self._memfds.knows(memfd) else memfd.size)
+                self._admission.admit(what, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
                 return self._memfds.stage(memfd)
             except BaseException:
                 os.close(memfd.descriptor)
@@ -267,28 +267,28 @@ class Store:
             told = _digest(staged)
             done = self.by_key(key)
             if done is not None and done.prepared and done.staged != told:
-                self.eviction.give_up(done)
+                self.eviction.evict(done)
                 done = None
             if done is not None:
                 self._unstage(staged)
                 return done
             self._admission.check(name)
             before = self.current(name) if append else None
-            paths = [self._memfds.staged(one) or self._shelf.staged(one) for one in staged]
+            paths = [self._memfds.staged(one) or self._directory.staged(one) for one in staged]
             if before is not None:
-                _, shelf = self._places.find(before)
-                paths = [*shelf.files(before), *paths]
+                _, place = self._places.find(before)
+                paths = [*place.files(before), *paths]
             if not paths:
                 if schema is None:
                     raise StoreError(f"{name!r} would have neither segments nor a schema")
                 staged = [f"{secrets.token_hex(8)}.arrows"]
                 self.writer(staged[0], schema).close()
-                paths = [self._shelf.staged(staged[0])]
+                paths = [self._directory.staged(staged[0])]
             segments = [self._open(path) for path in paths]
             for segment in segments:
                 segment.check_metadata(max_metadata)
             version = replace(
-                self._made(name, segments, key, prepared, tags or {}, ttl),
+                self._make_version(name, segments, key, prepared, tags or {}, ttl),
                 before=() if before is None else (*before.before, before.key),
                 staged=told,
             )
@@ -296,7 +296,7 @@ class Store:
             self._unstage(staged)
             return version
 
-    def _made(
+    def _make_version(
         self,
         name: str,
         segments: Sequence[Segment],
@@ -331,8 +331,8 @@ class Store:
             self._memfds.publish(version, paths)
             self._places.put(version, self._memfds)
             return
-        with explained(f"committing {version.name!r} in {self.directory}"):
-            draft = self._shelf.staging / f"{version.id}.new"
+        with store_errors(f"committing {version.name!r} in {self.directory}"):
+            draft = self._directory.staging / f"{version.id}.new"
             draft.mkdir(mode=0o700)
             try:
                 for index, path in enumerate(paths):
@@ -344,15 +344,15 @@ class Store:
                             raise
                         self._copy(path, file)
                     os.chmod(file, 0o400)
-                self._shelf.publish(version, draft)
+                self._directory.publish(version, draft)
             except BaseException:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-        self._places.put(version, self._shelf)
+        self._places.put(version, self._directory)
 
     def _copy(self, source: Path, target: Path) -> None:
         """One file, room for it reserved."""
-        part = self._shelf.staging / f"{secrets.token_hex(8)}{PART}"
+        part = self._directory.staging / f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         try:
             part.touch(0o600)
             self.reserve(part.name, source.stat().st_size)
@@ -364,18 +364,18 @@ class Store:
     def confirm(self, version: Version, whole: bool) -> None:
         """A version that was prepared has been published, as the `whole` dataset or as a part of it."""
         with self._lock:
-            there, shelf = self._places.find(version)
+            there, place = self._places.find(version)
             if there.prepared or there.whole != whole:
                 confirmed = replace(there, prepared=False, whole=whole)
-                with explained(f"confirming {version.name!r} in {self.directory}"):
-                    shelf.confirm(confirmed)
-                self._contents.put(confirmed, shelf)
+                with store_errors(f"confirming {version.name!r} in {self.directory}"):
+                    place.confirm(confirmed)
+                self._contents.put(confirmed, place)
 
     # Removing
 
     def staged(self) -> list[str]:
         """The segments in the staging directory, whole ones and those that are being written."""
-        with os.scandir(self._shelf.staging) as entries:
+        with os.scandir(self._directory.staging) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
     def discard(self, names: Iterable[str]) -> None:
@@ -385,7 +385,7 @@ class Store:
     def _unstage(self, names: Iterable[str]) -> None:
         for name in names:
             self._memfds.unstage(name)
-            self._shelf.staged(name).unlink(missing_ok=True)
+            self._directory.staged(name).unlink(missing_ok=True)
 
     def remove(self, *versions: Version) -> None:
         """Make versions disappear. Whoever reads them is undisturbed, and keeps their memory for so long.

@@ -10,31 +10,31 @@ import time
 from pathlib import Path
 
 from dissociated.host import machine_memory
-from dissociated.store.files import claimed
+from dissociated.store.files import claim_unused
 
 #: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
-_WARM = 1 / 8
-_WARM_SECONDS = 60.0
-_WARM_FILES = 64  # since all are looked at whenever something is removed
-_WARM_SIZE = 1 << 16  # bytes from which on a file is worth that
+_REUSE_SHARE = 1 / 8
+_REUSE_SECONDS = 60.0
+_REUSE_FILES = 64  # since all are looked at whenever something is removed
+_REUSE_MIN_SIZE = 1 << 16  # bytes from which on a file is worth that
 
 
-def warm_bytes(store: Path, limit: int | None) -> int:
+def reuse_bytes(store: Path, limit: int | None) -> int:
     """How many bytes the trash of a store may keep to be written over: none unless it lies in memory."""
-    return int(_WARM * (limit or machine_memory())) if _in_memory(store) else 0
+    return int(_REUSE_SHARE * (limit or machine_memory())) if _in_memory(store) else 0
 
 
 def empty(trash: Path, keep: int) -> None:
     """Remove the files that nobody has open or mapped. `keep` bytes of them may stay for a while."""
-    files = _WARM_FILES
-    oldest = time.time() - _WARM_SECONDS
+    files = _REUSE_FILES
+    oldest = time.time() - _REUSE_SECONDS
     for path in trash.iterdir():
-        descriptor = claimed(path)
+        descriptor = claim_unused(path)
         if descriptor is None:
             continue
         status = os.fstat(descriptor)
         lately = status.st_ctime >= oldest  # since when it is in the trash
-        if files and lately and _WARM_SIZE <= status.st_size <= keep:
+        if files and lately and _REUSE_MIN_SIZE <= status.st_size <= keep:
             keep -= status.st_size
             files -= 1
         else:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
+from dissociated._moved import Renamed, take_old_names
 from dissociated.buffers import Buffer
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
-from dissociated.fork import belongs, disown
+from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message, Run
@@ -35,10 +36,10 @@ Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 #: Longer than anybody waits, and short enough for every clock in the kernel and in Python.
 _MAX_SECONDS = 1e6
 #: Seconds between two looks at a connection that cannot tell by itself when something arrives.
-_LOOK_AGAIN = 0.005
+_POLL_INTERVAL = 0.005
 
 
-def seconds(timeout: float) -> float:
+def check_timeout(timeout: float) -> float:
     """A timeout that every clock can count. Raises LocalProtocolError for what is no positive number."""
     if not timeout > 0:
         raise LocalProtocolError(f"a timeout is a positive number of seconds, not {timeout}")
@@ -57,21 +58,27 @@ class Connection(ABC):
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
     #: Whether this side can fetch from memory of the peer's that its URI names.
-    fetches: bool = False
+    supports_rma: bool = False
+    space = Renamed("address_space")
+    fetches = Renamed("supports_rma")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_names(cls, fetches="supports_rma")
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.
-        self.space = AddressSpace()
+        self.address_space = AddressSpace()
         #: When, by time.monotonic, the peer must have said what is waited for, however it does so; None: whenever.
         self.due: float | None = None
         #: Bytes that the medium has taken so far, with whatever they are wrapped in, where it tells while it sends.
         self.written = 0
         self._woken = threading.Event()
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
         """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
-        disown(self)
+        invalidate(self)
 
     @property
     def backlog(self) -> int:
@@ -93,7 +100,7 @@ class Connection(ABC):
     def limit_untagged(self, length: int) -> None:  # noqa: B027  # where nothing is allocated for what is announced
         """Take untagged messages of up to so many bytes: what is announced to be longer ends the connection."""
 
-    def _left(self, timeout: float) -> float:
+    def _time_left(self, timeout: float) -> float:
         """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""
         if self.due is None:
             return timeout
@@ -139,7 +146,7 @@ class Connection(ABC):
     def wait(self, timeout: float) -> None:
         """Wait until something has `arrived`, or `wake` was called since the last wait, but for `timeout` at most."""
         end = time.monotonic() + timeout
-        while not self.arrived() and not self._woken.wait(_LOOK_AGAIN) and time.monotonic() < end:
+        while not self.arrived() and not self._woken.wait(_POLL_INTERVAL) and time.monotonic() < end:
             pass
         self._woken.clear()
 
@@ -220,11 +227,11 @@ class Listener(ABC):
     exposes_memory: bool = False
 
     def __init__(self) -> None:
-        belongs(self)
+        bind_to_process(self)
 
     def forked(self) -> None:
         """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
-        disown(self)
+        invalidate(self)
 
     def expose(self, region: Region) -> Span:
         """Let peers fetch from this memory, at its own addresses, until `region` is collected or this is closed."""
@@ -243,9 +250,14 @@ class Transport(ABC):
     """A medium, chosen by the scheme of a URI."""
 
     #: The nearest transport that reaches a peer is the best: 0 any host, 1 this host, 2 this process.
-    nearness: int = 0
+    locality: int = 0
     #: Whether its connections can share regions of memory.
     shares_memory: bool = False
+    nearness = Renamed("locality")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_names(cls, nearness="locality")
 
     @abstractmethod
     def connect(self, uri: Uri, timeout: float) -> Connection:

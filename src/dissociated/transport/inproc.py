@@ -95,7 +95,7 @@ class _InprocListener(Listener):
 class InprocTransport(Transport):
     """See the module."""
 
-    nearness = 2
+    locality = 2
 
     def reachable(self, uri: Uri) -> bool:
         return uri.host in _listeners

@@ -198,12 +198,12 @@ def test_a_region_arrives_with_its_addresses(ends: tuple[Connection, Connection]
     client, server = ends
     server.share(memfd, 0x10000, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
-    region = client.space.find(0x10000 + PAGE)
+    region = client.address_space.find(0x10000 + PAGE)
     assert (region.base, region.size, region.static) == (0x10000, 2 * PAGE, True)
     assert region.memory.to_pybytes() == b"1" * PAGE + b"2" * PAGE
     for address in (0xFFFF, 0x10000 + 2 * PAGE):
         with pytest.raises(RemoteProtocolError, match=f"{address:#x}, which lies in no region"):
-            client.space.find(address)
+            client.address_space.find(address)
 
 
 def test_part_of_a_file_can_be_shared(ends: tuple[Connection, Connection], tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_part_of_a_file_can_be_shared(ends: tuple[Connection, Connection], tmp_p
     with (tmp_path / "file").open("rb") as file:
         server.share(file.fileno(), PAGE, 4, Backing.FILE)
     mapped(client, server)
-    assert client.space.find(PAGE).memory.to_pybytes() == b"cont"
+    assert client.address_space.find(PAGE).memory.to_pybytes() == b"cont"
 
 
 def test_an_empty_region_needs_no_mapping(ends: tuple[Connection, Connection]) -> None:
@@ -223,7 +223,7 @@ def test_an_empty_region_needs_no_mapping(ends: tuple[Connection, Connection]) -
     os.close(descriptor)
     mapped(client, server)
     with pytest.raises(RemoteProtocolError, match="no region"):
-        client.space.find(PAGE)
+        client.address_space.find(PAGE)
 
 
 def test_many_regions_arrive_each_with_its_own_memory(ends: tuple[Connection, Connection]) -> None:
@@ -236,14 +236,14 @@ def test_many_regions_arrive_each_with_its_own_memory(ends: tuple[Connection, Co
         os.close(descriptor)
     mapped(client, server)
     for number in range(100):
-        assert client.space.find(PAGE * (number + 1)).memory.to_pybytes() == bytes([number]) * 10
+        assert client.address_space.find(PAGE * (number + 1)).memory.to_pybytes() == bytes([number]) * 10
 
 
 def test_what_is_mapped_outlives_the_connection(ends: tuple[Connection, Connection], memfd: int) -> None:
     client, server = ends
     server.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
-    memory = client.space.find(PAGE).memory
+    memory = client.address_space.find(PAGE).memory
     client.close()
     server.close()
     assert memory.to_pybytes() == b"1" * PAGE + b"2" * PAGE
@@ -253,7 +253,7 @@ def test_what_is_mapped_cannot_be_written(ends: tuple[Connection, Connection], m
     client, server = ends
     server.share(memfd, PAGE, 2 * PAGE, Backing.SEALED)
     mapped(client, server)
-    memory = client.space.find(PAGE).memory
+    memory = client.address_space.find(PAGE).memory
     assert not memory.is_mutable
     with pytest.raises(TypeError, match="read-only"):
         memoryview(memory)[0] = 0

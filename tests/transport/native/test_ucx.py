@@ -146,7 +146,7 @@ def test_heap_and_mapped_memory_can_be_fetched_but_nothing_beside_it(mode: str) 
         assert [listener.expose(region) for region in regions] == spans
         assert [(span.base, span.size) for span in spans] == [(heap.address, 1 << 20), (other.address, 16)]
         with attended(listener, with_spans(listener.uri, spans)) as client:
-            assert client.fetches
+            assert client.supports_rma
             into = bytearray(1 << 20)
             client.fetch([(heap.address, 1000, 0), (heap.address + 256, 999_000, 1000)], into, PATIENCE)
             client.fetch([(other.address + 1, 15, 1_000_001)], into, PATIENCE)

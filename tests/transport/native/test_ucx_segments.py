@@ -151,7 +151,7 @@ def test_ours_say_that_they_receive_large_segments_and_then_send_them(
     large = []
     context = worker.context
 
-    def recording(where: worker.Place) -> worker.Context:
+    def recording(where: worker.ContextKey) -> worker.Context:
         large.append(where.large)
         return context(where)
 

@@ -41,7 +41,7 @@ from dissociated.uri import Uri
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_LOOK_AGAIN = 1.0  # seconds
+_CHECK_INTERVAL = 1.0  # seconds
 _ABORT_TIMEOUT = 1.0  # seconds; the peer may not be reading any more
 _MAX_ARRIVED = 1 << 20  # bytes of messages kept that arrived while sending
 _OVERHEAD = 256  # bytes that keeping a message takes beside its own
@@ -49,7 +49,7 @@ _timeval = struct.Struct("ll")
 _GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.ENOTCONN, errno.EBADF, errno.ECONNABORTED}
 
 
-def explain(error: OSError, what: str) -> DissociatedError:
+def socket_error(error: OSError, what: str) -> DissociatedError:
     """The operating system's `error`, which happened while doing `what`, as one of ours."""
     if isinstance(error, DissociatedError):  # DeadlineExceeded is both
         return error
@@ -62,7 +62,7 @@ def explain(error: OSError, what: str) -> DissociatedError:
     return TransportError(f"{what}: {error.strerror or error}")
 
 
-class Prepared(list[Buffer]):
+class EncodedFrames(list[Buffer]):
     """Messages that are encoded already."""
 
 
@@ -106,15 +106,15 @@ class SocketConnection(Connection):
     def limit_untagged(self, length: int) -> None:
         self._reader.limit_untagged(length)
 
-    def prepare(self, messages: Sequence[Message | Run]) -> Prepared:
-        return Prepared(encode_runs(messages))
+    def prepare(self, messages: Sequence[Message | Run]) -> EncodedFrames:
+        return EncodedFrames(encode_runs(messages))
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
-        parts = messages if isinstance(messages, Prepared) else encode_frames(messages)
+        parts = messages if isinstance(messages, EncodedFrames) else encode_frames(messages)
         try:
             self._write(parts, timeout)
         except OSError as error:
-            raise explain(error, f"sending to {self._peer}") from None
+            raise socket_error(error, f"sending to {self._peer}") from None
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         while True:
@@ -126,7 +126,7 @@ class SocketConnection(Connection):
                 try:
                     frame = self._reader.read(timeout, allocate)
                 except OSError as error:
-                    raise explain(error, f"receiving from {self._peer}") from None
+                    raise socket_error(error, f"receiving from {self._peer}") from None
             if frame is None:
                 self._ended = self._told = True
                 return None
@@ -250,8 +250,8 @@ class SocketConnection(Connection):
         takes_in = select.POLLIN if self._accepted and not self._ended else 0
         poll.register(self._socket, select.POLLOUT | takes_in)
         waited = 0.0
-        while not (events := poll.poll(min(timeout - waited, _LOOK_AGAIN) * 1000)):
-            waited += _LOOK_AGAIN
+        while not (events := poll.poll(min(timeout - waited, _CHECK_INTERVAL) * 1000)):
+            waited += _CHECK_INTERVAL
             if waited >= timeout:
                 raise DeadlineExceeded(f"{self._peer} took nothing for {timeout:g} s")
             self._socket.send(b"", _SEND_FLAGS)  # poll does not tell that a Unix peer has stopped receiving; this does
@@ -267,7 +267,7 @@ class SocketConnection(Connection):
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        self._set_silence(self._left(timeout))
+        self._set_silence(self._time_left(timeout))
         try:
             return self._receive_into(memory)
         except BlockingIOError:

@@ -41,7 +41,7 @@ from dissociated.errors import RemoteProtocolError, TransportError, UnsafeMemory
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, explain
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
 from dissociated.uri import Uri
 
@@ -79,7 +79,7 @@ class ShmConnection(SocketConnection):
                 except BlockingIOError:
                     self._wait_writable(_SHARE_TIMEOUT)
         except OSError as error:
-            raise explain(error, f"sharing memory with {self._peer}") from None
+            raise socket_error(error, f"sharing memory with {self._peer}") from None
 
     def hung_up(self) -> bool:
         return bool(super().hung_up())  # a Unix socket says at once that its peer is closed
@@ -104,7 +104,7 @@ class ShmConnection(SocketConnection):
             os.close(self._descriptors.popleft())
 
     def forked(self) -> None:
-        if self.space.live and self._socket.fileno() >= 0:
+        if self.address_space.live and self._socket.fileno() >= 0:
             # Arrays hold on to this copy: what lies below them stays as it is for as long as that is open.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
         super().forked()
@@ -169,11 +169,11 @@ class ShmConnection(SocketConnection):
             raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
         finally:
             os.close(descriptor)
-        self.space.add(Region(base, memory, static=backing != Backing.LIVE))
+        self.address_space.add(Region(base, memory, static=backing != Backing.LIVE))
 
 
 _SHARE_TIMEOUT = 60.0
-_BUSY = 0.005  # seconds, before the next try to connect
+_CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
@@ -224,7 +224,7 @@ class _ShmListener(SocketListener):
 class ShmTransport(Transport):
     """See the module."""
 
-    nearness = 1
+    locality = 1
     shares_memory = True
 
     def reachable(self, uri: Uri) -> bool:
@@ -241,7 +241,7 @@ class ShmTransport(Transport):
             sock.close()
             if error.errno == errno.ENOENT:
                 raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
-            raise explain(error, f"connecting to the {where}") from error
+            raise socket_error(error, f"connecting to the {where}") from error
         user = peer_of(sock)[1]
         if user not in allowed:
             sock.close()
@@ -273,7 +273,7 @@ class ShmTransport(Transport):
                 sock.listen(128)
         except OSError as error:
             sock.close()
-            raise explain(error, f"listening on {path}") from error
+            raise socket_error(error, f"listening on {path}") from error
         return _ShmListener(sock, Uri("shm", path=path), allowed)
 
 
@@ -287,7 +287,7 @@ def _connect(sock: socket.socket, path: str, timeout: float) -> None:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise TimeoutError from None
-        time.sleep(_BUSY)
+        time.sleep(_CONNECT_RETRY_DELAY)
 
 
 @contextmanager

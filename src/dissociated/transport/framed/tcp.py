@@ -7,13 +7,13 @@ from typing import Any
 
 from dissociated.errors import UriError
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, explain
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
 from dissociated.uri import Uri
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))  # seconds, probes
 
 
-def configure(sock: socket.socket) -> socket.socket:
+def configure_socket(sock: socket.socket) -> socket.socket:
     """The socket itself, which sends at once and notices that its peer has vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A host that vanished is noticed within a minute, also by a server that waits for leases.
@@ -27,28 +27,28 @@ def connected(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
     """A socket that is connected to `uri`, and what to call its peer. The caller owns it."""
     if not uri.host or not uri.port:
         raise UriError(f"{uri} needs a host and a port: {uri.scheme}://HOST:PORT")
-    check_name(uri.host)
+    check_host_name(uri.host)
     where = f"{uri.scheme} server {uri.host}:{uri.port}"
     try:
         sock = socket.create_connection((uri.host, uri.port), timeout)
     except OSError as error:
-        raise explain(error, f"connecting to the {where}") from error
-    return configure(sock), where
+        raise socket_error(error, f"connecting to the {where}") from error
+    return configure_socket(sock), where
 
 
 def listening(uri: Uri) -> tuple[socket.socket, Uri]:
     """A socket that listens at `uri`, and where that really is. The caller owns it."""
     host, port = uri.host or "127.0.0.1", uri.port or 0
-    check_name(host)
+    check_host_name(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        raise explain(error, f"listening on {host}:{port}") from error
+        raise socket_error(error, f"listening on {host}:{port}") from error
     return sock, Uri(uri.scheme, host=host, port=sock.getsockname()[1])
 
 
-def check_name(host: str) -> None:
+def check_host_name(host: str) -> None:
     """Raise UriError for what cannot be the name of a host."""
     try:
         host.encode("idna")
@@ -58,7 +58,7 @@ def check_name(host: str) -> None:
 
 class _TcpListener(SocketListener):
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection:
-        return SocketConnection(configure(accepted), f"tcp client {address[0]}:{address[1]}", accepted=True)
+        return SocketConnection(configure_socket(accepted), f"tcp client {address[0]}:{address[1]}", accepted=True)
 
 
 class TcpTransport(Transport):

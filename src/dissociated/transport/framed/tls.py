@@ -23,8 +23,8 @@ from typing import Any
 from dissociated.buffers import Buffer
 from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded, OptionError, RemoteProtocolError
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import SocketConnection, SocketListener, explain
-from dissociated.transport.framed.tcp import configure, connected, listening
+from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
+from dissociated.transport.framed.tcp import configure_socket, connected, listening
 from dissociated.uri import Uri
 
 _CHUNK = 1 << 18  # bytes that are encrypted, or read from the socket, at once
@@ -56,7 +56,7 @@ class TlsConnection(SocketConnection):
         except BlockingIOError:
             raise DeadlineExceeded(f"{self._peer} did not agree on TLS within {timeout:g} s") from None
         except OSError as error:
-            raise explain(error, f"agreeing on TLS with {self._peer}") from None
+            raise socket_error(error, f"agreeing on TLS with {self._peer}") from None
 
     def _step(self) -> bool:
         """Do as much of the handshake as what has arrived allows. Whether it is done."""
@@ -158,7 +158,7 @@ class TlsConnection(SocketConnection):
     def _receive_into(self, memory: memoryview) -> int:
         while (count := self._decrypt(memory)) is None:
             if self.due is not None:  # a record may come in many pieces
-                self._set_silence(self._left(self._silence))
+                self._set_silence(self._time_left(self._silence))
             if not self._read_more():
                 return 0
         return count
@@ -199,7 +199,7 @@ class _TlsListener(SocketListener):
 
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection:
         peer = f"tls client {address[0]}:{address[1]}"
-        return TlsConnection(configure(accepted), peer, self._context, host=None)
+        return TlsConnection(configure_socket(accepted), peer, self._context, host=None)
 
 
 class TlsTransport(Transport):
@@ -222,7 +222,7 @@ class TlsTransport(Transport):
 
 
 def _client_context(roots: str | None) -> ssl.SSLContext:
-    with _explained(roots):
+    with _certificate_errors(roots):
         context = ssl.create_default_context(cafile=roots)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
@@ -235,7 +235,7 @@ def _server_context(uri: Uri) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # nobody resumes; and what a client leaves unread may cost us what it sent last
-    with _explained(f"{cert} or {key}"):
+    with _certificate_errors(f"{cert} or {key}"):
         context.load_cert_chain(cert, key, password=_refuse)
     return context
 
@@ -245,7 +245,7 @@ def _refuse() -> str:
 
 
 @contextmanager
-def _explained(files: str | None) -> Iterator[None]:
+def _certificate_errors(files: str | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -28,7 +28,7 @@ def host_and_port(name: bytes) -> tuple[str, int]:
     return socket.inet_ntop(family, host), int.from_bytes(port, "big")
 
 
-def reachable(names: bytes, host: str) -> bytes:
+def advertised_names(names: bytes, host: str) -> bytes:
     """The names of endpoints that listen on all interfaces, or on one, as others reach them at `host`.
 
     Raises ValueError, OSError, struct.error.

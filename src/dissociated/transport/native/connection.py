@@ -26,7 +26,7 @@ from dissociated.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from dissociated.memory.remote import RemoteSpace, Span
+from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
@@ -40,12 +40,12 @@ MAX_IN_FLIGHT = 1 << 26
 _MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
 #: Bytes that keeping a message takes beside its own.
 OVERHEAD = 256
-_LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
+_MAX_SLEEP = 1.0  # seconds, should the medium ever forget to wake us
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
 _TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
-_PAUSE = 0.001  # seconds in which others can take it
+_YIELD_TIME = 0.001  # seconds in which others can take it
 _AHEAD = 1 << 25  # bytes that are received at once
 _NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
@@ -85,7 +85,7 @@ class NativeConnection(Connection):
         self._stopped = False
         self._interrupted = False
         self._closed = False
-        self._remote: RemoteSpace | None = None
+        self._remote: RemoteAddressSpace | None = None
         self._waker = Waker()
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class NativeConnection(Connection):
 
     def reach(self, spans: Sequence[Span]) -> None:
         """Let `fetch` take from these spans of the peer's memory."""
-        self._remote, self.fetches = RemoteSpace(spans), True
+        self._remote, self.supports_rma = RemoteAddressSpace(spans), True
 
     def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
         if self._remote is None:
@@ -348,11 +348,11 @@ class NativeConnection(Connection):
             try:
                 while not self._over:
                     if not self._under_way:
-                        self._lock.wait(_LOOK_AGAIN)
+                        self._lock.wait(_MAX_SLEEP)
                     else:
                         end = time.monotonic() + _TURN
-                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, _LOOK_AGAIN)  # type: ignore[misc]
-                        self._lock.wait(_PAUSE)  # somebody else's turn, whatever the peer goes on to do
+                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, _MAX_SLEEP)  # type: ignore[misc]
+                        self._lock.wait(_YIELD_TIME)  # somebody else's turn, whatever the peer goes on to do
             except TransportError:
                 pass  # whoever uses the connection next hears of it
             except RemoteProtocolError as error:
@@ -371,12 +371,12 @@ class NativeConnection(Connection):
             if self._closed:
                 raise ConnectionClosed("this side closed the connection")
             if self._advance():
-                deadline = time.monotonic() + self._left(timeout)
+                deadline = time.monotonic() + self._time_left(timeout)
                 continue
-            left = self._left(deadline - time.monotonic())
+            left = self._time_left(deadline - time.monotonic())
             if left <= 0:
                 return False
-            self._wait(min(left, _NO_WAKE if self._ended else _LOOK_AGAIN))
+            self._wait(min(left, _NO_WAKE if self._ended else _MAX_SLEEP))
         return True
 
     def _wait(self, seconds: float) -> None:

@@ -15,12 +15,12 @@ from dissociated.once import once
 _log = logging.getLogger(__name__)
 
 
-class Beating(Protocol):
+class HeartbeatConnection(Protocol):
     """A connection that is kept alive."""
 
     heartbeat: float  # seconds between two of them
 
-    def beat(self) -> None: ...
+    def send_heartbeat(self) -> None: ...
 
 
 class Heartbeat:
@@ -28,9 +28,9 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due: dict[Beating, float] = {}
+        self._due: dict[HeartbeatConnection, float] = {}
 
-    def add(self, connection: Beating) -> None:
+    def add(self, connection: HeartbeatConnection) -> None:
         """Keep this connection alive."""
         with self._changed:
             if not self._due:
@@ -38,7 +38,7 @@ class Heartbeat:
             self._due[connection] = time.monotonic() + connection.heartbeat
             self._changed.notify()
 
-    def remove(self, connection: Beating) -> None:
+    def remove(self, connection: HeartbeatConnection) -> None:
         """Forget it."""
         with self._changed:
             self._due.pop(connection, None)
@@ -55,7 +55,7 @@ class Heartbeat:
                 self._due[connection] = time.monotonic() + connection.heartbeat
                 self._changed.release()
                 try:
-                    connection.beat()
+                    connection.send_heartbeat()
                 except DissociatedError as error:
                     _log.info("%r: %s", connection, error)
                 finally:

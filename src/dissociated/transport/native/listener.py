@@ -20,7 +20,7 @@ from dissociated.transport.native.waker import Waker
 #: Withdraws memory that peers can fetch from: when it is called, or when the region is collected.
 Withdraw: TypeAlias = "weakref.finalize[..., Region]"
 
-LOOK_AGAIN = 1.0  # seconds, should the medium ever forget to wake us
+MAX_SLEEP = 1.0  # seconds, should the medium ever forget to wake us
 
 
 def withdraw_with(region: Region, withdraw: Callable[..., None], *arguments: Any) -> Withdraw:

@@ -322,7 +322,7 @@ def _set_environment() -> None:
     os.environ.setdefault("FI_OFI_RXM_MSG_RX_SIZE", "64")
     # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
     os.environ["FI_OFI_RXM_SAR_LIMIT"] = "0"
-    os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see Endpoint.whole
+    os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see FabricEndpoint.eager_limit
 
 
 def _candidates() -> Iterator[str]:

@@ -27,7 +27,7 @@ from dissociated.errors import (
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
-from dissociated.transport.native.addresses import reachable
+from dissociated.transport.native.addresses import advertised_names
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric.control import (
@@ -37,7 +37,7 @@ from dissociated.transport.native.fabric.control import (
     CONTROL_BUFFERS,
     CONTROL_SIZE,
     JOINS,
-    KINDS,
+    KIND_MASK,
     LARGE,
     VERSION,
     Kind,
@@ -45,8 +45,8 @@ from dissociated.transport.native.fabric.control import (
 )
 from dissociated.transport.native.fabric.credit import Credit
 from dissociated.transport.native.fabric.domain import RMA_KEY
-from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED, QUEUE, Completion, Done, Found
-from dissociated.transport.native.fabric.outgoing import Joiner, Outgoing, Prepared, Sending
+from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED, QUEUE, Completion, Done, PeekedMessage
+from dissociated.transport.native.fabric.outgoing import FabricMessages, Joiner, Outgoing, PendingSend
 from dissociated.transport.native.fabric.provider import ConnectionEndpoint
 from dissociated.transport.native.heartbeat import heartbeat_of
 
@@ -54,8 +54,8 @@ _log = logging.getLogger(__name__)
 
 _JOIN = 1 << 13  # bytes up to which parts are copied together at once
 _UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
-_RETRY = 0.002  # seconds, while libfabric wants something to be tried again
-_LAST = 0.25  # seconds for the last word
+_RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
+_LAST_TIMEOUT = 0.25  # seconds for the last word
 _MISSED = 10  # heartbeats that a peer may miss
 _LOOKS = 256  # messages that are taken before somebody else's turn
 _BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
@@ -77,7 +77,7 @@ class FabricConnection(NativeConnection):
         self._client = client
         self._to: int | None = None  # the peer's number, once it may be sent to
         self._welcome: bytes | None = None
-        self._unsent: deque[Sending] = deque()
+        self._unsent: deque[PendingSend] = deque()
         self._again = False  # whether a read must be tried again
         self._joiner = Joiner(self._ffi, endpoint.iov_limit)
         self._receiving = self._receiving_bytes = 0  # on their way into memory
@@ -90,7 +90,7 @@ class FabricConnection(NativeConnection):
         self.heartbeat = heartbeat
         self._heard = True  # since the last heartbeat
         self._missed = 0
-        self._refused: Sending | None = None  # what libfabric did not take at the last heartbeat,
+        self._refused: PendingSend | None = None  # what libfabric did not take at the last heartbeat,
         self._refused_at = 0.0  # and since when
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._stirred: int | None = None
@@ -114,7 +114,7 @@ class FabricConnection(NativeConnection):
 
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
         virtual, key = RMA_KEY.unpack(span.key)
-        reading = Sending(None, ())
+        reading = PendingSend(None, ())
 
         def done(completion: Completion) -> None:
             reading.ended = self._happened = self._heard = True
@@ -147,7 +147,7 @@ class FabricConnection(NativeConnection):
             try:
                 if len(self._welcome) != 1 + len(endpoint.name):
                     raise ValueError
-                self._to = endpoint.insert(reachable(self._welcome[1:], host))
+                self._to = endpoint.insert(advertised_names(self._welcome[1:], host))
             except (ValueError, OSError, struct.error):
                 raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
             joining = self._say_each(JOINS)
@@ -164,13 +164,13 @@ class FabricConnection(NativeConnection):
 
     # Sending
 
-    def prepare(self, messages: Sequence[Message] | Any) -> Prepared:
-        return messages if isinstance(messages, Prepared) else Prepared(map(self._encode, messages))
+    def prepare(self, messages: Sequence[Message] | Any) -> FabricMessages:
+        return messages if isinstance(messages, FabricMessages) else FabricMessages(map(self._encode, messages))
 
     def _encode(self, message: Message) -> Outgoing:
         tag, parts = message.tag, [part for part in message.parts if len(part)]
         size = sum(map(len, parts))
-        if tag is not None and tag & ~(KINDS | 0x100) == CONTROL:
+        if tag is not None and tag & ~(KIND_MASK | 0x100) == CONTROL:
             raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
         if size > self._endpoint.max_message:
             raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
@@ -188,19 +188,19 @@ class FabricConnection(NativeConnection):
         if not sending.ended:
             self._posted(sending, 0, None)
 
-    def _say(self, kind: Kind, payload: bytes = b"") -> Sending:
-        sending = Sending(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])])
+    def _say(self, kind: Kind, payload: bytes = b"") -> PendingSend:
+        sending = PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])])
         self._dispatch(sending)
         return sending
 
-    def _say_each(self, kinds: Sequence[Kind]) -> list[Sending]:
+    def _say_each(self, kinds: Sequence[Kind]) -> list[PendingSend]:
         return [self._say(kind) for kind in kinds[: self._endpoint.lanes]]
 
-    def _dispatch(self, sending: Sending) -> None:
+    def _dispatch(self, sending: PendingSend) -> None:
         if self._unsent or self._to is None or not self._begin(sending):
             self._unsent.append(sending)
 
-    def _begin(self, sending: Sending) -> bool:
+    def _begin(self, sending: PendingSend) -> bool:
         def done(completion: Completion) -> None:
             sending.ended = True
             if completion.error:
@@ -208,7 +208,7 @@ class FabricConnection(NativeConnection):
             else:
                 self.written += sending.size
                 self._happened |= sending.tag != CONTROL | Kind.CREDIT
-            self._joiner.let_go(sending)
+            self._joiner.release(sending)
 
         assert self._to is not None
         try:
@@ -222,7 +222,7 @@ class FabricConnection(NativeConnection):
     def _has_room(self, size: int) -> bool:
         return self._credit.has_room(size) and len(self._under_way) < _UNDER_WAY
 
-    def _complete(self, request: Sending) -> bool | None:
+    def _complete(self, request: PendingSend) -> bool | None:
         return request.ended or None
 
     def _taken_all(self) -> bool:
@@ -263,7 +263,7 @@ class FabricConnection(NativeConnection):
         self._endpoint.receive_untagged(memory, done)
 
     def _receive_control(self, memory: Any) -> None:
-        self._endpoint.receive_tagged(memory, CONTROL, KINDS, self._hearing(memory, self._receive_control))
+        self._endpoint.receive_tagged(memory, CONTROL, KIND_MASK, self._hearing(memory, self._receive_control))
 
     def _hearing(self, memory: Any, then: Callable[[Any], None]) -> Done:
         """What to do once `memory` holds what the peer says beside the protocol; then `then` may use that again."""
@@ -282,7 +282,7 @@ class FabricConnection(NativeConnection):
     def _control(self, tag: int, data: bytes) -> None:
         """The peer says something beside the protocol."""
         self._heard = True
-        kind = tag & KINDS
+        kind = tag & KIND_MASK
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
             more = self._credit.hear(data)
             if more is None:
@@ -312,13 +312,13 @@ class FabricConnection(NativeConnection):
     def _waiting(self) -> bool:
         return bool(self._receiving) or self._look() is not None
 
-    def _look(self) -> Found | None:
+    def _look(self) -> PeekedMessage | None:
         """A message that nobody waits for. What is said beside the protocol is none: whoever waits for it would starve.
 
         Some of that is found here too, when more of it comes at once than there are receives for.
         """
         for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
-            found = self._endpoint.look()
+            found = self._endpoint.peek()
             if found is None or not is_control(found.tag):
                 self._beside = 0 if found is None else self._beside
                 return found
@@ -345,7 +345,7 @@ class FabricConnection(NativeConnection):
                     self._credit.consume_all()
                     self._tell_if_worthwhile()
                 break
-            if found.length > self._endpoint.whole and (only_small or not self._connected()):
+            if found.length > self._endpoint.eager_limit and (only_small or not self._connected()):
                 return not only_small or bool(self._receiving)
             try:
                 if found.tag != LARGE:
@@ -411,15 +411,15 @@ class FabricConnection(NativeConnection):
         if self._stirred == self._endpoint.ended:
             self._heard = True  # a part of a large message, behind which heartbeats must wait
         self._stirred = None
-        if self._asleep and self._endpoint.found is None and self._endpoint.look() is not None:
+        if self._asleep and self._endpoint.peeked is None and self._endpoint.peek() is not None:
             self._happened = True  # for the one who sleeps: libfabric will not wake it for what it has shown us
         happened, self._happened = self._happened, False  # here, or while looking
         return happened
 
     def _arm(self) -> bool:
         # What arrives is found by looking alone: libfabric wakes us for it, but only as long as it has not seen it.
-        found, endpoint = self._endpoint.found, self._endpoint
-        if endpoint.look() is not found or endpoint.ended != self._ended_before:
+        found, endpoint = self._endpoint.peeked, self._endpoint
+        if endpoint.peek() is not found or endpoint.ended != self._ended_before:
             self._ended_before = endpoint.ended
             self._lock.notify_all()
             return False
@@ -427,10 +427,12 @@ class FabricConnection(NativeConnection):
 
     def _sleep(self, seconds: float) -> None:
         ended = self._endpoint.ended
-        woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY) if self._unsent or self._again else seconds)
+        woken = self._endpoint.sleep(
+            self._waker, min(seconds, _RETRY_DELAY) if self._unsent or self._again else seconds
+        )
         self._stirred = ended if woken and self._receiving else None
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Tell the peer that we are here, and see whether it is.
 
         Also see to it that a client which sends without end while nobody here receives is not kept for: each time
@@ -490,12 +492,12 @@ class FabricConnection(NativeConnection):
         if self._to is not None and not self._gone and self._broken is None:
             # Until the answer comes there is something to read: closing over that could take our last words back.
             self._say_each(BYES)
-            end = time.monotonic() + _LAST
+            end = time.monotonic() + _LAST_TIMEOUT
             with suppress(TransportError):
                 while not self._gone and time.monotonic() < end:
                     if self._look() is not None:
                         self._endpoint.discard()
                     elif not self._progress() and self._endpoint.arm():
-                        self._endpoint.sleep(self._waker, _RETRY)
+                        self._endpoint.sleep(self._waker, _RETRY_DELAY)
         self._unsent.clear()
         self._endpoint.close()

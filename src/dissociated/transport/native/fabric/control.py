@@ -8,7 +8,7 @@ from enum import IntEnum
 VERSION = 2  # of what the two ends say to each other beside the protocol
 
 CONTROL = 0xFE44_4953_534F_0000  # the tags of that, but for the lowest byte
-KINDS = 0xFF
+KIND_MASK = 0xFF
 #: The tag of an untagged message that is too large for those who receive many into one buffer.
 LARGE = CONTROL | 0x100
 CONTROL_SIZE = 4096  # bytes of a control message, at most
@@ -19,7 +19,7 @@ CONSUMED = struct.Struct("<Q")
 
 def is_control(tag: int | None) -> bool:
     """Whether a message with this tag is beside the protocol."""
-    return tag is not None and tag & ~KINDS == CONTROL
+    return tag is not None and tag & ~KIND_MASK == CONTROL
 
 
 class Kind(IntEnum):
@@ -48,4 +48,4 @@ JOINS, BYES = (Kind.JOIN, Kind.BODIES_JOIN), (Kind.BYE, Kind.BODIES_BYE)
 
 def held_up(tag: int) -> bool:
     """Whether a message with this tag has to wait until somebody claims it, or until others before it are claimed."""
-    return not is_control(tag) or tag & KINDS in (Kind.BODIES_JOIN, Kind.BODIES_BYE)
+    return not is_control(tag) or tag & KIND_MASK in (Kind.BODIES_JOIN, Kind.BODIES_BYE)

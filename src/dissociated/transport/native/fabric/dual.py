@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dissociated.errors import TransportError
-from dissociated.transport.native.fabric.endpoint import Done, Endpoint, Found
+from dissociated.transport.native.fabric.endpoint import Done, FabricEndpoint, PeekedMessage
 from dissociated.transport.native.waker import Waker
 
 
@@ -21,19 +21,19 @@ class DualEndpoint:
 
     def __init__(self, provider: str, node: str, apart: Callable[[int], bool]) -> None:
         self._apart = apart
-        self._first = first = Endpoint(provider, node, None)
+        self._first = first = FabricEndpoint(provider, node, None)
         try:
             # In a domain of its own: what waits to be claimed is found by whoever looks in the same.
-            self._second = Endpoint(provider, node, None)
+            self._second = FabricEndpoint(provider, node, None)
         except BaseException:
             first.close()
             raise
         self.ofi, self.iov_limit, self.max_message = first.ofi, first.iov_limit, first.max_message
-        self.protocol, self.whole = first.protocol, first.whole
+        self.protocol, self.eager_limit = first.protocol, first.eager_limit
         self.wakes = first.wakes + self._second.wakes
         self.find, self.read = first.find, first.read
         self.receive_untagged, self.receive_tagged = first.receive_untagged, first.receive_tagged
-        self.look, self.claim, self.discard = self._second.look, self._second.claim, self._second.discard
+        self.peek, self.claim, self.discard = self._second.peek, self._second.claim, self._second.discard
 
     @property
     def name(self) -> bytes:
@@ -55,12 +55,12 @@ class DualEndpoint:
         return self._first.ended + self._second.ended
 
     @property
-    def found(self) -> Found | None:
+    def peeked(self) -> PeekedMessage | None:
         """What was found and is neither claimed nor discarded."""
-        return self._second.found
+        return self._second.peeked
 
     def send(self, to: int, tag: int | None, pieces: Sequence[Any], done: Done) -> bool:
-        """See `Endpoint`."""
+        """See `FabricEndpoint`."""
         apart = tag is not None and self._apart(tag)
         return (self._second if apart else self._first).send(to, tag, pieces, done)
 
@@ -74,7 +74,7 @@ class DualEndpoint:
         return self._first.arm() and self._second.arm()
 
     def sleep(self, waker: Waker, seconds: float) -> bool:
-        """See `Endpoint`. The only method that another thread may run beside others."""
+        """See `FabricEndpoint`. The only method that another thread may run beside others."""
         return waker.sleep(self.wakes, seconds)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class _Operation(NamedTuple):
     fetches: bool  # whether the peer's memory is being read
 
 
-class Found(NamedTuple):
+class PeekedMessage(NamedTuple):
     """A tagged message that has been peeked at, and must now be claimed or discarded."""
 
     tag: int
@@ -64,7 +64,7 @@ class Found(NamedTuple):
     context: Any
 
 
-class Endpoint:
+class FabricEndpoint:
     """Bound to `node` and `service`, which are a host and a port where the provider has such; owns all that it opens.
 
     With `rma` it can read from memory that others have registered; endpoints that share a `domain` are reached by
@@ -84,7 +84,7 @@ class Endpoint:
         self._opened: list[Any] = []  # what has to be closed, last first
         self._count = 0  # of operations that have ended, but for looking
         self._peeking: Any = None
-        self._found: Found | None = None
+        self._found: PeekedMessage | None = None
         self._provider, self._rma = provider, rma
         self._known: bytes | None = None  # the name of the endpoint that was inserted last
         info = self._info(node, service, c.SOURCE, f"opening {provider} at {node}:{service or '*'}")
@@ -93,9 +93,9 @@ class Endpoint:
             self.max_message: int = info.ep_attr.max_msg_size
             self.protocol = f"{info.ep_attr.protocol}.{info.ep_attr.protocol_version}"
             #: Messages up to this many bytes arrive whole; larger ones are fetched from the peer when they are claimed.
-            self.whole: int = self.max_message
+            self.eager_limit: int = self.max_message
             if self._provider.endswith("ofi_rxm"):
-                self.whole = _RXM_EAGER
+                self.eager_limit = _RXM_EAGER
                 # Otherwise it registers memory itself, and where a transfer is cut off never lets go of it.
                 info.domain_attr.mr_mode |= c.MR_LOCAL
             self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
@@ -206,7 +206,7 @@ class Endpoint:
         return self._count
 
     @property
-    def found(self) -> Found | None:
+    def peeked(self) -> PeekedMessage | None:
         """What was found and is neither claimed nor discarded."""
         return self._found
 
@@ -259,11 +259,11 @@ class Endpoint:
         code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
         self._begun(operation, code, "receiving")
 
-    def look(self) -> Found | None:
+    def peek(self) -> PeekedMessage | None:
         """A tagged message that has arrived and that nobody waits for. The same until it is claimed or discarded."""
         if self._found is None:
             if self._peeking is None:
-                operation = self._begin(self._looked, None)
+                operation = self._begin(self._on_peeked, None)
                 self._peeking = operation.context
                 self._tagged.iov_count, self._tagged.context = 0, operation.context
                 code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, c.PEEK | c.CLAIM)
@@ -278,10 +278,10 @@ class Endpoint:
                 self.progress()
         return self._found
 
-    def _looked(self, completion: Completion) -> None:
+    def _on_peeked(self, completion: Completion) -> None:
         context, self._peeking = self._peeking, None
         if not completion.error:
-            self._found = Found(completion.tag, completion.length, context)
+            self._found = PeekedMessage(completion.tag, completion.length, context)
 
     def claim(self, memory: Any, done: Done) -> None:
         """Receive the message that was found into `memory`, which has its length."""
@@ -297,7 +297,7 @@ class Endpoint:
         self._found = None
         registered = [self._register(memory)] if self._local else ()
         operation = self._begin(
-            done, memory, context, registered=registered, fetches=length > self.whole and not flags & c.DISCARD
+            done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
         )
         self._tagged.desc = self._ffi.NULL
         if registered:
@@ -382,7 +382,7 @@ class Endpoint:
             self._unregister(operation.registered)
         if operation.context is not self._peeking:
             self._count += 1
-        if not self._closing or operation.done == self._looked:  # nobody is told what ends by being closed
+        if not self._closing or operation.done == self._on_peeked:  # nobody is told what ends by being closed
             operation.done(Completion(error, flags, entry.len, entry.buf, entry.tag))
 
     def arm(self) -> bool:
@@ -402,7 +402,7 @@ class Endpoint:
             for number in range(_DRAINED):
                 if number == _ENOUGH:
                     self._cut()  # it would send more while we look for more
-                if self.look() is None and self._peeking is None:
+                if self.peek() is None and self._peeking is None:
                     break
                 if self._found is not None:
                     self.discard()

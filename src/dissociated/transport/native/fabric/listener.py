@@ -17,7 +17,7 @@ from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import CONTROL, CONTROL_BUFFERS, CONTROL_SIZE, VERSION, Kind
 from dissociated.transport.native.fabric.domain import RMA_KEY, Domain
-from dissociated.transport.native.fabric.endpoint import Completion, Endpoint
+from dissociated.transport.native.fabric.endpoint import Completion, FabricEndpoint
 from dissociated.transport.native.fabric.provider import (
     allows_rma,
     heartbeat_interval,
@@ -25,13 +25,13 @@ from dissociated.transport.native.fabric.provider import (
     open_endpoint,
     provider_of,
 )
-from dissociated.transport.native.listener import LOOK_AGAIN, NativeListener, Withdraw, withdraw_with
+from dissociated.transport.native.listener import MAX_SLEEP, NativeListener, Withdraw, withdraw_with
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
-_RETRY = 0.002  # seconds, while libfabric wants something to be tried again
-_LAST = 0.25  # seconds for the last word
+_RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
+_LAST_TIMEOUT = 0.25  # seconds for the last word
 _KNOWN = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
 _ANSWERING = 16  # that are answered at once: one that does not take its answer keeps no other waiting
@@ -47,7 +47,7 @@ class _Answer:
 
     def __init__(self, client: int, kind: Kind, payload: Any, connection: Connection | None) -> None:
         self.client, self.kind, self.payload, self.connection = client, kind, payload, connection
-        self.begun, self.end = False, time.monotonic() + _LAST
+        self.begun, self.end = False, time.monotonic() + _LAST_TIMEOUT
         self.ended: list[Completion] = []
 
 
@@ -58,7 +58,7 @@ class FabricListener(NativeListener):
         self._provider, self._heartbeat = provider_of(uri), heartbeat_interval(uri)
         self._host = uri.host or "127.0.0.1"
         rma = allows_rma(uri, self._provider)
-        self._endpoint = endpoint = Endpoint(self._provider, self._host, str(uri.port or 0), rma)
+        self._endpoint = endpoint = FabricEndpoint(self._provider, self._host, str(uri.port or 0), rma)
         super().__init__(exposes_memory=rma)
         self._ffi = endpoint.ofi.ffi
         self._hellos: deque[bytes] = deque()
@@ -84,7 +84,7 @@ class FabricListener(NativeListener):
     def _progress(self) -> None:
         while not self._closed and self._endpoint.progress():
             pass
-        while not self._closed and self._endpoint.look() is not None:
+        while not self._closed and self._endpoint.peek() is not None:
             self._endpoint.discard()
 
     def _next(self) -> Connection | None:
@@ -101,7 +101,7 @@ class FabricListener(NativeListener):
         return self._endpoint.arm()
 
     def _sleep(self) -> None:
-        self._endpoint.sleep(self._waker, _RETRY if self._answers or self._hellos else LOOK_AGAIN)
+        self._endpoint.sleep(self._waker, _RETRY_DELAY if self._answers or self._hellos else MAX_SLEEP)
 
     def _has_place(self) -> bool:
         """Whether one more may have an endpoint. If not, the one that has had most time to join goes, once it had some.

@@ -17,11 +17,11 @@ class Outgoing(NamedTuple):
     pieces: Sequence[Any]
 
 
-class Prepared(list[Outgoing]):
+class FabricMessages(list[Outgoing]):
     """Messages that are encoded already."""
 
 
-class Sending:
+class PendingSend:
     """A message that was given to libfabric, or waits until that takes it."""
 
     __slots__ = ("ended", "memory", "pieces", "size", "tag")
@@ -39,12 +39,12 @@ class Joiner:
         self._ffi, self._most = ffi, most
         self._staging: list[bytearray] = []  # in which messages were joined, for the next ones
 
-    def fitted(self, message: Outgoing) -> Sending:
+    def fitted(self, message: Outgoing) -> PendingSend:
         """The message in as many pieces as libfabric takes."""
         tag, size, pieces = message
-        return Sending(tag, pieces) if len(pieces) <= self._most else self._joined(tag, size, pieces)
+        return PendingSend(tag, pieces) if len(pieces) <= self._most else self._joined(tag, size, pieces)
 
-    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> Sending:
+    def _joined(self, tag: int | None, size: int, pieces: Sequence[Any]) -> PendingSend:
         """A message in as many pieces as libfabric takes: those in a row are copied together that are the fewest bytes.
 
         In memory that was used before if there is some: fresh memory costs as much again.
@@ -61,9 +61,9 @@ class Joiner:
         for piece in pieces[first : first + row]:
             self._ffi.memmove(whole + end, piece, len(piece))
             end += len(piece)
-        return Sending(tag, [*pieces[:first], whole, *pieces[first + row :]], memory)
+        return PendingSend(tag, [*pieces[:first], whole, *pieces[first + row :]], memory)
 
-    def let_go(self, sending: Sending) -> None:
+    def release(self, sending: PendingSend) -> None:
         """The message has been sent, or never will be: nothing that it consists of has to stay."""
         memory, sending.memory, sending.pieces = sending.memory, None, ()
         if memory is not None and len(self._staging) < _STAGING:

@@ -9,14 +9,14 @@ from dissociated.transport.native.fabric._ofi import LIBRARY, ofi
 from dissociated.transport.native.fabric.control import held_up
 from dissociated.transport.native.fabric.domain import Domain
 from dissociated.transport.native.fabric.dual import DualEndpoint
-from dissociated.transport.native.fabric.endpoint import Endpoint
+from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.uri import Uri
 
 PROVIDER = "tcp;ofi_rxm"
 _HEARTBEAT = 2.0  # seconds
 
 #: What one connection has.
-ConnectionEndpoint: TypeAlias = Endpoint | DualEndpoint
+ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
 
 
 def allows_rma(uri: Uri, provider: str) -> bool:
@@ -52,14 +52,14 @@ def provider_of(uri: Uri) -> str:
 
 def lanes(provider: str) -> int:
     """How many endpoints a connection has."""
-    return DualEndpoint.lanes if provider == "tcp" else Endpoint.lanes
+    return DualEndpoint.lanes if provider == "tcp" else FabricEndpoint.lanes
 
 
 def open_endpoint(provider: str, host: str, rma: bool, domain: Domain | None = None) -> ConnectionEndpoint:
     """What one connection has."""
     if lanes(provider) == DualEndpoint.lanes:
         return DualEndpoint(provider, host, held_up)
-    return Endpoint(provider, host, None, rma, domain)
+    return FabricEndpoint(provider, host, None, rma, domain)
 
 
 def check_same(uri: Uri, endpoint: ConnectionEndpoint) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import socket
 
 from dissociated.errors import UriError
-from dissociated.memory.remote import spans_of
+from dissociated.memory.remote import parse_spans
 from dissociated.transport.base import Connection, Listener, Transport
-from dissociated.transport.framed.connection import explain
-from dissociated.transport.framed.tcp import check_name
+from dissociated.transport.framed.connection import socket_error
+from dissociated.transport.framed.tcp import check_host_name
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.listener import FabricListener
 from dissociated.transport.native.fabric.provider import check_same, heartbeat_interval, open_endpoint, provider_of
@@ -29,7 +29,7 @@ class FabricTransport(Transport):
         provider, heartbeat = provider_of(uri), heartbeat_interval(uri)
         where = f"the fabric server {uri.host}:{uri.port}"
         here, there = _probe(uri.host, uri.port, timeout, where)
-        spans = spans_of(uri)
+        spans = parse_spans(uri)
         endpoint = open_endpoint(provider, here, bool(spans))
         try:
             check_same(uri, endpoint)
@@ -56,9 +56,9 @@ def _probe(host: str, port: int, timeout: float, where: str) -> tuple[str, str]:
 
     libfabric would try to connect to a closed port for ever.
     """
-    check_name(host)
+    check_host_name(host)
     try:
         with socket.create_connection((host, port), timeout) as probe:
             return probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
-        raise explain(error, f"connecting to {where}") from None
+        raise socket_error(error, f"connecting to {where}") from None

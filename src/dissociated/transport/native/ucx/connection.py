@@ -48,11 +48,11 @@ class _Outgoing(NamedTuple):
     keep: Any
 
 
-class Prepared(list[_Outgoing]):
+class UcxMessages(list[_Outgoing]):
     """Messages that are encoded already."""
 
 
-class _Found(NamedTuple):
+class _ProbedMessage(NamedTuple):
     """A message that UCX holds, and that is ours to receive. `tag` is None for metadata."""
 
     handle: Any
@@ -84,7 +84,7 @@ class UcxConnection(NativeConnection):
         self._plain, self._pieces, self._force, self._am, self._am_pieces = params()
         self._receiving: deque[_Receiving] = deque()
         self._receiving_bytes = 0
-        self._put_off: deque[_Found] = deque()  # until they are fetched: they would hide those behind them
+        self._put_off: deque[_ProbedMessage] = deque()  # until they are fetched: they would hide those behind them
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
         self._keys: dict[Span, Any] = {}
@@ -129,8 +129,8 @@ class UcxConnection(NativeConnection):
 
     # Sending
 
-    def prepare(self, messages: Sequence[Message] | Any) -> Prepared:
-        return messages if isinstance(messages, Prepared) else Prepared(map(self._encode, messages))
+    def prepare(self, messages: Sequence[Message] | Any) -> UcxMessages:
+        return messages if isinstance(messages, UcxMessages) else UcxMessages(map(self._encode, messages))
 
     def _encode(self, message: Message) -> _Outgoing:
         u = self._ucp
@@ -212,7 +212,7 @@ class UcxConnection(NativeConnection):
             )
             return c.OK
         if attributes & c.AM_RECV_RNDV:
-            self._put(_Found(data, None, length))
+            self._put(_ProbedMessage(data, None, length))
             return c.INPROGRESS
         # It may be kept beyond this call, or not, depending on how it came: copying is the same for both.
         self._arrive(Incoming(None, bytes(self._ucp.ffi.buffer(data, length))))
@@ -232,24 +232,24 @@ class UcxConnection(NativeConnection):
             self._claim(found, allocate)
         return self._taken()
 
-    def _find(self, fetching: bool) -> _Found | None:
+    def _find(self, fetching: bool) -> _ProbedMessage | None:
         """The next message that UCX holds. Those that have to be fetched are put off, unless `fetching`."""
         if fetching and self._put_off:
             found = self._put_off.popleft()
             self._put_off_bytes -= OVERHEAD + found.length
             return found
         while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
-            found = _Found(handle, self._info.sender_tag, self._info.length)
+            found = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
             if fetching or found.length <= _SMALL:
                 return found
             self._put(found)
         return None
 
-    def _put(self, found: _Found) -> None:
+    def _put(self, found: _ProbedMessage) -> None:
         self._put_off.append(found)
         self._put_off_bytes += OVERHEAD + found.length
 
-    def _claim(self, found: _Found, allocate: Allocate) -> None:
+    def _claim(self, found: _ProbedMessage, allocate: Allocate) -> None:
         u, worker = self._ucp, self._worker.handle
         handle, tag, length = found
         if tag is None:

@@ -11,13 +11,13 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection
 from dissociated.transport.native.addresses import host_and_port, sockaddr
-from dissociated.transport.native.listener import LOOK_AGAIN, NativeListener, Withdraw, withdraw_with
+from dissociated.transport.native.listener import MAX_SLEEP, NativeListener, Withdraw, withdraw_with
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp
 from dissociated.transport.native.ucx.callbacks import callbacks
 from dissociated.transport.native.ucx.connection import UcxConnection
 from dissociated.transport.native.ucx.handshake import SEGMENT_PARAMETER, client_says
-from dissociated.transport.native.ucx.worker import SEGMENT, Worker, place
+from dissociated.transport.native.ucx.worker import SEGMENT, Worker, context_key
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class UcxListener(NativeListener):
     """A worker that only hears of connections; each then gets its own."""
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
-        self._place = place(address, rma, large=False)
+        self._place = context_key(address, rma, large=False)
         self._worker = Worker(self._place)
         super().__init__(exposes_memory=rma)
         self._mode = mode
@@ -74,7 +74,7 @@ class UcxListener(NativeListener):
         return self._worker.arm()
 
     def _sleep(self) -> None:
-        self._worker.sleep(self._waker, LOOK_AGAIN)
+        self._worker.sleep(self._waker, MAX_SLEEP)
 
     def _welcome(self, request: Any) -> Connection:
         u = self._ucp

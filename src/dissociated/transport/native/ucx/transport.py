@@ -10,7 +10,7 @@ Tags carry no sender: each connection has a worker of its own.
 from __future__ import annotations
 
 from dissociated.errors import UriError
-from dissociated.memory.remote import spans_of
+from dissociated.memory.remote import parse_spans
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.native.addresses import resolve, sockaddr
 from dissociated.transport.native.ucx import _ucp as c
@@ -18,7 +18,7 @@ from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
 from dissociated.transport.native.ucx.handshake import MODES, check_version, error_mode, segment_of
 from dissociated.transport.native.ucx.listener import UcxListener
-from dissociated.transport.native.ucx.worker import SEGMENT, Worker, place
+from dissociated.transport.native.ucx.worker import SEGMENT, Worker, context_key
 from dissociated.uri import Uri
 
 
@@ -38,8 +38,8 @@ class UcxTransport(Transport):
         endpoint.flags = c.EP_CLIENT_SERVER | c.EP_SEND_CLIENT_ID
         endpoint.err_mode = MODES[mode]
         keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
-        spans = spans_of(uri)
-        worker = Worker(place(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT))
+        spans = parse_spans(uri)
+        worker = Worker(context_key(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT))
         connection = UcxConnection(worker, where, endpoint, accepted=False, ours=False)
         del keep
         try:

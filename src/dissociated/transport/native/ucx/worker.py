@@ -18,7 +18,7 @@ from dissociated.transport.native.waker import Waker
 SEGMENT = 1 << 18
 
 
-class Place(NamedTuple):
+class ContextKey(NamedTuple):
     """What a context depends on."""
 
     inet6: bool
@@ -30,10 +30,10 @@ class Place(NamedTuple):
     pid: int
 
 
-def place(address: str, rma: bool, large: bool) -> Place:
+def context_key(address: str, rma: bool, large: bool) -> ContextKey:
     """The kind of place that a connection with this address is in, with or without one-sided access to memory."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    return Place(ip.version == 6, ip.is_loopback, rma, large, os.getpid())
+    return ContextKey(ip.version == 6, ip.is_loopback, rma, large, os.getpid())
 
 
 class Context(NamedTuple):
@@ -44,7 +44,7 @@ class Context(NamedTuple):
 
 
 @once
-def context(where: Place) -> Context:
+def context(where: ContextKey) -> Context:
     """A context, which lives as long as the process."""
     u = ucp()
     config = u.ffi.new("ucp_config_t **")
@@ -89,7 +89,7 @@ def _check_choice() -> None:
 class Worker:
     """What makes progress, and the descriptor that tells when there is some to make."""
 
-    def __init__(self, where: Place) -> None:
+    def __init__(self, where: ContextKey) -> None:
         self.ucp = u = ucp()
         _check_choice()
         self.context = context(where)
