@@ -116,7 +116,11 @@ class UcxConnection(NativeConnection):
             if request and self._ucp.status(request) == c.INPROGRESS:
                 self._posted(request, 0, None)
             end = time.monotonic() + timeout  # whatever happens meanwhile
-            self._drive(lambda: not self._under_way or self._gone or time.monotonic() >= end, timeout)
+
+            def over() -> bool:
+                return not self._under_way or self._gone or time.monotonic() >= end
+
+            self._drive(lambda: self._has(over), timeout)  # it may send without end before we know that it is there
             self._connected = not self._under_way
             if self._under_way and not self._gone:
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
