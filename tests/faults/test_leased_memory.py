@@ -158,6 +158,11 @@ class Holder:
         assert len(pairs) == count
         self.extents.append([(address, length) for address, length in pairs if length])
 
+    def end_sending(self) -> None:
+        """Nothing more comes from here. The server lets it be, so that its silence is the end."""
+        self.connection.socket.shutdown(socket.SHUT_WR)
+        self.connection.socket.settimeout(1.0)
+
     def to_the_end(self) -> str:
         """Why its stream ended, after whatever else it is still sent."""
         while True:
@@ -256,7 +261,7 @@ def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_conne
         "a free of what is not its own": (lambda one: one.connection.send(peer.free(1, tag=one.free_tag)), "not hold"),
         "a request within the stream": (lambda one: one.connection.send(peer.frame(2, b"", 5)), "unknown tag"),
         "half a message": (lambda one: one.connection.send(peer.head(2, 8, one.free_tag)), "was silent"),
-        "an end of what it sends": (lambda one: one.connection.socket.shutdown(socket.SHUT_WR), ""),
+        "an end of what it sends": (lambda one: one.end_sending(), ""),
     }
     for publish in (publish_shared, publish_own):
         for what, (step, reason) in steps.items():
