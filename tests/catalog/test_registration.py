@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,6 @@ from dissociated.store.store import Store
 from nodes import put, read, table
 
 SELDOM = 600.0  # seconds: each heartbeat is one of the test's own
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A place in memory for stores."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 class Catalog(LocalCatalog):

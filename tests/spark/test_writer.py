@@ -6,7 +6,6 @@ import os
 import secrets
 import shlex
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,12 +43,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
         return writer.write(iter([batch.slice(0, 0), batch]))
 
     return attempt
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 def writing(uri: str, mode: str = "overwrite") -> DatasetWriter:

@@ -28,7 +28,7 @@ from dissociated.catalog.publication import Publication
 from dissociated.catalog.records import NodeRecord
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.base import Dataset
-from dissociated.errors import DissociatedError
+from dissociated.errors import CatalogError, DissociatedError
 from dissociated.host import boot_id, directory_id, host_name
 from dissociated.monitoring.status import NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
@@ -106,6 +106,20 @@ class Catalog(ABC):
     @abstractmethod
     def commit(self, body: Mapping[str, Any]) -> None:
         """Publish segments, on whichever nodes they are, as one dataset, whole and at once."""
+
+    def _parse_commit(self, body: Mapping[str, Any]) -> tuple[Publication, str, list[tuple[str, str]]]:
+        """What is published, the key of its commit, and its segments, each after its node."""
+        asked = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
+        segments = [
+            (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own_node_id(), str(one))
+            for one in body["segments"]
+        ]
+        return asked, str(body.get("key") or _commit_key(asked.name, segments)), segments
+
+    def _own_node_id(self) -> str:
+        if not self._backend.has_stage:
+            raise CatalogError("this catalog has no stage of its own: say which node each segment is on")
+        return self.node.id
 
     @abstractmethod
     def drop(self, name: str) -> None:
@@ -295,7 +309,7 @@ class Catalog(ABC):
         )
 
 
-def commit_key(name: str, segments: Sequence[tuple[str, str]]) -> str:
+def _commit_key(name: str, segments: Sequence[tuple[str, str]]) -> str:
     """A repeated call of a client that gives no key names the same segments, which nobody writes twice."""
     if not segments:
         return secrets.token_hex(16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import secrets
@@ -18,7 +19,7 @@ import pyarrow.flight as flight
 from dissociated.access import Security
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared, check_appendable
-from dissociated.catalog.base import Catalog, commit_key
+from dissociated.catalog.base import Catalog
 from dissociated.catalog.chunks import upload
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.descriptors import first_field, parse_descriptor, parse_json
@@ -26,7 +27,6 @@ from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.messages import announced_from_json, node_from_json, node_to_json, part_from_json
 from dissociated.catalog.peer import Peer
-from dissociated.catalog.publication import Publication
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, VersionRecord
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
@@ -155,12 +155,7 @@ class LocalCatalog(Catalog):
         return self._database.resolved_commits(keys)
 
     def commit(self, body: Mapping[str, Any]) -> None:
-        asked = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
-        segments = [
-            (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own_node_id(), str(one))
-            for one in body["segments"]
-        ]
-        key = str(body.get("key") or commit_key(asked.name, segments))
+        asked, key, segments = self._parse_commit(body)
         schema = schemas.from_base64(body["schema"])
         request = CommitRequest(asked.name, key, [], schema, asked.mode == "append", tags=asked.tags, ttl=asked.ttl)
         by_node: dict[str, list[str]] = {}
@@ -181,11 +176,6 @@ class LocalCatalog(Catalog):
         self._delete_unreferenced()
         self.clear_stage([key])
 
-    def _own_node_id(self) -> str:
-        if not self._backend.has_stage:
-            raise CatalogError("this catalog has no stage of its own: say which node each segment is on")
-        return self.node.id
-
     def _is_single_part(self, request: CommitRequest) -> bool:
         """Whether everything that the dataset will be is on this node, in one part."""
         if not request.append:
@@ -200,8 +190,11 @@ class LocalCatalog(Catalog):
         request = replace(request, staged=staged)
         lineage: list[str] = []
         if request.append:
-            with suppress(DatasetNotFound):
+            try:
                 record = self._database.find(request.name)
+            except DatasetNotFound:
+                pass
+            else:  # of what is there nothing may be left out
                 before = check_appendable(request.name, self._registry.lookup(record.parts[0].ticket))
                 lineage = [record.lineage_id]
                 tags, ttl = record.merged_options(request.tags, request.ttl)
@@ -240,7 +233,7 @@ class LocalCatalog(Catalog):
                 with Peer(nodes[node].flight, self.security) as peer:
                     told = peer.do_action("prepare", body)
             parts.append(replace(part_from_json(told["part"]), number=number))
-            found.add(schemas.from_base64(told["schema"]).serialize().to_pybytes())
+            found.add(base64.b64decode(told["schema"]))
         if len(found) > 1:
             raise CatalogError(f"the segments of {request.name!r} do not have one schema on all nodes")
         self._database.publish(

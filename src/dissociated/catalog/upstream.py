@@ -16,12 +16,11 @@ import pyarrow.flight as flight
 
 from dissociated.access import Security
 from dissociated.catalog.backend import Prepared
-from dissociated.catalog.base import Catalog, commit_key
+from dissociated.catalog.base import Catalog
 from dissociated.catalog.descriptors import parse_descriptor
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.messages import announced_to_json, node_to_json
 from dissociated.catalog.peer import TIMEOUT, Peer
-from dissociated.catalog.publication import Publication
 from dissociated.catalog.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
@@ -81,12 +80,7 @@ class UpstreamCatalog(Catalog):
         raise CatalogError(f"this node belongs to a catalog: publish {made.name!r} through that, or the store")
 
     def commit(self, body: Mapping[str, Any]) -> None:
-        asked = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
-        segments = [
-            (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self.node.id, str(one))
-            for one in body["segments"]
-        ]
-        key = str(body.get("key") or commit_key(asked.name, segments))
+        _, key, segments = self._parse_commit(body)
         there = [{"node": node, "segment": segment} for node, segment in segments or [(self.node.id, "")]]
         self._upstream.do_action("commit", {**body, "key": key, "segments": there})
         self.clear_stage([key])

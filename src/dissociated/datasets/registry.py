@@ -86,10 +86,14 @@ class Registry:
             if one is not None:
                 self.withdraw(one)
 
-    def lookup_name(self, name: str) -> Dataset:
-        """What is published under `name`. Raises DatasetNotFound."""
+    def find_name(self, name: str) -> Dataset | None:
+        """What is published under `name`, if anything is."""
         with self._lock:
-            found = self._by_name.get(name)
+            return self._by_name.get(name)
+
+    def lookup_name(self, name: str) -> Dataset:
+        """The same. Raises DatasetNotFound."""
+        found = self.find_name(name)
         if found is None:
             raise DatasetNotFound(f"no dataset {name!r} is published here")
         return found

@@ -250,8 +250,9 @@ class Server:
         With `append` they follow the segments that have that name already; there must be only segments.
         """
         with self._changing:
-            if append and name in self.registry.names():
-                segments = [*self.registry.lookup_name(name).appendable(), *segments]
+            existing = self.registry.find_name(name) if append else None
+            if existing is not None:
+                segments = [*existing.appendable(), *segments]
             self._publish(SegmentsDataset(name, segments))
 
     def _publish(self, new: Dataset) -> None:
