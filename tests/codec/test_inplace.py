@@ -26,7 +26,7 @@ def only_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("not read in place")
 
-    monkeypatch.setattr(stream, "join", refuse)
+    monkeypatch.setattr(stream, "join_deliveries", refuse)
 
 
 def read(server: dis.Server, name: str) -> pa.RecordBatchReader:

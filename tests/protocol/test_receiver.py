@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.message import HeaderType
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery, StreamRequested, Streams
+from dissociated.protocol.delivery import Delivery
+from dissociated.protocol.events import StreamRequested, Streams
 from dissociated.protocol.message import Incoming
 from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.sender import Body, Sender, Tags

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivered, Delivery
+from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches, SharedBatches
 from dissociated.protocol.message import Run
 from dissociated.protocol.receiver import Receiver
-from dissociated.protocol.run import PackedBatches, SharedBatches, recognise
+from dissociated.protocol.run import recognise
 
 BASE = 1 << 40  # of the region that shared bodies lie in
 

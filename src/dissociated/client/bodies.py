@@ -14,7 +14,7 @@ from dissociated.errors import RemoteProtocolError, TransportError
 from dissociated.format.message import Header, buffer_extents
 from dissociated.memory.remote import fetch_ranges
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
+from dissociated.protocol.delivery import Delivery
 from dissociated.transport.base import Connection
 
 

@@ -14,7 +14,7 @@ from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivered
+from dissociated.protocol.delivery import Delivered
 from dissociated.protocol.receiver import Receiver
 from dissociated.transport.base import Connection
 

@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import closing
 
-from dissociated.client.session import ClientSession
+from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.inplace import InPlace
-from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
+from dissociated.codec.runs import join_deliveries
 from dissociated.codec.tensor import Tensor, join_tensor, slice_buffers
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivered, Delivery
-from dissociated.protocol.run import PackedBatches
+from dissociated.protocol.delivery import Delivered, Delivery
 
 #: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
 _MAX_SEEN = 1 << 16
@@ -29,26 +28,27 @@ class Stream:
         self._session = session
         self._bodies = session.bodies
         self._rest = session.deliveries()
-        first = next(self._rest)
-        assert isinstance(first, Delivery)  # no run begins a stream
+        (first,) = next(self._rest).expand()  # no run begins a stream
         #: The flatbuffer of the first message: the schema, or a tensor.
         self.header = first.header
         self.is_tensors = first.parsed.is_tensor
         self._seen: deque[Delivered] = deque([first])
 
     def batches(self, options: ReadOptions) -> StreamReader:
-        """A reader, which ends the stream where it is exhausted or dropped. Raises as `join` does.
+        """A reader, which ends the stream where it is exhausted or dropped. Raises as `join_deliveries` does.
 
         Bodies are mapped, fetched or taken as they were sent; a dataset that lies in shared memory just as an IPC
         stream has it is read there by libarrow itself.
         """
         reader = self._in_place(options) if self._bodies.address_space.static else None
-        return join(self._messages(), options, max_body=self._session.max_body) if reader is None else reader
+        if reader is not None:
+            return reader
+        return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
 
     def tensors(self) -> Generator[Tensor, None, None]:
         """One after the other. Raises WrongKind where there are none."""
-        with closing(self):
-            for item in self._items():
+        with closing(self._deliveries()) as deliveries:
+            for item in deliveries:
                 yield from map(self._tensor, item.expand())
 
     def close(self) -> None:
@@ -64,24 +64,16 @@ class Stream:
         place = InPlace(self.header, self._bodies.address_space)
         for item in self._rest:
             self._seen.append(item)
-            if len(self._seen) > _MAX_SEEN or not place.add(item):
+            if len(self._seen) > _MAX_SEEN or not item.accept(place):
                 return None
         return place.reader(self._bodies.lease, options)
 
-    def _messages(self) -> Messages:
-        """With their bodies where libarrow shall find them. Runs without leases stay together."""
+    def _deliveries(self) -> Deliveries:
+        """What has been looked at, and then the rest. Closes the stream at the end."""
         with closing(self):
-            for item in self._items():
-                if isinstance(item, PackedBatches):
-                    yield item
-                else:
-                    yield from map(self._bodies.attach, item.expand())
-
-    def _items(self) -> Generator[Delivered, None, None]:
-        """What has been looked at, and then the rest."""
-        while self._seen:
-            yield self._seen.popleft()
-        yield from self._rest
+            while self._seen:
+                yield self._seen.popleft()
+            yield from self._rest
 
     def _tensor(self, delivery: Delivery) -> Tensor:
         _, header, parsed, body = delivery

@@ -11,7 +11,7 @@ from dissociated.buffers import Buffer
 from dissociated.format.message import buffer_extents, relocate
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
+from dissociated.protocol.delivery import Delivery
 
 
 class LeaseManager(Protocol):

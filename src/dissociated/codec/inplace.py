@@ -18,8 +18,7 @@ from dissociated.format.encapsulated import encapsulate, first_message_at
 from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivered, Delivery
-from dissociated.protocol.run import SharedBatches
+from dissociated.protocol.delivery import Delivery, PackedBatches, SharedBatches
 
 #: Gives the same memory as a buffer, at whose end these addresses go back.
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
@@ -62,18 +61,16 @@ class _ChainedFile(Readable):
 
 
 class InPlace:
-    """Follows a stream from its schema on, for as long as all of it lies in place."""
+    """Follows a stream from its schema on, for as long as all of it lies in place.
+
+    A DeliveryVisitor: its methods say whether a delivery lies where it would in an IPC stream. After one that does not,
+    it must be shown no more.
+    """
 
     def __init__(self, schema: bytes, address_space: AddressSpace) -> None:
         self._schema = encapsulate(schema)
         self._address_space = address_space
         self._streams: list[_MappedStream] = []
-
-    def add(self, item: Delivered) -> bool:
-        """Whether the next message, or messages, lie where they would in an IPC stream. If not, ask no more."""
-        if isinstance(item, SharedBatches):
-            return self._add_batches(item)
-        return isinstance(item, Delivery) and self._add_message(item)
 
     def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
         """A reader over all of it, by libarrow; None where it cannot be read so."""
@@ -86,33 +83,36 @@ class InPlace:
             pieces.append(whole.slice(start, part.end - start))
         return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
 
-    def _add_message(self, item: Delivery) -> bool:
-        if not isinstance(item.body, AddressList):
-            if item.body is None or len(item.body):
+    def message(self, delivery: Delivery) -> bool:
+        if not isinstance(delivery.body, AddressList):
+            if delivery.body is None or len(delivery.body):
                 return False
             part = self._streams[-1] if self._streams else None  # an empty body has no address: it must lie here
         else:
-            leased = item.body.leased
+            leased = delivery.body.leased
             part = self._stream_at(leased[0]) if leased else None
         if part is None:
             return False
-        if is_compressed(item.header):
+        if is_compressed(delivery.header):
             return False  # what comes out of it is bounded where messages are joined
-        head = encapsulate(item.header)
+        head = encapsulate(delivery.header)
         body_at = part.end + len(head)
         if not part.holds(part.end, head):
             return False
-        if isinstance(item.body, AddressList):
+        if isinstance(delivery.body, AddressList):
             start = part.region.base + body_at
-            offsets, _ = buffer_extents(item.header, item.parsed)
-            for offset, address, length in zip(offsets, item.body.addresses, item.body.lengths, strict=True):
+            offsets, _ = buffer_extents(delivery.header, delivery.parsed)
+            for offset, address, length in zip(offsets, delivery.body.addresses, delivery.body.lengths, strict=True):
                 if length and address != start + offset:
                     return False
-            part.leased.append(np.array(item.body.leased, np.uint64))
-        part.end = body_at + item.parsed.body_length
+            part.leased.append(np.array(delivery.body.leased, np.uint64))
+        part.end = body_at + delivery.parsed.body_length
         return part.end <= part.region.size
 
-    def _add_batches(self, batches: SharedBatches) -> bool:
+    def packed(self, batches: PackedBatches) -> bool:
+        return False
+
+    def shared(self, batches: SharedBatches) -> bool:
         part = self._stream_at(int(batches.leased[0]))
         if part is None:
             return False

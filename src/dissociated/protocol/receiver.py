@@ -11,7 +11,7 @@ from dissociated.errors import LocalProtocolError, RemoteProtocolError
 from dissociated.format.layout import SchemaLayout, layout_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
 from dissociated.protocol.bodies import AddressList, parse_addresses
-from dissociated.protocol.events import Delivered, Delivery
+from dissociated.protocol.delivery import Delivered, Delivery
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.run import recognise

@@ -7,105 +7,19 @@ to the Receiver one by one, which finds what is wrong and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
 
 from dissociated.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
-from dissociated.format.message import Header, buffer_extents, parse_header, varying_ranges
-from dissociated.protocol.bodies import AddressList
-from dissociated.protocol.events import Delivery
+from dissociated.format.message import Header, parse_header, varying_ranges
+from dissociated.protocol.delivery import Bytes, PackedBatches, SharedBatches, Uint64s
 from dissociated.protocol.message import Run
 from dissociated.protocol.metadata import PREFIX_SIZE, MetadataKind
 from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, body_tag
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Bytes: TypeAlias = NDArray[np.uint8]
-    Uint64s: TypeAlias = NDArray[np.uint64]
-else:
-    Bytes = Uint64s = Any
-
 _MAX_ADDRESS = np.uint64(1 << 62)  # so that no sum below can overflow
-
-
-class PackedBatches(NamedTuple):
-    """Record batches of one layout, number `sequence` and on, their bodies packed and of one length.
-
-    `headers` has a row for each, its flatbuffer; `bodies` has them one after the other.
-    """
-
-    sequence: int
-    headers: Bytes
-    parsed: Header
-    bodies: memoryview
-
-    @property
-    def largest_body(self) -> int:
-        """Bytes of each body."""
-        return self.parsed.body_length
-
-    @property
-    def lease_count(self) -> int:
-        """How many addresses must be given back: packed bodies have none."""
-        return 0
-
-    def expand(self) -> Iterator[Delivery]:
-        """The same messages one by one."""
-        length = self.parsed.body_length
-        known, parsed = b"", self.parsed
-        for index, row in enumerate(self.headers):
-            header = row.tobytes()
-            if header != known:  # most often they are the same
-                known, parsed = header, _as_expected(header, self.parsed)
-            body = self.bodies[index * length : (index + 1) * length]
-            yield Delivery(self.sequence + index, header, parsed, body)
-
-
-class SharedBatches(NamedTuple):
-    """Record batches of one layout, number `sequence` and on, each body in one piece of shared memory.
-
-    `headers` has a row for each, its flatbuffer. `body_at` and `body_length` say where the packed bodies lie;
-    `leased` are all addresses that must be given back.
-    """
-
-    sequence: int
-    headers: Bytes
-    body_at: Uint64s
-    body_length: Uint64s
-    leased: Uint64s
-    parsed: Header
-
-    @property
-    def largest_body(self) -> int:
-        """Bytes of the largest body."""
-        return int(self.body_length.max())
-
-    @property
-    def lease_count(self) -> int:
-        """How many addresses must be given back."""
-        return len(self.leased)
-
-    def expand(self) -> Iterator[Delivery]:
-        """The same messages one by one."""
-        for index, row in enumerate(self.headers):
-            header = row.tobytes()
-            parsed = _as_expected(header, self.parsed)
-            offsets, lengths = buffer_extents(header, parsed)
-            start = int(self.body_at[index])
-            addresses = tuple(start + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
-            yield Delivery(self.sequence + index, header, parsed, AddressList(addresses, lengths))
-
-
-def _as_expected(header: bytes, first: Header) -> Header:
-    """Read one of the like headers: what varies between them must not have been what tells how to read them."""
-    parsed = parse_header(header)
-    if parsed._replace(body_length=0) != first._replace(body_length=0):
-        raise RemoteProtocolError("the peer sent a run of messages that are not alike")
-    return parsed
 
 
 def encode(sequence: int, header: bytes, bodies: Sequence[Buffer]) -> Run:

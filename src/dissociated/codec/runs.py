@@ -1,0 +1,167 @@
+"""Deliveries into record batches, those that arrived together all at once.
+
+A run of small batches is put together as an IPC stream of its own, which libarrow reads from one buffer: to copy them
+is less than to call Python three times for each. Who reads through C++ gets them from the Python source, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from dissociated.buffers import MAX_BODY
+from dissociated.codec.join import EncodedMessage, StreamFile
+from dissociated.codec.options import ReadOptions
+from dissociated.codec.reader import PeerReader, StreamReader
+from dissociated.format.encapsulated import encapsulate
+from dissociated.format.layout import layout_of
+from dissociated.format.message import is_compressed
+from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches, SharedBatches
+
+_ALIGNMENT = 8  # of messages in a stream
+#: How many batches are worth a stream of their own, and how many bytes of body each may have to be copied into it.
+_MIN_BATCH_RUN = 32
+_MAX_COPY = 1 << 12
+
+#: Gives flatbuffer and body of a message, as libarrow shall read them.
+Attach: TypeAlias = Callable[[Delivery], EncodedMessage]
+
+
+def join_deliveries(
+    deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int = MAX_BODY
+) -> StreamReader:
+    """A reader over the stream that `deliveries` make, as `join` makes one of messages.
+
+    `attach` is asked for each message but those that arrived together with their bodies, and not after the end of
+    the stream.
+    """
+    return _RunReader(_DeliveryFile(deliveries, attach, options, max_body), options)
+
+
+class _BatchRun:
+    """Record batches that arrived together: each can be had as a message, or by libarrow."""
+
+    def __init__(self, batches: PackedBatches, schema: bytes, options: ReadOptions) -> None:
+        self.remaining = len(batches.headers)
+        self._batches = batches
+        #: libarrow's of those that are left, if it has them in one buffer. Who takes one counts down `remaining`.
+        self.reader: StreamReader | None = None
+        if self.remaining >= _MIN_BATCH_RUN and _may_copy(batches, schema):
+            self.reader = PeerReader(_to_ipc_stream(batches, schema, options.memory_pool), options)
+
+    def messages(self) -> Iterator[EncodedMessage]:
+        """Those that are left, as they came. From the first on they can be had no other way."""
+        self.reader = None
+        for delivery in islice(self._batches.expand(), len(self._batches.headers) - self.remaining, None):
+            self.remaining -= 1
+            yield delivery.header, delivery.body
+
+
+def _may_copy(batches: PackedBatches, schema: bytes) -> bool:
+    """Whether these batches can be copied into a stream of their own, which would know no dictionaries."""
+    body_length, layout = batches.parsed.body_length, layout_of(schema)
+    return (
+        body_length <= _MAX_COPY
+        and not body_length % _ALIGNMENT
+        and layout is not None
+        and not layout.values
+        and bool((batches.headers == batches.headers[0]).all())
+        and not is_compressed(batches.headers[0].tobytes())
+    )
+
+
+def _to_ipc_stream(batches: PackedBatches, schema: bytes, pool: pa.MemoryPool | None) -> pa.Buffer:
+    """The same as an IPC stream."""
+    begin, head = encapsulate(schema), encapsulate(batches.headers[0].tobytes())
+    count, body_length = len(batches.headers), batches.parsed.body_length
+    size = len(head) + body_length
+    stream = pa.allocate_buffer(len(begin) + count * size, pool)
+    memory = np.frombuffer(stream, np.uint8)
+    memory[: len(begin)] = np.frombuffer(begin, np.uint8)
+    rows = memory[len(begin) :].reshape(count, size)
+    rows[:, : len(head)] = np.frombuffer(head, np.uint8)
+    rows[:, len(head) :] = np.frombuffer(batches.bodies, np.uint8).reshape(count, body_length)
+    return stream
+
+
+class _DeliveryFile(StreamFile):
+    """The messages of deliveries as the file that libarrow reads from; or, past it, whole runs."""
+
+    def __init__(
+        self, deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int
+    ) -> None:
+        super().__init__(deliveries, max_body, _RunReader.blame)
+        self._deliveries = deliveries
+        self._attach = attach
+        self._options = options
+        self._schema = b""
+        self._run: _BatchRun | None = None  # which the stream goes on with
+        self._messages: Iterator[EncodedMessage] = iter(())  # of what has been delivered
+
+    def run(self) -> _BatchRun | None:
+        """The run that the stream goes on with; None where something else comes next. To be asked between messages."""
+        if (self._run is None or not self._run.remaining) and not self._pieces:
+            self._refill()
+        return self._run
+
+    def _next(self) -> EncodedMessage | None:
+        """The next message; None where a run begins, which may be wanted whole."""
+        if self._run is not None and not self._run.remaining:
+            self._run, self._messages = None, iter(())
+        while (message := next(self._messages, None)) is None:
+            next(self._deliveries).accept(self)
+            if self._run is not None:
+                return None
+        self._schema = self._schema or message[0]
+        return message
+
+    def message(self, delivery: Delivery) -> None:
+        self._messages = map(self._attach, delivery.expand())  # which keeps no body once it is taken
+
+    def packed(self, batches: PackedBatches) -> None:
+        self._run = _BatchRun(batches, self._schema, self._options)
+        self._messages = self._run.messages()
+
+    def shared(self, batches: SharedBatches) -> None:
+        self._messages = map(self._attach, batches.expand())
+
+    def close(self) -> None:
+        super().close()
+        self._run, self._messages = None, iter(())
+
+
+class _RunReader(PeerReader):
+    """Reads what a file gives, and runs past it."""
+
+    def __init__(self, file: _DeliveryFile, options: ReadOptions) -> None:
+        self._file = file
+        self._past = 0  # batches
+        super().__init__(file, options)
+
+    def read_next_batch(self) -> pa.RecordBatch:
+        reader: Any = self._run() or super()
+        return reader.read_next_batch()
+
+    def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
+        reader: Any = self._run() or super()
+        return reader.read_next_batch_with_custom_metadata()  # type: ignore[no-any-return]
+
+    def _run(self) -> StreamReader | None:
+        """A reader that gives the next batch; None where the file does."""
+        run = self._file.run()
+        if run is None or run.reader is None:
+            return None
+        run.remaining -= 1
+        self._past += 1
+        return run.reader
+
+    @property
+    def stats(self) -> pa.ipc.ReadStats:
+        stats = super().stats
+        return stats._replace(
+            num_messages=stats.num_messages + self._past, num_record_batches=stats.num_record_batches + self._past
+        )
