@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import os
 import struct
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
+from urllib.parse import quote
 
 import dissociated as dis
 
@@ -83,6 +85,14 @@ def case(what: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"in the case: {what}")
         raise
+
+
+def written_forms(secret: bytes) -> set[str]:
+    """How a secret might be written in a log."""
+    encoded = base64.b64encode(secret).decode()
+    urlsafe = base64.urlsafe_b64encode(secret).decode()
+    plain = {secret.hex(), encoded, encoded.rstrip("="), urlsafe, repr(secret)[2:-1], secret.decode("latin-1")}
+    return plain | {quote(encoded, safe=""), quote(secret, safe="")}
 
 
 @contextmanager

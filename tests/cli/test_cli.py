@@ -133,7 +133,9 @@ def test_get(catalog: str, tmp_path: Path, name: str, transport: str | None) -> 
 @pytest.mark.parametrize("ending", [".arrow", ".feather", ".arrows", ".csv"])
 def test_get_in_other_formats(catalog: str, tmp_path: Path, ending: str) -> None:
     out = tmp_path / f"out{ending}"
-    assert run("get", f"{catalog}/planes", "-o", out, "--columns", "n").returncode == 0
+    got = run("get", f"{catalog}/planes", "-o", out, "--columns", "n", "--log-level", "debug")
+    assert got.returncode == 0
+    assert re.search(r"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", got.stderr)
     if ending == ".csv":
         assert out.read_text().splitlines() == ['"n"', *map(str, range(1000))]
     else:

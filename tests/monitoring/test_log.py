@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import logging
@@ -10,12 +9,13 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
+from pyarrow import flight
 
 import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import AccessDenied, OptionError
 from dissociated.monitoring.log import JsonFormatter, TextFormatter, configure
-from helpers import PATIENCE, connections_left
+from helpers import PATIENCE, connections_left, written_forms
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TOKEN, WRONG = "sesame-0123456789", "simsim-9876543210"
@@ -39,12 +39,6 @@ def lines() -> Iterator[io.StringIO]:
     yield written
     root.removeHandler(handler)
     root.setLevel(level)
-
-
-def forms(secret: bytes) -> set[str]:
-    """How a secret might be written."""
-    encoded = base64.b64encode(secret).decode()
-    return {secret.hex(), encoded, encoded.rstrip("="), repr(secret)[2:-1], secret.decode("latin-1")}
 
 
 @pytest.mark.parametrize("lifetime", [None, 3600.0])
@@ -88,8 +82,17 @@ def test_no_secret_is_ever_logged(lines: io.StringIO, certified: Certificates, l
     assert "does not accept this token" in log
     assert '"identity": "ali"' in log
     for secret in secrets:
-        for form in forms(secret):
+        for form in written_forms(secret):
             assert form not in log
+
+
+def test_a_call_that_is_not_understood_is_logged_without_its_body(lines: io.StringIO) -> None:
+    with dis.Server(["inproc:"]) as server, flight.connect(server.catalog_uri) as client:
+        for body in (f'{{"key": "{TOKEN}\xff"}}'.encode("latin-1"), f'{{"name": "{TOKEN}'.encode()):
+            with pytest.raises(flight.FlightError, match="is not what it takes"):
+                list(client.do_action(flight.Action("drop", body)))
+    assert "drop was called with a body that it does not take: UnicodeDecodeError" in lines.getvalue()
+    assert TOKEN not in lines.getvalue()
 
 
 def test_each_record_of_a_connection_says_which(lines: io.StringIO) -> None:
@@ -139,6 +142,9 @@ def test_a_record_as_text() -> None:
         TextFormatter().format(record(connection=7, peer='a "peer"', ticket="secret"))
         == '2023-11-14T22:13:20.250Z INFO said \'thé\' connection=7 peer="a \\"peer\\""'
     )
+    forged = record(msg="no column a\n2023-11-14T22:13:21.250Z ERROR all is lost\r\x1b[H\u2028", args=())
+    (line,) = TextFormatter().format(forged).splitlines()
+    assert line.endswith(r"no column a\n2023-11-14T22:13:21.250Z ERROR all is lost\r\x1b[H\u2028")
 
 
 @pytest.mark.parametrize(("format", "level"), [("xml", "info"), ("json", "loud")])

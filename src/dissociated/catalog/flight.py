@@ -120,7 +120,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             except DissociatedError:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                _log.info("%s was called with a body that it does not take: %r", action.type, error)
+                # Without the error's text, which may be all of the body, tickets included.
+                _log.info("%s was called with a body that it does not take: %s", action.type, type(error).__name__)
                 raise CatalogError(f"the body of {action.type!r} is not what it takes") from None
             raise CatalogError(f"no action {action.type!r}; there are {', '.join([*self._actions, *self._binary])}")
 

@@ -40,9 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import pyarrow as pa
 
     from dissociated.errors import DissociatedError
+    from dissociated.monitoring import log
 
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser(given).parse_args(given)
+    if getattr(parsed, "log_level", None):
+        log.configure(parsed.log_format, parsed.log_level)
     try:
         parsed.run(parsed)
     except BrokenPipeError:

@@ -15,7 +15,7 @@ _ROOTS = "DISSOCIATED_TLS_ROOTS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `client` takes."""
+    """The options that `client` and `main` take."""
     group = parser.add_argument_group("access")
     group.add_argument(
         "--token-file",
@@ -27,6 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"PEM file of the certificates to trust, in place of the system's (or: {_ROOTS})",
     )
+    _add_log_arguments(parser.add_argument_group("seeing it"), None)
+
+
+def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> None:
+    """The options that `main` takes, which configures no log without a level."""
+    group.add_argument("--log-format", choices=log.FORMATS, default="text", help="of what is logged, on stderr")
+    group.add_argument(
+        "--log-level",
+        choices=log.LEVELS,
+        default=level,
+        help=f"from which on it is logged (default: {level or 'nothing is'}); debug shows each message that is sent "
+        "and received, and nothing of what is in it",
+    )
 
 
 def client(catalog: str, arguments: argparse.Namespace) -> Client:
@@ -36,7 +49,7 @@ def client(catalog: str, arguments: argparse.Namespace) -> Client:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:
-    """The options that `serving` and `logging` take; with `peers` those of a catalog that has nodes, and of nodes."""
+    """The options that `serving` and `main` take; with `peers` those of a catalog that has nodes, and of nodes."""
     group = parser.add_argument_group("access")
     group.add_argument("--tls-cert", metavar="FILE", help="PEM file of the certificate, with its chain, that proves us")
     group.add_argument("--tls-key", metavar="FILE", help="PEM file of its key")
@@ -62,8 +75,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
         )
     group = parser.add_argument_group("seeing it")
     group.add_argument("--metrics", metavar="HOST:PORT", help="answer Prometheus there, at /metrics")
-    group.add_argument("--log-format", choices=log.FORMATS, default="text", help="of what is logged, on stderr")
-    group.add_argument("--log-level", choices=log.LEVELS, default="warning", help="from which on it is logged")
+    _add_log_arguments(group, "warning")
 
 
 def serving(arguments: argparse.Namespace, peers: bool = False) -> dict[str, Any]:

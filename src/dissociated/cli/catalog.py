@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 
 from dissociated.cli import access
 from dissociated.cli.stop import StopSignal
-from dissociated.monitoring import log
 
 SUMMARY = "run a catalog for the nodes of many hosts"
 DESCRIPTION = """\
@@ -40,7 +39,6 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.catalog.database import Database
     from dissociated.catalog.service import CatalogService
 
-    log.configure(arguments.log_format, arguments.log_level)
     stop = StopSignal()
     guarded = security(**access.serving(arguments, peers=True), peers=True)
     _, flight = access.serving_uris(arguments)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from dissociated.cli import access, text
 from dissociated.cli.stop import StopSignal
-from dissociated.monitoring import log
 
 if TYPE_CHECKING:
     from dissociated.node.node import Node
@@ -99,7 +98,6 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.store.eviction import Policy
     from dissociated.store.store import Store
 
-    log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stop = StopSignal()

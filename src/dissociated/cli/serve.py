@@ -9,7 +9,6 @@ from pathlib import Path
 from dissociated.cli import access, text
 from dissociated.cli.stop import StopSignal
 from dissociated.errors import SourceError
-from dissociated.monitoring import log
 
 SUMMARY = "publish Arrow IPC and Parquet files"
 DESCRIPTION = """\
@@ -51,7 +50,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes."""
     from dissociated.server.server import Server
 
-    log.configure(arguments.log_format, arguments.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file and each client needs some
     sources = _sources(arguments.path)

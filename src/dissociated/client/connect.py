@@ -10,11 +10,17 @@ from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
 from dissociated.client.stream import Stream
 from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
+from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
 from dissociated.protocol.request import PARAMETER
+from dissociated.protocol.sender import Tags
 from dissociated.transport.registry import transport
+from dissociated.transport.trace import trace
 from dissociated.uri import Uri
+
+#: What a stream's connections carry, where it has one, and where it has two.
+_STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
 
 
 def supports_selection(uri: Uri) -> bool:
@@ -57,7 +63,8 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
     timeout = request.timeout
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
-        for connection, tag in zip(opened, tags, strict=True):
+        for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True):
+            trace(connection, Tags({tag: streams}, uris[-1].free_data))
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
             try:
                 connection.send([Message(tag, (identifier,))], timeout)

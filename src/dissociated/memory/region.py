@@ -90,6 +90,11 @@ class AddressSpace:
         self._max_regions = max_regions
 
     @property
+    def regions(self) -> Sequence[Region]:
+        """What there is, in the order of addresses. It is not changed when more comes, but replaced."""
+        return self._sorted[1]
+
+    @property
     def static(self) -> bool:
         """Whether there are regions, and what lies in them stays as it is."""
         _, regions = self._sorted

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from typing import Any
 
@@ -31,6 +32,8 @@ FIELDS = (
     "method",
     "identity",
 )
+#: With these a peer could begin a line of its own, or write over others.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -61,7 +64,11 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
         told = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
-        return " ".join((super().formatMessage(record), *told))
+        return _UNPRINTABLE.sub(_escaped, " ".join((super().formatMessage(record), *told)))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return repr(found[0])[1:-1]
 
 
 class JsonFormatter(logging.Formatter):

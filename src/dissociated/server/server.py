@@ -40,10 +40,12 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.request import MAGIC
 from dissociated.server.admission import Admission, Limits, ServerFull
 from dissociated.server.endpoints import Endpoints
+from dissociated.server.requests import TAGS
 from dissociated.server.session import Session
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Connection, Listener, check_timeout
 from dissociated.transport.registry import transport
+from dissociated.transport.trace import trace
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
@@ -380,6 +382,7 @@ class Server:
         outcome, why = "failed", ""
         try:
             with connection:
+                trace(connection, TAGS, stats.connection)
                 timeout = self.limits.handshake_timeout
                 connection.due = time.monotonic() + timeout
                 connection.handshake(timeout)

@@ -12,7 +12,7 @@ Integers are little-endian. Padding keeps bodies aligned that are read in one pi
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from itertools import groupby
 from typing import NamedTuple, cast
@@ -126,15 +126,24 @@ def _run_frame(run: Run) -> list[Buffer]:
 
 def _with_runs(messages: Sequence[Message]) -> list[Buffer]:
     encoded: list[Buffer] = []
+    for alike, some in split_runs(messages):
+        encoded += _encode_run(some) if alike else encode_frames(some)
+    return encoded
+
+
+def split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Message]]]:
+    """The messages in order, in groups: whether a group is worth a RUN frame, and its messages."""
     at = done = 0
     while at < len(messages):
         end = _run_end(messages, at)
         if (end - at) // 2 >= MIN_RUN:
-            encoded += encode_frames(messages[done:at])
-            encoded += _encode_run(messages[at:end])
+            if done < at:
+                yield False, messages[done:at]
+            yield True, messages[at:end]
             done = end
         at = end
-    return encoded + encode_frames(messages[done:])
+    if done < len(messages):
+        yield False, messages[done:]
 
 
 def _run_end(messages: Sequence[Message], at: int) -> int:

@@ -1,0 +1,208 @@
+"""A log of the messages of a connection: which they are and how large, and nothing of what is in them.
+
+One line a message, or a run of messages, at the level DEBUG. A connection whose messages are not logged is as it was:
+nothing is asked while data flows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from types import new_class
+from typing import Any, NamedTuple, cast
+
+from dissociated.buffers import Buffer
+from dissociated.errors import DissociatedError, RemoteError, RemoteProtocolError
+from dissociated.format.message import HeaderType, parse_envelope
+from dissociated.memory.region import Region
+from dissociated.memory.shared import Backing
+from dissociated.once import once
+from dissociated.protocol.message import Incoming, Message, Run
+from dissociated.protocol.metadata import MetadataKind, parse_metadata
+from dissociated.protocol.sender import Tags
+from dissociated.protocol.tags import BodyKind, parse_body_tag
+from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.framed.framing import split_runs
+
+_log = logging.getLogger(__name__)
+
+_totals = struct.Struct("<QQ")  # of an address list: bytes, and how many buffers
+
+_client_numbers = itertools.count(1)
+
+
+def trace(connection: Connection, tags: Tags, number: int | None = None) -> None:
+    """Log each message of `connection` from now on, if DEBUG is logged now.
+
+    `tags` are those that its client sends. A server gives the `number` by which its status knows the connection; those
+    of clients are numbered here.
+    """
+    if _log.isEnabledFor(logging.DEBUG):
+        name = f"c{next(_client_numbers)}" if number is None else str(number)
+        connection.__class__ = _traced(type(connection))
+        cast(_Traced, connection).trace = _Trace(name, connection.peer, tags, number)
+
+
+@once
+def _traced(kind: type[Connection]) -> type[Connection]:
+    """The same kind of connection, which logs. It is another for what is encoded once for each kind."""
+    return new_class(kind.__name__, (_Traced, kind), exec_body=lambda body: body.update(__module__=kind.__module__))
+
+
+class _Encoded(NamedTuple):
+    """What `prepare` made of messages, and the lines that say what these were."""
+
+    messages: Any
+    lines: Sequence[str]
+
+
+class _Trace:
+    """Writes the lines of one connection."""
+
+    def __init__(self, name: str, peer: str, tags: Tags, number: int | None) -> None:
+        self._prefix = f"connection {name} ({peer})"
+        self._tags = tags
+        self._accepted = number is not None
+        self._fields: Mapping[str, object] = {"connection": number} if number is not None else {}
+        self._reason: str | None = None  # that was sent last, for giving up
+
+    def line(self, what: str) -> None:
+        _log.debug("%s: %s", self._prefix, what, extra=self._fields)
+
+    def sent(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.line(f"sent {line}")
+
+    def failed(self, lines: Sequence[str], error: DissociatedError) -> None:
+        more = f", nor {len(lines) - 1:,} more" if len(lines) > 1 else ""
+        self.line(f"could not send {lines[0] if lines else 'nothing'}{more}: {str(error)!r}")
+
+    def mapped(self, before: Sequence[Region], after: Sequence[Region]) -> None:
+        if len(before) < len(after):
+            nbytes = sum(region.size for region in {*after}.difference(before))
+            self.line(f"received regions: {len(after) - len(before)}, of {nbytes:,} bytes together")
+
+    def aborted(self, reason: str) -> None:
+        if reason != self._reason:  # media whose `farewell` is an `abort` come here twice
+            self._reason = reason
+            self.line(f"sent abort: {reason!r}")
+
+    def outgoing(self, messages: Sequence[Message | Run]) -> Iterator[str]:
+        """What is to be sent, in lines."""
+        for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
+            if is_run:
+                yield from map(_run, cast("Iterator[Run]", some))
+                continue
+            for alike, group in split_runs(cast("list[Message]", [*some])):
+                if alike:
+                    first, second = group[:2]
+                    yield _alike(len(group) // 2, _metadata(first.parts), _body(second.tag or 0, second.parts))
+                else:
+                    yield from (self._message(one.tag, one.parts, not self._accepted) for one in group)
+
+    def incoming(self, arrived: Incoming | Run) -> str:
+        """What was received, in a line."""
+        if isinstance(arrived, Run):
+            return _run(arrived)
+        return self._message(arrived.tag, (arrived.data,), self._accepted)
+
+    def _message(self, tag: int | None, parts: Sequence[Buffer], of_client: bool) -> str:
+        if tag is None:
+            return _metadata(parts)
+        if not of_client:
+            return _body(tag, parts)
+        length = sum(map(len, parts))
+        if tag in self._tags.want:
+            return f"want_data ({str(self._tags.want[tag].name).lower()}), {length:,} bytes"
+        if tag == self._tags.free_data:
+            return f"free_data of {length // 8:,} addresses"
+        return f"a message with the unknown tag {tag:#018x}, {length:,} bytes"
+
+
+class _Traced(Connection):
+    """What a connection does first that logs its messages: see `_traced` for what comes after."""
+
+    trace: _Trace
+
+    def prepare(self, messages: Sequence[Message | Run]) -> Any:
+        encoded = super().prepare(messages)
+        return encoded if encoded is messages else _Encoded(encoded, [*self.trace.outgoing(messages)])
+
+    def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        if not isinstance(messages, _Encoded):
+            messages = _Encoded(super().prepare(messages), [*self.trace.outgoing(messages)])
+        try:
+            super().send(messages.messages, timeout)  # type: ignore[safe-super]
+        except DissociatedError as error:
+            self.trace.failed(messages.lines, error)
+            raise
+        self.trace.sent(messages.lines)
+
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
+        known = self.address_space.regions
+        try:
+            arrived = super().receive(timeout, allocate)  # type: ignore[safe-super]
+        except DissociatedError as error:
+            what = "abort" if isinstance(error, RemoteError) else "nothing"
+            self.trace.line(f"received {what}: {str(error)!r}")
+            raise
+        self.trace.mapped(known, self.address_space.regions)
+        self.trace.line(f"received {'the end' if arrived is None else self.trace.incoming(arrived)}")
+        return arrived
+
+    def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
+        super().share(descriptor, base, size, backing)
+        self.trace.line(f"sent a region of {size:,} bytes ({Backing(backing).name.lower()})")
+
+    def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
+        super().fetch(wanted, memory, timeout)
+        self.trace.line(f"fetched {sum(length for _, length, _ in wanted):,} bytes from {len(wanted):,} addresses")
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)  # type: ignore[safe-super]
+        self.trace.aborted(reason)
+
+    def farewell(self, reason: str) -> None:
+        super().farewell(reason)
+        self.trace.aborted(reason)
+
+
+def _metadata(parts: Sequence[Buffer]) -> str:
+    message = b"".join(parts)
+    try:
+        kind, sequence, header = parse_metadata(message)
+        if kind is MetadataKind.END_OF_STREAM:
+            return f"end of stream, after {sequence:,} messages"
+        type_, body_length = parse_envelope(header)
+    except RemoteProtocolError:
+        return f"metadata of {len(message):,} bytes that is not known"
+    announced = "" if type_ is HeaderType.SCHEMA else f" for a body of {body_length:,} bytes"
+    return f"{type_.name.lower().replace('_', ' ')} {sequence}: metadata of {len(header):,} bytes{announced}"
+
+
+def _body(tag: int, parts: Sequence[Buffer]) -> str:
+    length = sum(map(len, parts))
+    try:
+        kind, sequence = parse_body_tag(tag)
+    except RemoteProtocolError:
+        return f"a body with the unknown tag {tag:#018x}, {length:,} bytes"
+    if kind is BodyKind.PACKED:
+        return f"body {sequence}: packed, {length:,} bytes"
+    if length < _totals.size:
+        return f"body {sequence}: an address list that is cut off, {length:,} bytes"
+    nbytes, count = _totals.unpack_from(parts[0])
+    return f"body {sequence}: by address, {nbytes:,} bytes in {count:,} buffers"
+
+
+def _run(run: Run) -> str:
+    tag = int.from_bytes(run.tags[:8], "little")
+    return _alike(
+        run.length, _metadata([run.untagged[: run.untagged_size]]), _body(tag, [run.tagged[: run.tagged_size]])
+    )
+
+
+def _alike(count: int, metadata: str, body: str) -> str:
+    return f"a run of {count:,} messages and their bodies, alike in size; the first: {metadata}; {body}"
