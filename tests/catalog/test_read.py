@@ -33,6 +33,13 @@ def test_the_next_nearest_transport_is_tried() -> None:
         os.unlink(path)
 
 
+def test_of_places_that_are_equally_near_the_first_is_tried_first() -> None:
+    with dis.Server(["tcp://127.0.0.1:0"] * 3) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE)
+        assert client.read("data").read_all() == TABLE
+        assert [listener.accepted for listener in client.status().listeners] == [1, 0, 0]
+
+
 def test_a_dataset_that_is_replaced_all_the_time_can_be_read() -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
@@ -107,6 +114,13 @@ def test_over_tcp_the_batches_before_the_wanted_rows_do_not_move(tmp_path: Path)
         assert read["n"].to_pylist() == [*range(5_000, 10_000), *range(10_000)]
         (status,) = client.status().datasets
         assert status.bytes == 2 * 80_000
+
+
+def test_over_flight_alone_rows_are_read_once(tmp_path: Path) -> None:
+    with Node(Store(tmp_path / "store"), []) as node, dis.connect(node.uri) as client:
+        client.put("data", TABLE)
+        assert client.read("data", "grpc", rows=range(10, 20)).read_all()["n"].to_pylist() == [*range(10, 20)]
+        assert client.status().totals.flight == 1
 
 
 @pytest.mark.parametrize("rows", [range(-1, 3), range(0, 6, 2)])

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
+from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
@@ -36,7 +37,7 @@ class Prepared:
     """Segments that are ready to be published, as one dataset or as a part of one."""
 
     id: str
-    dataset: SegmentsDataset | StoredDataset
+    dataset: Dataset
     serial: int = 0
 
 
@@ -54,7 +55,7 @@ class CommitRequest:
     schema: pa.Schema
     append: bool = False
     whole: bool = True
-    previous: SegmentsDataset | StoredDataset | None = None
+    previous: Dataset | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
 
@@ -101,7 +102,7 @@ class Backend(ABC):
     def prepare(self, request: CommitRequest) -> Prepared:
         """Take these segments, whole and at once. A repeated call, by its key, gives what the first one gave.
 
-        Raises StoreError, and SourceError where their schemas differ.
+        Raises StoreError, and SourceError where their schemas differ, or what they follow was not written in segments.
         """
 
     def load_version(self, version: Version) -> Prepared:
@@ -172,10 +173,8 @@ class StageBackend(Backend):
         return SegmentWriter(self._stage.path(name), schema, options)
 
     def prepare(self, request: CommitRequest) -> Prepared:
-        before = request.previous if request.append else None
-        segments = self._stage.take([*request.staged], self.max_metadata)
-        if before is not None:
-            segments = [*before.open().segments, *segments]
+        before = request.previous.appendable() if request.append and request.previous is not None else ()
+        segments = [*before, *self._stage.take([*request.staged], self.max_metadata)]
         if not segments:
             segments = [Segment.in_memory(request.name, request.schema.empty_table().to_reader())]
         return Prepared(secrets.token_hex(8), SegmentsDataset(request.name, segments))
@@ -209,16 +208,19 @@ class NoBackend(Backend):
 
     @property
     def directory(self) -> Path:
-        raise CatalogError("this catalog has no stage of its own: ask one of its nodes")
+        raise self._refusal()
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
-        raise CatalogError("this catalog has no stage of its own: ask one of its nodes")
+        raise self._refusal()
 
     def reserve(self, name: str, size: int, wish: int) -> int:
-        raise CatalogError("this catalog has no stage of its own: ask the node that the segment is on")
+        raise self._refusal("the node that the segment is on")
 
     def prepare(self, request: CommitRequest) -> Prepared:
-        raise CatalogError("this catalog holds no segments: ask one of its nodes")
+        raise self._refusal()
+
+    def _refusal(self, whom: str = "one of its nodes") -> CatalogError:
+        return CatalogError(f"this catalog has no stage of its own: ask {whom}")
 
     def staged(self) -> list[str]:
         return []
@@ -270,10 +272,11 @@ class StoreBackend(Backend):
             return take()
 
     def prepare(self, request: CommitRequest) -> Prepared:
-        append = request.append and request.previous is not None
-        if append and self._store.by_key(request.key) is None:
+        previous = request.previous if request.append else None
+        if previous is not None and self._store.by_key(request.key) is None:
             current = self._store.current(request.name)
-            if current is None or self.load_version(current).dataset is not request.previous:
+            if current is None or self.load_version(current).dataset is not previous:
+                previous.appendable()  # which may say why not
                 raise StoreError(f"{request.name!r} does not lie in this store, so nothing can be appended to it")
         known = self._store.by_key(request.key)
         version = self._store.commit(
@@ -281,7 +284,7 @@ class StoreBackend(Backend):
             request.staged,
             key=request.key,
             schema=request.schema,
-            append=append,
+            append=previous is not None,
             prepared=not request.whole,
             tags=request.tags,
             ttl=request.ttl,
@@ -309,7 +312,6 @@ class StoreBackend(Backend):
             known = self._registry.serve(version.id, made)
             if self._store.version(version.id) is None:  # it was removed meanwhile
                 self._registry.withdraw_parts([version.id])
-        assert isinstance(known, StoredDataset)
         return Prepared(version.id, known, version.number)
 
     def _schema(self, version: Version) -> pa.Schema:
@@ -381,16 +383,9 @@ class StoreBackend(Backend):
 
     def _on_spilled(self, version: Version) -> None:
         dataset = self._registry.lookup_part(version.id)
-        if isinstance(dataset, StoredDataset):
+        if dataset is not None:
             dataset.reopen()
         self.on_spilled(self.load_version(version))
 
     def close(self) -> None:
         self._store.close()
-
-
-def check_appendable(name: str, before: object) -> SegmentsDataset | StoredDataset | None:
-    """What is to be appended to, or None where there is nothing. Raises SourceError where that was not written so."""
-    if before is not None and not isinstance(before, SegmentsDataset | StoredDataset):
-        raise SourceError(f"{name!r} was not written in segments, so nothing can be appended to it")
-    return before

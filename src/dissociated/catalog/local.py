@@ -18,7 +18,7 @@ import pyarrow.flight as flight
 
 from dissociated.access import Security
 from dissociated.catalog import schemas
-from dissociated.catalog.backend import CommitRequest, Prepared, check_appendable
+from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.chunks import upload
 from dissociated.catalog.database import FOREVER, Database
@@ -195,7 +195,9 @@ class LocalCatalog(Catalog):
             except DatasetNotFound:
                 pass
             else:  # of what is there nothing may be left out
-                before = check_appendable(request.name, self._registry.lookup(record.parts[0].ticket))
+                before = self._registry.lookup(record.parts[0].ticket)
+                if before is None:
+                    raise DatasetNotFound(f"{request.name!r} was dropped just now, so nothing can be appended to it")
                 lineage = [record.lineage_id]
                 tags, ttl = record.merged_options(request.tags, request.ttl)
                 request = replace(request, previous=before, tags=tags, ttl=ttl)

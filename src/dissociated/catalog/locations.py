@@ -120,7 +120,7 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
 
 
 def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
-    """The ways by which an endpoint of `name` can be reached from here, the nearest last.
+    """The ways by which an endpoint of `name` can be reached from here, the nearest first.
 
     Raises CatalogError where there is none.
     """
@@ -141,5 +141,7 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )
     return sorted(
-        found, key=lambda uris: (registry.transport(uris[-1].scheme).locality, uris[-1].remote_handle is not None)
+        found,
+        key=lambda uris: (registry.transport(uris[-1].scheme).locality, uris[-1].remote_handle is not None),
+        reverse=True,  # which leaves those that are equally near in their order
     )

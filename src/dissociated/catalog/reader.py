@@ -130,7 +130,7 @@ class Client(CatalogClient):
         mapped = transport in (None, "shm") and any(
             uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uri in uris
         )
-        if mapped or not all(map(supports_selection, uris)):
+        if mapped or not uris or not all(map(supports_selection, uris)):
             return request
         counted = self.open_endpoint(info, endpoint, transport, request.without_columns())
         ends = [0, *accumulate(batch.num_rows for batch in counted)]
@@ -188,7 +188,7 @@ class Client(CatalogClient):
         """The endpoint, opened where it is nearest."""
         ways = reachable(name, endpoint, transport, request.allow_rma)
         while True:
-            nearest = [str(self._with_trust(uri)) for uri in ways.pop()]
+            nearest = [str(self._with_trust(uri)) for uri in ways.pop(0)]
             try:
                 return opened(nearest, endpoint.ticket, request)
             except TransportError:

@@ -107,6 +107,9 @@ class Dataset(ABC):
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
 
+    def reopen(self) -> None:  # noqa: B027  # only what is opened when it is read can lie elsewhere
+        """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""
+
     def drop(self) -> None:  # noqa: B027  # only what runs by itself has something to end
         """It is not published any more. Streams of it go on, but for one that is live."""
 

@@ -309,7 +309,6 @@ class StoredDataset(Dataset):
         return self.open().segments
 
     def reopen(self) -> None:
-        """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""
         with self._lock:
             self._exposed = None
 

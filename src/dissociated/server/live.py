@@ -23,7 +23,6 @@ from dissociated.protocol.tags import BodyKind
 from dissociated.server.gathering import COALESCE_INTERVAL, Coalescer
 from dissociated.server.requests import receive
 from dissociated.server.sending import ClientRequest, Sending
-from dissociated.transport.framed.framing import MIN_RUN
 
 _MAX_WAIT = 3600.0  # seconds; what is waited for tells when it comes
 _ROOM_TIMEOUT = 1.0  # seconds for a client to free memory before bodies go inline
@@ -52,7 +51,7 @@ class _LiveSending(Sending):
         for header, group in groupby(parts, _run_key):
             some = [*group]
             bodies = [one for part in some for one in part.bodies] if header is not None else []
-            if header is not None and len(bodies) >= MIN_RUN and self._connection.takes_runs:
+            if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
                 self._check(header)
                 messages.append(self._sender.send_alike(header, bodies))
                 continue

@@ -55,6 +55,8 @@ class Connection(ABC):
     copies: bool = False
     #: Whether `prepare` takes runs of messages, too.
     takes_runs: bool = False
+    #: From how many messages on a run of them is worth its while.
+    min_run: int = 1
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
     #: Whether this side can fetch from memory of the peer's that its URI names.

@@ -28,6 +28,7 @@ from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framed.framing import (
     MAX_CONTROL,
     MAX_UNTAGGED,
+    MIN_RUN,
     PREAMBLE,
     Frame,
     FrameKind,
@@ -76,6 +77,7 @@ class SocketConnection(Connection):
     #: Never by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer has it.
     copies = True
     takes_runs = True
+    min_run = MIN_RUN
 
     def __init__(self, sock: socket.socket, peer: str, accepted: bool) -> None:
         super().__init__()
