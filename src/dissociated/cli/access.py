@@ -75,6 +75,9 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
         )
     group = parser.add_argument_group("seeing it")
     group.add_argument("--metrics", metavar="HOST:PORT", help="answer Prometheus there, at /metrics")
+    group.add_argument(
+        "--http", metavar="HOST:PORT", help="a page for browsers that shows it, with /metrics and /healthz beside it"
+    )
     _add_log_arguments(group, "warning")
 
 

@@ -52,9 +52,15 @@ def run(arguments: argparse.Namespace) -> None:
     with ExitStack() as owned:
         owned.enter_context(closing(service))
         if arguments.metrics is not None:
-            from dissociated.monitoring.metrics import MetricsService
+            from dissociated.monitoring.metrics import PATH, metrics_service
 
-            metrics = owned.enter_context(closing(MetricsService(arguments.metrics, service.status)))
-            print(f"metrics  {metrics.uri}")
+            metrics = owned.enter_context(closing(metrics_service(arguments.metrics, service.status)))
+            print(f"metrics  {metrics.uri}{PATH}")
+        if arguments.http is not None:
+            from dissociated.monitoring.dashboard import Dashboard
+
+            page = Dashboard(arguments.http, service.status, service.catalog.holdings.activity, guarded)
+            owned.enter_context(closing(page))
+            print(f"page     {page.uri}")
         print(f"catalog  {service.uri}", flush=True)
         stop.wait()

@@ -114,6 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
         heartbeat_interval=arguments.beat,
         advertise=arguments.advertise,
         metrics=arguments.metrics,
+        http=arguments.http,
         **options,
     ) as node:
         usage = store.usage()
@@ -122,6 +123,8 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"listens  {uri.partition('?')[0]}")
         if arguments.metrics:
             print(f"metrics  {node.server.metrics_uri}")
+        if arguments.http:
+            print(f"page     {node.server.http_uri}")
         print(f"catalog  {node.uri}", flush=True)
         if arguments.ready_fd is not None:
             with suppress(BrokenPipeError):  # whoever started it may have been killed: others wait for it too

@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         catalog=arguments.catalog or f"{catalog}:0",
         retain=arguments.retain,
         metrics=arguments.metrics,
+        http=arguments.http,
         **access.serving(arguments),
     ) as server:
         for name, path in sources.items():
@@ -71,6 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
         ]
         print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "FILE"), rows, right=(1, 2, 3)))
         print(f"\nmetrics  {server.metrics_uri}" if arguments.metrics else "")
+        if arguments.http:
+            print(f"page     {server.http_uri}")
         print(f"catalog  {server.catalog_uri}", flush=True)
         stop.wait()
 

@@ -214,6 +214,11 @@ class Activity:
             statistics = list(self._open.values())
         return sum(stats.status().kept for stats in statistics)
 
+    def sent(self) -> int:
+        """How many bytes of bodies were sent. Unlike `status` it does not look at datasets."""
+        with self._lock:
+            return self._ended.bytes + sum(stats.bytes for stats in self._open.values() if stats.dataset is not None)
+
     def flight(self) -> None:
         """A stream goes out over Flight."""
         with self._lock:
@@ -272,4 +277,5 @@ class Activity:
             total.messages,
             total.bytes,
             total.leases,
+            len(versions),
         )

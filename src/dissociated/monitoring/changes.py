@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from dataclasses import dataclass
 
 _log = logging.getLogger(__name__)
+
+#: How many of the latest are kept.
+KEPT = 200
 
 #: A version is published; then it is dropped; or its time to live is over; or it was replaced, and nobody was promised
 #: it for longer; or its memory, or its node, had to go. Or it moves to disk, and stays.
@@ -39,11 +43,13 @@ class Changes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._latest: deque[tuple[float, Change]] = deque(maxlen=KEPT)
 
     def add(self, change: Change) -> None:
         """It has happened."""
         with self._lock:
             self._counts[change.kind] += 1
+            self._latest.append((time.time(), change))
         said = {
             "change": change.kind,
             "dataset": change.dataset,
@@ -58,3 +64,8 @@ class Changes:
         """How many of each kind."""
         with self._lock:
             return {kind: self._counts[kind] for kind in KINDS}
+
+    def latest(self) -> list[tuple[float, Change]]:
+        """The last KEPT of them, the latest first, and when each was, in seconds since 1970."""
+        with self._lock:
+            return list(reversed(self._latest))

@@ -1,64 +1,41 @@
-"""/metrics for Prometheus: what `Server.status` says, at the moment it is asked. Needs the extra `metrics`.
-
-What is answered is prometheus_client's. The HTTP server is not: its `start_http_server` has neither a deadline nor a
-limit. Of 500 clients that connected and said nothing, each had a thread after one second and after 15 (version 0.26).
-Here 8 had one, and after 15 seconds none. A process that serves data has to keep its descriptors for its consumers.
-"""
+"""/metrics for Prometheus: what `Server.status` says, at the moment it is asked. Needs the extra `metrics`."""
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
+from email.message import Message
 from typing import Any
 
-from dissociated.errors import OptionError, TransportError
-from dissociated.fork import bind_to_process, invalidate
+from dissociated.errors import OptionError
+from dissociated.monitoring.http import Answer, HttpService, Page
 from dissociated.monitoring.status import OUTCOMES, ServerStatus
-from dissociated.uri import Uri
 
-_TIMEOUT = 10.0  # seconds for somebody to ask, and to take the answer
-_MAX_ASKING = 8  # at once
+PATH = "/metrics"
 
 
-class MetricsService:
-    """Answers at http://HOST:PORT/metrics, given as HOST:PORT; port 0 is one that is free.
+def metrics_service(where: str, status: Callable[[], ServerStatus]) -> HttpService:
+    """Answers at http://HOST:PORT/metrics alone, given as HOST:PORT.
 
-    Raises OptionError where that is no place or prometheus_client is not installed, and TransportError where it cannot
-    listen.
+    Raises what `HttpService` does, and OptionError where prometheus_client is not installed.
     """
+    return HttpService(where, {PATH: metrics_page(status)}, "metrics")
 
-    def __init__(self, where: str, status: Callable[[], ServerStatus]) -> None:
-        try:
-            import prometheus_client
-        except ImportError:
-            raise OptionError("metrics need prometheus_client: pip install 'dissociated[metrics]'") from None
-        place = Uri.parse(f"http://{where}")
-        if not place.host or place.port is None or place != Uri("http", place.host, place.port):
-            raise OptionError(f"{where!r} is no place for metrics: HOST:PORT")
-        registry = prometheus_client.CollectorRegistry()
-        registry.register(_Collector(status))
-        try:
-            self._http = _Http((place.host, place.port), registry)
-        except OSError as error:
-            raise TransportError(f"cannot listen on {where} for metrics: {error.strerror or error}") from None
-        host = f"[{place.host}]" if ":" in place.host else place.host
-        self.uri = f"http://{host}:{self._http.server_port}/metrics"
-        self._thread = threading.Thread(target=self._http.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
-        bind_to_process(self)
 
-    def close(self) -> None:
-        """Stop answering."""
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+def metrics_page(status: Callable[[], ServerStatus]) -> Page:
+    """What Prometheus asks for. Raises OptionError where prometheus_client is not installed."""
+    try:
+        import prometheus_client
+        from prometheus_client.exposition import choose_encoder
+    except ImportError:
+        raise OptionError("metrics need prometheus_client: pip install 'dissociated[metrics]'") from None
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_Collector(status))
 
-    def forked(self) -> None:
-        self._http.socket.close()
-        invalidate(self)
+    def page(headers: Message) -> Answer:
+        encode, content_type = choose_encoder(headers.get("Accept", ""))
+        return Answer(content_type, encode(registry))
+
+    return page
 
 
 class _Collector:
@@ -121,54 +98,3 @@ class _Collector:
         ):
             values = [([one.name], getattr(one, field)) for one in now.datasets]
             yield family(kind, f"dataset_{name}", text, ["dataset"], *values)
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], registry: Any) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.registry = registry
-        self._places = threading.BoundedSemaphore(_MAX_ASKING)
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's own would look the host's name up, which may take long
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # whoever asked has gone
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _TIMEOUT
-    server: _Http
-
-    def do_GET(self) -> None:  # http.server's name
-        from prometheus_client.exposition import choose_encoder
-
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, explain="there is /metrics alone")
-            return
-        encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-        content = encode(self.server.registry)
-        self.send_response(200)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass

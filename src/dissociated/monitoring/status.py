@@ -41,7 +41,7 @@ class ConsumerStatus:
 class DatasetStatus:
     """What is published under a name, and what came of it. `rows` and `size`, in bytes, may be unknown.
 
-    Older versions of it that are served still are counted with it.
+    Older versions of it that are served still are counted with it; `versions` is how many there are in all.
 
     `streams` counts those that were asked for, `consumers` those of them that are open.
     """
@@ -54,6 +54,7 @@ class DatasetStatus:
     messages: int
     bytes: int
     leases: int
+    versions: int = 1
 
 
 @dataclass(frozen=True)

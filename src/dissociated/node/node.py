@@ -60,6 +60,7 @@ class Node:
         tls_key: str | os.PathLike[str] | None = None,
         tls_roots: str | os.PathLike[str] | None = None,
         metrics: str | None = None,
+        http: str | None = None,
         max_metadata: int = MAX_METADATA,
     ) -> None:
         self.store = store
@@ -84,6 +85,8 @@ class Node:
                     tls_cert=tls_cert,
                     tls_key=tls_key,
                     metrics=metrics,
+                    authorize=guarded.authorize,
+                    http=http,
                     max_metadata=max_metadata,
                 )
             )

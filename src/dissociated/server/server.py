@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from dissociated.catalog.backend import Backend
     from dissociated.catalog.holdings import Holdings
     from dissociated.catalog.service import CatalogService
-    from dissociated.monitoring.metrics import MetricsService
+    from dissociated.monitoring.dashboard import Dashboard
+    from dissociated.monitoring.http import HttpService
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Server:
     - `catalog`: where the catalog, Arrow Flight, listens. None for no catalog.
     - `advertise`: the host that locations name where the server listens on all interfaces. Left out: this host's name.
     - `metrics`: HOST:PORT. Whoever reaches it can ask for /metrics, as Prometheus does.
+    - `http`: HOST:PORT of a page for browsers that shows what the server does, with /metrics and /healthz beside it. It
+      asks for a token where there is `authorize`, and is at https where there is `tls_cert`.
 
     How long it waits:
 
@@ -130,6 +133,7 @@ class Server:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         metrics: str | None = None,
+        http: str | None = None,
     ) -> None:
         self.limits = Limits(
             check_timeout(handshake_timeout),
@@ -159,7 +163,8 @@ class Server:
         self.endpoints = Endpoints(self._listeners, advertise or host_name())
         self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
-        self._metrics: MetricsService | None = None
+        self._metrics: HttpService | None = None
+        self._dashboard: Dashboard | None = None
         self._closed = False
         self._ended = threading.Event()
         try:
@@ -178,9 +183,13 @@ class Server:
                     catalog, self.holdings(StageBackend()), retain=retain, advertise=advertise, security=guarded
                 )
             if metrics is not None:
-                from dissociated.monitoring.metrics import MetricsService
+                from dissociated.monitoring.metrics import metrics_service
 
-                self._metrics = MetricsService(metrics, self.status)
+                self._metrics = metrics_service(metrics, self.status)
+            if http is not None:
+                from dissociated.monitoring.dashboard import Dashboard
+
+                self._dashboard = Dashboard(http, self.status, self.activity, guarded)
         except BaseException:
             self.close()
             raise
@@ -310,7 +319,14 @@ class Server:
         """Where metrics are. Raises DissociatedError for a server without them."""
         if self._metrics is None:
             raise DissociatedError("this server was made without metrics")
-        return self._metrics.uri
+        return f"{self._metrics.uri}/metrics"
+
+    @property
+    def http_uri(self) -> str:
+        """Where the page is. Raises DissociatedError for a server without it."""
+        if self._dashboard is None:
+            raise DissociatedError("this server was made without http")
+        return self._dashboard.uri
 
     def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
         """The identifier that requests the dataset, or where tickets are signed these columns of it and no others.
@@ -444,6 +460,8 @@ class Server:
         self._ended.set()
         if self._metrics is not None:
             self._metrics.close()
+        if self._dashboard is not None:
+            self._dashboard.close()
         if self._catalog is not None:
             self._catalog.close()
         for listener in self._listeners:

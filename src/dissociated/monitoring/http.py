@@ -1,0 +1,233 @@
+"""Answers HTTP for people and programs that watch a server: what is asked is read-only, and small.
+
+prometheus_client's `start_http_server` has neither a deadline nor a limit. Of 500 clients that connected and said
+nothing, each had a thread after one second and after 15 (version 0.26). Here 8 had one, and after 15 seconds none. A
+process that serves data has to keep its descriptors for its consumers.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+from dissociated.access import Authorize, Security
+from dissociated.errors import OptionError, TransportError
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT = 10.0  # seconds for somebody to say more, and to take more of the answer
+_MAX_REQUESTS = 8  # at once
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Answer(NamedTuple):
+    """What a page is now."""
+
+    content_type: str
+    content: bytes
+    status: int = 200
+
+
+#: Makes the answer, given the headers of the request.
+Page: TypeAlias = Callable[[Message], Answer]
+
+
+class HttpService:
+    """Answers GET at `where`, HOST:PORT (port 0 is one that is free), with the `pages` by their paths.
+
+    `what` tells errors what it is for. Where `security` has tokens, one of them must come with each request for a page,
+    but for those in `public`: as a bearer token, or as the password of HTTP's basic authentication, which browsers ask
+    their user for. Where it has a certificate, the pages are at https. It may be closed while requests are answered.
+
+    Raises OptionError where `where` is no place, and TransportError where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        pages: Mapping[str, Page],
+        what: str,
+        security: Security | None = None,
+        public: frozenset[str] = frozenset(),
+    ) -> None:
+        security = security or Security()
+        place = Uri.parse(f"http://{where}")
+        if not place.host or place.port is None or place != Uri("http", place.host, place.port):
+            raise OptionError(f"{where!r} is no place for {what}: HOST:PORT")
+        try:
+            self._http = _Http((place.host, place.port), pages, security, public)
+        except OSError as error:
+            raise TransportError(f"cannot listen on {where} for {what}: {error.strerror or error}") from None
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        scheme = "http" if security.certificate is None else "https"
+        #: Where it answers: http://HOST:PORT, without a path.
+        self.uri = f"{scheme}://{host}:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, name=what, daemon=True)
+        self._thread.start()
+        bind_to_process(self)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def forked(self) -> None:
+        """See `dissociated.fork`."""
+        self._http.socket.close()
+        invalidate(self)
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # not yet accepted
+
+    def __init__(
+        self, address: tuple[str, int], pages: Mapping[str, Page], security: Security, public: frozenset[str]
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.pages, self.public = pages, public
+        self.authorize = security.authorize
+        self._tls: ssl.SSLContext | None = None
+        if security.certificate is not None:
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._tls.load_cert_chain(*security.certificate)
+        self._lock = threading.Lock()
+        self._requests: dict[socket.socket, None] = {}  # the oldest first
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's own would look the host's name up, which may take long
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """The latest always has a place. Where there are too many, the one that has been there for longest goes."""
+        with self._lock:
+            if len(self._requests) >= _MAX_REQUESTS:
+                oldest = next(iter(self._requests))
+                del self._requests[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._requests[request] = None
+        super().process_request(request, client_address)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        try:
+            request.settimeout(_TIMEOUT)
+            if self._tls is None:
+                super().finish_request(request, client_address)
+                return
+            duplicate = request.dup()  # ours stays good for `process_request` to shut down
+            with self._tls.wrap_socket(duplicate, server_side=True) as secured:
+                super().finish_request(secured, client_address)
+        finally:
+            with self._lock:
+                self._requests.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever asked has gone, or said no HTTP."""
+        _log.debug("a request for a page ended early", exc_info=True)
+
+    def accepts_host(self, host: str) -> bool:
+        """Whether a request may name this host.
+
+        A page in a browser that resolves its own name to 127.0.0.1 would otherwise read what is here.
+        """
+        if self.authorize is not None or not _is_loopback(str(self.server_address[0])):
+            return True
+        try:
+            return _is_loopback(urlsplit(f"//{host}").hostname or "")
+        except ValueError:
+            return False
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _TIMEOUT
+    server: _Http
+
+    def do_GET(self) -> None:  # http.server's name
+        path = self.path.partition("?")[0]
+        page = self.server.pages.get(path)
+        try:
+            if page is None:
+                answer = _plain(404, f"there is nothing here: only {', '.join(sorted(self.server.pages))}")
+            elif not self.server.accepts_host(self.headers.get("Host", "")):
+                answer = _plain(421, "ask by 127.0.0.1 or localhost")
+            elif path in self.server.public or _allowed(self.server.authorize, self.headers.get("Authorization", "")):
+                answer = page(self.headers)
+            else:
+                answer = _plain(401, "a token of the catalog's is asked for: as a bearer token, or as the password")
+        except Exception:
+            _log.exception("%s could not be answered", path)
+            answer = _plain(500, "this could not be answered: the log says why")
+        self._send(answer)
+
+    do_HEAD = do_GET  # noqa: N815  # http.server's name
+
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        headers = {**_HEADERS, "Content-Type": answer.content_type, "Content-Length": str(len(answer.content))}
+        if answer.status == 401:
+            headers["WWW-Authenticate"] = 'Basic realm="dissociated: any name, and a token as the password"'
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.content)
+
+    def version_string(self) -> str:
+        return "dissociated"
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+def _plain(status: int, text: str) -> Answer:
+    return Answer("text/plain; charset=utf-8", f"{text}\n".encode(), status)
+
+
+def _allowed(authorize: Authorize | None, header: str) -> bool:
+    if authorize is None:
+        return True
+    scheme, _, given = header.partition(" ")
+    token = given.strip()
+    if scheme.lower() == "basic":
+        try:
+            token = base64.b64decode(token, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeError):
+            return False
+    elif scheme.lower() != "bearer":
+        return False
+    try:
+        return bool(token and authorize(token))
+    except Exception as error:  # it is the operator's code: anything may come out of it, the token too
+        _log.error("a token could not be checked: %s in authorize", type(error).__name__)
+        return False

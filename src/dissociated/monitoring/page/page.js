@@ -1,0 +1,221 @@
+"use strict";
+// Shows /status.json, asked for each second. Names come from users: they are only ever set as text.
+
+const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
+const PERIOD = 300; // seconds that the chart shows
+const STATUS = new URL("status.json", location.origin + location.pathname); // without a password in the page's address
+
+const element = (id) => document.getElementById(id);
+const write = (id, text) => { if (element(id).textContent !== text) element(id).textContent = text; };
+
+function size(bytes) {
+  if (bytes === null) return "unknown";
+  let unit = 0;
+  while (bytes >= 999.5 && unit < UNITS.length - 1) { bytes /= 1000; unit += 1; }
+  return `${unit ? Number(bytes.toPrecision(3)) : Math.round(bytes)} ${UNITS[unit]}`;
+}
+
+const count = (number) => (number === null ? "unknown" : number.toLocaleString("en"));
+const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+function duration(seconds) {
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
+  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+  return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
+}
+
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+
+// A column: its title, the field, how it is shown, and whether it is a number.
+const text = (title, field) => ({ title, field, show: (value) => value ?? "" });
+const number = (title, field, show = count) => ({ title, field, show, number: true });
+
+const TABLES = {
+  datasets: [
+    text("name", "name"), number("rows", "rows"), number("size", "size", size), number("versions", "versions"),
+    number("consumers", "consumers"), number("leases", "leases"), number("streams", "streams"), number("sent", "bytes", size),
+  ],
+  consumers: [
+    text("peer", "peer"), text("transport", "transport"), text("dataset", "dataset"), text("state", "state"),
+    number("for", "seconds", duration), number("messages", "messages"), number("bytes", "bytes", size),
+    number("a second", "rate", size), number("leases", "leases"), number("kept", "kept", size),
+  ],
+  changes: [
+    { title: "time", field: "time", show: clock }, text("change", "kind"), text("dataset", "dataset"),
+    { title: "version", field: "version", show: (value) => value ?? "", number: true },
+    { title: "rows", field: "rows", show: (value) => (value === null ? "" : count(value)), number: true },
+    { title: "size", field: "nbytes", show: (value) => (value === null ? "" : size(value)), number: true }, text("why", "why"),
+  ],
+  nodes: [
+    text("host", "host"), text("catalog", "catalog"), { title: "alive", field: "alive", show: (value) => (value ? "yes" : "no") },
+    number("heard of", "seconds", (value) => `${duration(value)} ago`),
+  ],
+  listeners: [text("listens at", "uri"), number("open", "open"), number("accepted", "accepted"), number("refused", "refused")],
+};
+const EMPTY = {
+  datasets: "no datasets", consumers: "nobody reads now", changes: "nothing has changed since it started", nodes: "none",
+  listeners: "it has no transports",
+};
+const order = {}; // by table: the field, and 1 or -1
+let shown = null; // the latest status
+
+function sorted(name, rows) {
+  const by = order[name];
+  if (!by) return rows;
+  const key = (row) => row[by.field];
+  return [...rows].sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === y) return 0;
+    if (x === null) return 1; // what is unknown comes last
+    if (y === null) return -1;
+    return (x < y ? -1 : 1) * by.direction;
+  });
+}
+
+function makeHead(name) {
+  const row = document.createElement("tr");
+  for (const column of TABLES[name]) {
+    const cell = document.createElement("th");
+    cell.scope = "col";
+    if (column.number) cell.className = "number";
+    const button = document.createElement("button");
+    button.textContent = column.title;
+    button.addEventListener("click", () => {
+      const now = order[name];
+      const first = column.number ? -1 : 1;
+      const again = now && now.field === column.field;
+      order[name] = { field: column.field, direction: again ? -now.direction : first };
+      row.querySelectorAll("th").forEach((one) => one.removeAttribute("aria-sort"));
+      cell.setAttribute("aria-sort", order[name].direction > 0 ? "ascending" : "descending");
+      show();
+    });
+    cell.append(button);
+    row.append(cell);
+  }
+  const head = document.createElement("thead");
+  head.append(row);
+  element(name).append(head, document.createElement("tbody"));
+}
+
+function fill(name, rows) {
+  const body = element(name).tBodies[0];
+  const made = sorted(name, rows).map((row) => {
+    const line = document.createElement("tr");
+    for (const column of TABLES[name]) {
+      const cell = document.createElement("td");
+      cell.textContent = column.show(row[column.field]);
+      if (column.number) cell.className = "number";
+      if (column.field === "why") cell.className = "why";
+      if (column.field === "name" || column.field === "dataset") { cell.className = "name"; cell.title = cell.textContent; }
+      if ((column.field === "alive" && !row.alive) || (column.field === "state" && row.state === "cut off")) cell.className = "bad";
+      line.append(cell);
+    }
+    return line;
+  });
+  if (!made.length) {
+    const cell = document.createElement("td");
+    cell.className = "empty";
+    cell.colSpan = TABLES[name].length;
+    cell.textContent = EMPTY[name];
+    const line = document.createElement("tr");
+    line.append(cell);
+    made.push(line);
+  }
+  body.replaceChildren(...made);
+}
+
+// What was sent in each second: [seconds since 1970, bytes a second].
+function rates(samples) {
+  const found = [];
+  for (let at = 1; at < samples.length; at += 1) {
+    const [[before, from], [when, to]] = [samples[at - 1], samples[at]];
+    if (when > before) found.push([when, Math.max(0, to - from) / (when - before)]);
+  }
+  return found;
+}
+
+let points = [];
+function draw(samples, now) {
+  points = rates(samples);
+  const peak = Math.max(1, ...points.map(([, rate]) => rate));
+  const x = (when) => (600 * (1 - (now - when) / PERIOD)).toFixed(1);
+  const y = (rate) => (116 - (110 * rate) / peak).toFixed(1);
+  const line = points.map(([when, rate], at) => `${at ? "L" : "M"}${x(when)} ${y(rate)}`).join("");
+  const path = (kind, d) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    made.setAttribute("class", kind);
+    made.setAttribute("d", d);
+    return made;
+  };
+  const area = points.length ? `${line}L${x(points.at(-1)[0])} 120L${x(points[0][0])} 120Z` : "";
+  element("chart").replaceChildren(path("area", area), path("line", line));
+  write("peak", points.length ? `at most ${size(Math.max(0, ...points.map(([, rate]) => rate)))}/s` : "");
+}
+
+function point(event) {
+  if (!shown || !points.length) return;
+  const box = element("chart").getBoundingClientRect();
+  const when = shown.now - PERIOD * (1 - (event.clientX - box.left) / box.width);
+  const near = points.reduce((best, one) => (Math.abs(one[0] - when) < Math.abs(best[0] - when) ? one : best));
+  write("pointed", `${clock(near[0])}: ${size(near[1])}/s`);
+}
+
+function show() {
+  const status = shown;
+  if (!status) return;
+  write("where", `${status.host} · ${status.version} · process ${status.pid} · up ${duration(status.seconds)}`
+    + (status.catalog ? ` · ${status.catalog}` : ""));
+  const latest = rates(status.samples.slice(-6)).map(([, rate]) => rate);
+  write("rate", `${size(latest.length ? latest.reduce((a, b) => a + b) / latest.length : 0)}/s`);
+  write("sent", `${size(status.totals.bytes)} in ${plural(status.totals.streams, "stream")}`
+    + (status.totals.flight ? `, and ${plural(status.totals.flight, "stream")} over Flight` : ""));
+  write("consumers-now", count(status.consumer_count));
+  const { done, gone, refused, failed } = status.totals;
+  write("connections", `ended: ${count(done)} done, ${count(gone)} gone, ${count(refused)} refused, ${count(failed)} failed`);
+  write("leases", count(status.leases));
+  write("kept", status.kept ? `${size(status.kept)} held by consumers that were cut off` : "addresses that consumers hold");
+  const store = status.store;
+  write("held", store ? size(store.held) : "none");
+  element("store").hidden = !(store && store.limit);
+  if (store && store.limit) element("store").value = store.held / store.limit;
+  write("limit", !store ? "this server keeps no segments" : store.limit ? `of ${size(store.limit)}` : "no limit");
+  draw(status.samples, status.now);
+  const wanted = element("search").value;
+  const some = status.datasets.filter((one) => one.name.includes(wanted));
+  const part = (all, here) => (here < all ? `${count(here)} of ${count(all)}, those most read` : count(all));
+  write("dataset-count", part(status.dataset_count, status.datasets.length));
+  write("consumer-count", part(status.consumer_count, status.consumers.length));
+  const kinds = Object.entries(status.changed).filter(([, often]) => often);
+  write("changed", kinds.map(([kind, often]) => `${count(often)} ${kind}`).join(", "));
+  fill("datasets", some);
+  fill("consumers", status.consumers);
+  fill("changes", status.changes);
+  fill("listeners", status.listeners);
+  element("nodes-section").hidden = !status.nodes.length;
+  fill("nodes", status.nodes);
+  document.querySelector("main").hidden = false;
+}
+
+let since = null; // when the server last answered
+async function refresh() {
+  try {
+    const answer = await fetch(STATUS, { cache: "no-store", signal: AbortSignal.timeout(10000) });
+    if (!answer.ok) throw new Error(`${answer.status}`);
+    shown = await answer.json();
+    since = Date.now();
+    element("live").className = "";
+    write("live", "live");
+    show();
+  } catch (error) {
+    element("live").className = "lost";
+    write("live", since ? `no answer since ${new Date(since).toLocaleTimeString()}` : "no answer");
+  }
+  setTimeout(refresh, 1000);
+}
+
+Object.keys(TABLES).forEach(makeHead);
+element("search").addEventListener("input", show);
+element("chart").addEventListener("pointermove", point);
+element("chart").addEventListener("pointerleave", () => write("pointed", ""));
+refresh();
