@@ -108,13 +108,14 @@ def test_what_cannot_be_published(server: dis.Server) -> None:
 def test_ls(server: dis.Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", server.catalog_uri]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["NAME", "ROWS", "SIZE", "COLUMNS", "TRANSPORTS"]
-    assert [line.split() for line in lines[2:4]] == [
-        ["one", "-", "192", "B", "1", "tensor", "shm", "tcp"],
-        ["pair", "-", "344", "B", "2", "tensors", "shm", "tcp"],
+    assert lines[0].split() == ["NAME", "ROWS", "SIZE", "COLUMNS", "VERSION"]
+    assert [line.split()[:6] for line in lines[2:4]] == [
+        ["one", "-", "192", "B", "1", "tensor"],
+        ["pair", "-", "344", "B", "2", "tensors"],
     ]
-    assert main(["ls", f"{server.catalog_uri}/pair"]) == 0
-    assert capsys.readouterr().out.splitlines()[:5] == [
+    assert main(["describe", f"{server.catalog_uri}/pair"]) == 0
+    described = capsys.readouterr().out.splitlines()
+    assert [described[0], *described[2:6]] == [
         "pair: 2 tensors, 344 B",
         "",
         "TENSOR  TYPE   SHAPE",

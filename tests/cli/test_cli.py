@@ -1,16 +1,24 @@
-"""The command line as a user meets it: real processes, their output, their exit status."""
+"""The command line as a user meets it: its output, its exit status, and real processes where one stays."""
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +26,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.cli import text
+from dissociated.cli import COMMANDS, main, text
 from dissociated.node.launch import running
 
+_ENVIRONMENT = ("DISSOCIATED_CATALOG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
 PATIENCE = 30.0  # seconds; nothing waits this long but a test that fails
 TABLE = pa.table({"n": range(1000), "text": [f"value {n % 7}" if n % 5 else None for n in range(1000)]})
 
@@ -29,8 +38,43 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "dissociated", *map(str, arguments)]
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE)
+def run(*arguments: str | Path, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command within this process, which spares half a second. It is given this on its standard input."""
+    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (given, b"", b"")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _ENVIRONMENT:
+            patch.delenv(name, raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        try:
+            status = main([*map(str, arguments)])
+        except SystemExit as exit:
+            status = int(exit.code or 0)
+    written = []
+    for stream in streams[1:]:
+        stream.flush()
+        written.append(stream.buffer.getvalue().decode(errors="replace"))
+    return subprocess.CompletedProcess([*map(str, arguments)], status, *written)
+
+
+def in_terminal(columns: int, arguments: list[str], **environment: str) -> str:
+    """What a terminal of so many columns is sent."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    around = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", *_ENVIRONMENT)}
+    with subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**around, **environment}
+    ) as process:
+        os.close(theirs)
+        written = b""
+        with suppress(OSError):  # EIO, at the end
+            while some := os.read(ours, 1 << 16):
+                written += some
+        process.wait(PATIENCE)
+    os.close(ours)
+    return written.decode()
 
 
 def until_catalog(output: IO[str]) -> str:
@@ -107,16 +151,111 @@ def test_ls(catalog: str, size: str) -> None:
     listed = run("ls", catalog)
     assert listed.returncode == 0
     assert listed.stdout.splitlines() == [
-        "NAME      ROWS     SIZE  COLUMNS  TRANSPORTS",
-        "flights  1,000        -        2  shm tcp",
-        f"planes   1,000  {size}        2  shm tcp",
+        "NAME      ROWS     SIZE  COLUMNS  VERSION",
+        "flights  1,000        -        2        1",
+        f"planes   1,000  {size}        2        2",
     ]
-    described = run("ls", f"{catalog}/planes").stdout.splitlines()
-    assert described[:5] == [f"planes: 1,000 rows, {size}", "", "COLUMN  TYPE", "n       int64", "text    string"]
+    long = run("ls", "--long", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
+    assert long[0].split()[5:] == ["CREATED", "EXPIRES", "HOSTS", "TRANSPORTS", "TAGS"]
+    assert "shm tcp" in long[1]
+    for one in ("pl*", "planes"):
+        assert run("ls", one, "--catalog", catalog).stdout.split()[5:] == ["planes", "1,000", *size.split(), "2", "2"]
     (plain,) = json.loads(run("ls", "--json", f"{catalog}/flights").stdout)
     assert plain["rows"] == 1000
     assert plain["schema"][1] == {"name": "text", "type": "string", "nullable": True}
     assert {uri.partition(":")[0] for uri in plain["locations"]} == {"shm", "tcp", "arrow-flight-reuse-connection"}
+
+
+def test_describe_and_versions(catalog: str, size: str) -> None:
+    described = run("describe", f"{catalog}/planes", "--long").stdout.splitlines()
+    assert described[0] == f"planes: 1,000 rows, {size}"
+    assert re.fullmatch(r"version 2 of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", described[1])
+    assert described[3:6] == ["COLUMN  TYPE", "n       int64", "text    string"]
+    assert described[7].split() == ["PART", "ROWS", "HOSTS", "TRANSPORTS"]
+    assert described[10].startswith("shm:///")
+    versions = run("versions", "planes", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
+    assert versions[0].split() == ["VERSION", "ROWS", "CREATED", "STATE"]
+    assert (versions[1].split()[0], versions[1].split()[-1]) == ("2", "current")
+    (told,) = json.loads(run("versions", f"{catalog}/planes", "--json").stdout)
+    assert datetime.fromisoformat(told["created"]).tzinfo is not None
+
+
+def test_head_and_cat_show_rows(catalog: str) -> None:
+    shown = run("head", f"{catalog}/planes", "-n", "2")
+    assert shown.stdout == "n  text\n0  NULL\n1  value 1\n"
+    assert run("cat", f"{catalog}/flights", "--rows", "6:8", "--columns", "text").stdout == "text\nvalue 6\nvalue 0\n"
+    assert run("cat", f"{catalog}/planes", "--rows", ":0").stdout == "n  text\n"
+    lines = run("cat", f"{catalog}/planes", "--rows", "995:", "-f", "jsonl").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == TABLE.slice(995).to_pylist()
+
+
+def test_rows_are_shown_as_wide_as_a_terminal_is(catalog: str) -> None:
+    """A real terminal, narrower than the rows: some of the columns, whole, and no escape where it is dumb."""
+    table = "n  …\r\n0  …\r\n1 of 2 columns: --columns A,B shows others\r\n"
+    arguments = command("head", f"{catalog}/planes", "-n", "1")
+    assert in_terminal(6, arguments, TERM="dumb") == table
+    coloured = in_terminal(6, arguments, TERM="xterm")
+    assert coloured == table.replace("n  …", "\x1b[1mn  …\x1b[0m", 1)
+    refused = in_terminal(60, command("cat", f"{catalog}/planes", "-f", "parquet"), TERM="xterm", NO_COLOR="1")
+    assert "dissociated: this format is no text" in refused
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"CLICOLOR_FORCE": "1"}, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_colours_are_the_users_choice(catalog: str, environment: dict[str, str], coloured: bool) -> None:
+    assert ("\x1b[" in run("ls", catalog, given=b"", **environment).stdout) is coloured
+
+
+def test_what_a_dataset_says_cannot_move_the_cursor(tmp_path: Path) -> None:
+    nasty = "\x1b[2J\n\u202e"
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish(f"name {nasty}", pa.table({nasty: [nasty]}))
+        for arguments in (["ls"], ["ls", "--long"], ["describe", f"name {nasty}"], ["cat", f"name {nasty}"]):
+            shown = run(*arguments, DISSOCIATED_CATALOG=server.catalog_uri)
+            assert shown.returncode == 0
+            assert not {*shown.stdout} & {"\x1b", "\u202e"}
+            assert r"\x1b[2J\n\u202e" in shown.stdout
+
+
+def test_json_lines_say_what_arrow_says(catalog: str) -> None:
+    """What Python's own values would lose, too: nanoseconds, the digits of decimals, the keys of maps."""
+    columns: dict[str, tuple[pa.DataType, Any, Any]] = {
+        "t": (pa.timestamp("ns", "UTC"), 123456789123456789, "1973-11-29 21:33:09.123456789Z"),
+        "time": (pa.time64("ns"), 1, "00:00:00.000000001"),
+        "d": (pa.decimal128(10, 2), Decimal("1.20"), "1.20"),
+        "b": (pa.binary(), b"\xff", "/w=="),
+        "l": (
+            pa.list_(pa.struct({"x": pa.timestamp("ns")})),
+            [{"x": 1}, None],
+            [{"x": "1970-01-01 00:00:00.000000001"}, None],
+        ),
+        "m": (pa.map_(pa.string(), pa.int8()), [("k", 1), ("k", 2)], [["k", 1], ["k", 2]]),
+        "v": (pa.month_day_nano_interval(), (1, 2, 3), [1, 2, 3]),
+    }
+    table = pa.table({name: pa.array([value, None], of) for name, (of, value, _) in columns.items()})
+    table = table.append_column("dict", pa.array(["x", None]).dictionary_encode())
+    table = table.append_column("ree", pa.RunEndEncodedArray.from_arrays([1, 2], pa.array([7, None])))
+    union = pa.UnionArray.from_sparse(pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", None])])
+    table = table.append_column("union", union)
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("kinds", table)
+        server.publish("twice", pa.table([[1], [2]], names=["n", "n"]))
+        written = run("cat", f"{server.catalog_uri}/kinds", "-f", "jsonl").stdout.splitlines()
+        first = {name: expected for name, (_, _, expected) in columns.items()}
+        assert [json.loads(line) for line in written] == [
+            {**first, "dict": "x", "ree": 7, "union": 1},
+            dict.fromkeys(table.column_names),
+        ]
+        twice = run("cat", f"{server.catalog_uri}/twice", "-f", "jsonl")
+        assert (twice.returncode, twice.stdout) == (1, "")
+        assert run("cat", f"{server.catalog_uri}/twice").stdout == "n  n\n1  2\n"
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc", None])
@@ -130,22 +269,22 @@ def test_get(catalog: str, tmp_path: Path, name: str, transport: str | None) -> 
     assert os.listdir(tmp_path) == ["out.parquet"]
 
 
-@pytest.mark.parametrize("ending", [".arrow", ".feather", ".arrows", ".csv"])
-def test_get_in_other_formats(catalog: str, tmp_path: Path, ending: str) -> None:
-    out = tmp_path / f"out{ending}"
-    got = run("get", f"{catalog}/planes", "-o", out, "--columns", "n", "--log-level", "debug")
-    assert got.returncode == 0
-    assert re.search(r"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", got.stderr)
-    if ending == ".csv":
-        assert out.read_text().splitlines() == ['"n"', *map(str, range(1000))]
-    else:
-        opened = pa.ipc.open_stream(out) if ending == ".arrows" else pa.ipc.open_file(out)
-        assert opened.read_all().equals(TABLE.select(["n"]))
+def test_get_in_other_formats(catalog: str, tmp_path: Path) -> None:
+    for ending in (".arrow", ".feather", ".arrows", ".csv"):
+        out = tmp_path / f"out{ending}"
+        assert run("get", f"{catalog}/planes", "-o", out, "--columns", "n").returncode == 0
+        if ending == ".csv":
+            assert out.read_text().splitlines() == ['"n"', *map(str, range(1000))]
+        else:
+            opened = pa.ipc.open_stream(out) if ending == ".arrows" else pa.ipc.open_file(out)
+            assert opened.read_all().equals(TABLE.select(["n"]))
 
 
 def test_get_to_standard_output(catalog: str) -> None:
-    got = subprocess.run(command("get", f"{catalog}/planes", "-o", "-"), capture_output=True, timeout=PATIENCE)
+    arguments = command("get", f"{catalog}/planes", "-o", "-", "--log-level", "debug")
+    got = subprocess.run(arguments, capture_output=True, timeout=PATIENCE)
     assert pa.ipc.open_stream(got.stdout).read_all().equals(TABLE)
+    assert re.search(rb"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", got.stderr)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +293,13 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["get", "CATALOG/nothing", "-o", "out.csv"], "no dataset 'nothing' is published here"),
         (["get", "CATALOG", "-o", "out.csv"], "names no dataset"),
         (["get", "CATALOG/planes", "-o", "out.xyz"], "none of the endings .arrow, .feather"),
+        (["cat", "planes"], "no catalog is named, and no node with the store"),
         (["get", "CATALOG/planes", "-o", "no/such/out.csv"], "there is no directory no/such"),
         (["get", "CATALOG/planes", "-o", "out.csv", "--columns", "x"], "there is no column 'x'; there are n, text"),
         (["get", "CATALOG/planes", "-o", "out.csv", "--transport", "ucx"], "it is offered by"),
         (["ls", "grpc://127.0.0.1:1"], "is it running?"),
-        (["ls", "nonsense"], "a URI starts with a scheme"),
+        (["ls", "--catalog", "nonsense"], "a URI starts with a scheme"),
+        (["ls", "127.0.0.1:1234"], "127.0.0.1:1234 has no scheme: write grpc://127.0.0.1:1234, or"),
         (["serve", "/no/such/file"], "there is no such file"),
         (["serve", "/dev/null/..", "."], "dissociated: "),
         (["serve", "pyproject.toml", "--listen", "tcp://127.0.0.1:1:1"], "is not a URI"),
@@ -221,8 +362,10 @@ def test_inspect_shows_what_is_asked_for(tmp_path: Path) -> None:
 
 def test_help_and_version() -> None:
     assert run("--version").stdout == f"dissociated {dis.__version__}\n"
-    for arguments in ([], ["serve"], ["ls"], ["get"], ["inspect"]):
-        helped = run(*arguments, "--help")
+    assert run("help", "ls").stdout == run("ls", "--help").stdout
+    assert run().stdout == run("--help").stdout
+    for name in (None, *COMMANDS):
+        helped = run(*filter(None, [name]), "--help")
         assert helped.returncode == 0
         assert helped.stdout.startswith("usage: ")
 

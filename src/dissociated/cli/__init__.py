@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from dissociated.cli import catalog, drop, get, inspect, ls, node, put, serve, status
+from dissociated.cli import terminal
+
+#: What each command is for. It has a module of its name, which is loaded for that command alone.
+COMMANDS = {
+    "ls": "list datasets",
+    "describe": "show the columns of a dataset, and where it is",
+    "versions": "list the versions of a dataset that can be read",
+    "head": "show the first rows of a dataset",
+    "cat": "write a dataset to the standard output",
+    "get": "copy a dataset into a file",
+    "put": "publish files as a dataset of a node",
+    "drop": "make a dataset unavailable",
+    "serve": "publish Arrow IPC and Parquet files",
+    "node": "serve a store of segments, one for each host",
+    "catalog": "run a catalog for the nodes of many hosts",
+    "status": "show what a server is doing",
+    "inspect": "show what lies where in an Arrow IPC file",
+}
+
+#: What the library says of its own parameters, in the command line's words. Options are found by their names.
+_WORDS = {
+    "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
+    "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",
+}
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -17,20 +42,23 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="dissociated",
         description="Move Apache Arrow data between processes and hosts, by shared memory where it can be shared.",
-        epilog="To begin: dissociated serve FILE, and elsewhere: dissociated ls URI",
+        epilog="To begin: dissociated put FILE NAME, then dissociated ls, dissociated head NAME. "
+        "A dataset is NAME, of the catalog in DISSOCIATED_CATALOG or of your node on this host, or URI/NAME.",
     )
     top.add_argument("--version", action="version", version=f"dissociated {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, node, catalog, ls, get, put, drop, status, inspect):
-        name = command.__name__.rpartition(".")[2]
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name not in arguments:
+            commands.add_parser(name, help=summary)
+            continue
+        command = import_module(f"dissociated.cli.{name}")
         sub = commands.add_parser(
             name,
-            help=command.SUMMARY,
+            help=summary,
             description=command.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name in arguments:
-            command.add_arguments(sub)
+        command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     return top
 
@@ -42,19 +70,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dissociated.errors import DissociatedError
     from dissociated.monitoring import log
 
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser(given).parse_args(given)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
+    top = parser(given)
+    parsed = top.parse_args(given)
     if getattr(parsed, "log_level", None):
         log.configure(parsed.log_format, parsed.log_level)
     try:
-        parsed.run(parsed)
+        if hasattr(parsed, "run"):
+            parsed.run(parsed)
+        else:
+            top.print_help()
+        sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has had enough; do not complain about it again while Python shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (DissociatedError, OSError, pa.ArrowException) as error:
-        print(f"dissociated: {error}", file=sys.stderr)
+        print(f"{terminal.red('dissociated:', sys.stderr)} {_reworded(str(error), parsed)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _reworded(message: str, parsed: argparse.Namespace) -> str:
+    """The message, with the options of this command in place of the parameters that they set."""
+    for said, word in _WORDS.items():
+        message = message.replace(said, word)
+    for name in vars(parsed):
+        if "_" in name:
+            message = re.sub(rf"(?<![\w-]){name}(?!\w)", f"--{name.replace('_', '-')}", message)
+    return message

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 from dissociated.cli import access
 from dissociated.cli.stop import StopSignal
 
-SUMMARY = "run a catalog for the nodes of many hosts"
 DESCRIPTION = """\
 Run a catalog, Arrow Flight, that holds no data itself: nodes register at it, dissociated node --catalog URI. It runs
 until SIGTERM or Ctrl-C; what it knows is in the database, and is there again when it starts again."""

@@ -7,95 +7,55 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 
-from dissociated.cli import access, text
-from dissociated.codec.split import Validator, batches
-from dissociated.errors import DissociatedError, UriError
+from dissociated.cli import formats, reading, text
+from dissociated.cli.formats import FORMATS
+from dissociated.errors import OptionError
 from dissociated.store.files import NewFile
 
-SUMMARY = "copy a dataset into a file"
 DESCRIPTION = """\
-Copy a dataset into a file, whose ending says the format:
-  .arrow, .feather  Arrow IPC file
-  .arrows           Arrow IPC stream
-  .parquet          Parquet
-  .csv              CSV
-The file appears when it is whole. "-" writes an Arrow IPC stream to the standard output."""
-
-#: Opens a file for batches of a schema.
-_Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
-
-
-def _parquet(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
-    import pyarrow.parquet
-
-    writer: AbstractContextManager[Any] = pyarrow.parquet.ParquetWriter(sink, schema)
-    return writer
-
-
-def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
-    import pyarrow.csv
-
-    writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
-    return writer
-
-
-_FORMATS: dict[str, _Open] = {
-    ".arrow": pa.ipc.new_file,
-    ".feather": pa.ipc.new_file,
-    ".arrows": pa.ipc.new_stream,
-    ".parquet": _parquet,
-    ".csv": _csv,
-}
+Copy a dataset into a file, in the format that --format or the file's ending says:
+  arrow    .arrow .feather  Arrow IPC file
+  arrows   .arrows          Arrow IPC stream
+  parquet  .parquet         Parquet
+  csv      .csv             CSV
+  jsonl    .jsonl .ndjson   JSON, an object a line
+The file appears when it is whole. "-" writes to the standard output, an Arrow IPC stream if --format says nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `get`."""
-    parser.add_argument("uri", metavar="URI/NAME", help="grpc://HOST:PORT/NAME")
+    reading.add_arguments(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help='where to write, "-" for standard output')
-    parser.add_argument("--columns", metavar="A,B,…", help="only these columns")
-    parser.add_argument("--transport", metavar="SCHEME", help="shm, tcp, tls or grpc (default: the nearest that works)")
-    access.add_arguments(parser)
+    reading.add_rows_argument(parser)
+    reading.add_format_argument(parser, [name for name in FORMATS if name != "table"], "what the ending of FILE says")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Copy, and say on stderr what was copied how fast."""
-    catalog, name = text.split_name(arguments.uri)
-    if not name:
-        raise UriError(f"{arguments.uri} names no dataset: grpc://HOST:PORT/NAME; dissociated ls {catalog} lists them")
-    open_format = pa.ipc.new_stream if arguments.output == "-" else _FORMATS.get(Path(arguments.output).suffix)
-    if not Path(arguments.output).parent.is_dir():
-        raise DissociatedError(f"there is no directory {Path(arguments.output).parent}")
-    if open_format is None:
-        raise DissociatedError(f"{arguments.output} has none of the endings {', '.join(_FORMATS)}")
-    columns = arguments.columns.split(",") if arguments.columns else None
+    path = None if arguments.output == "-" else Path(arguments.output)
+    if arguments.format:
+        written = FORMATS[arguments.format]
+    else:
+        written = FORMATS["arrows"] if path is None else formats.of_file(path)
+    if path is not None and not path.parent.is_dir():
+        raise OptionError(f"there is no directory {path.parent}")
     started = time.perf_counter()
-    with access.client(catalog, arguments) as client:
-        rows, nbytes = _copy(client.read(name, arguments.transport, columns), arguments.output, open_format)
+    with reading.opened(arguments, arguments.rows) as found:
+        if path is None:
+            rows, nbytes = reading.to_stdout(found.reader, written)
+        else:
+            with _atomic_file(path) as sink:
+                rows, nbytes = reading.copy(found.reader, sink, written)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
-    print(f"{name}: {rows:,} rows, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s", file=sys.stderr)
-
-
-def _copy(reader: pa.RecordBatchReader, output: str, open_format: _Open) -> tuple[int, int]:
-    rows = nbytes = 0
-    validator = Validator(reader.schema)
-    is_ipc = open_format in (pa.ipc.new_file, pa.ipc.new_stream)
-    with ExitStack() as stack:
-        sink = sys.stdout.buffer if output == "-" else stack.enter_context(_atomic_file(Path(output)))
-        with open_format(sink, reader.schema) as writer:
-            for batch, metadata in batches(reader):
-                (validator.check if is_ipc else validator.check_values)(batch)
-                writer.write_batch(batch, **({"custom_metadata": metadata} if is_ipc else {}))
-                rows += batch.num_rows
-                nbytes += batch.get_total_buffer_size()  # nbytes crashes on an empty sparse union
-    return rows, nbytes
+    print(f"{found.info.name}: {rows:,} rows, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s", file=sys.stderr)
 
 
 @contextmanager

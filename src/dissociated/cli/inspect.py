@@ -16,7 +16,6 @@ from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.shared import map_read_only
 from dissociated.oserrors import store_errors
 
-SUMMARY = "show what lies where in an Arrow IPC file"
 DESCRIPTION = """\
 Show what lies where in an Arrow IPC stream or file: its columns, and for each message its type, where it begins, and
 how long its metadata and its body are, in bytes. No body is read, however large the file is."""

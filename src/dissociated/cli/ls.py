@@ -4,79 +4,57 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from dissociated.catalog.locations import DatasetInfo
-from dissociated.cli import access, text
-from dissociated.uri import Uri
+from dissociated.cli import access, target, terminal, text
+from dissociated.cli.describe import column_count, plain_info, tags, transports
 
-SUMMARY = "list datasets, or describe one"
-DESCRIPTION = "List what a catalog holds. With the name of a dataset, show its columns and where it can be had."
+DESCRIPTION = """\
+List what a catalog holds: all of it, one dataset, or those whose names begin as in "team/*"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ls`."""
-    parser.add_argument("uri", metavar="URI", help="grpc://HOST:PORT, or grpc://HOST:PORT/NAME")
+    target.add_arguments(parser, "[URI/][NAME]", optional=True)
+    parser.add_argument("-l", "--long", action="store_true", help="with when they were made, and where they are")
+    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="only those that have this tag")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
-    access.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the list, or the one."""
-    catalog, name = text.split_name(arguments.uri)
+    """Print the list."""
+    catalog, name = target.find(arguments)
+    asked = tags(arguments.tag)
     with access.client(catalog, arguments) as client:
-        found = [client.describe(name)] if name else list(client.list())
+        if name and not name.endswith("*"):
+            found = [client.describe(name)]
+        else:
+            found = list(client.list(name.removesuffix("*"), asked))
     if arguments.json:
-        print(json.dumps([_plain(info) for info in found], indent=2))
-    elif name:
-        _describe(found[0])
+        print(json.dumps([plain_info(info) for info in found], indent=2))
     elif found:
-        rows = [
-            (info.name, text.count(info.rows), text.size(info.nbytes), _columns(info), _transports(info))
-            for info in found
-        ]
-        print(text.table(("NAME", "ROWS", "SIZE", "COLUMNS", "TRANSPORTS"), rows, right=(1, 2, 3)))
+        _print(found, arguments.long)
     else:
         print("no datasets")
 
 
-def _columns(info: DatasetInfo) -> str:
-    tensors = info.tensors
-    return text.count(len(info.schema)) if tensors is None else _tensors(tensors.number)
-
-
-def _tensors(count: int) -> str:
-    return f"{text.count(count)} tensor{'' if count == 1 else 's'}"
-
-
-def _describe(info: DatasetInfo) -> None:
-    tensors = info.tensors
-    if tensors is None:
-        print(f"{info.name}: {text.count(info.rows)} rows, {text.size(info.nbytes)}\n")
-        fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in info.schema]
-        print(text.table(("COLUMN", "TYPE", ""), fields))
-    else:
-        print(f"{info.name}: {_tensors(tensors.number)}, {text.size(info.nbytes)}\n")
-        rows = [(one.format, one.type, " x ".join(map(str, one.shape)), ", ".join(one.names)) for one in tensors.first]
-        print(text.table(("TENSOR", "TYPE", "SHAPE", ""), rows))
-        if len(rows) < tensors.number:
-            print(f"and {text.count(tensors.number - len(rows))} more")
-    print()
-    for endpoint in info.endpoints:
-        print("\n".join(endpoint.locations))
-
-
-def _transports(info: DatasetInfo) -> str:
-    schemes = {Uri.parse(one).scheme for endpoint in info.endpoints for one in endpoint.locations}
-    return " ".join(sorted(scheme for scheme in schemes if not scheme.startswith("arrow-flight")))
-
-
-def _plain(info: DatasetInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "rows": info.rows,
-        "bytes": info.nbytes,
-        "schema": [{"name": f.name, "type": str(f.type), "nullable": f.nullable} for f in info.schema],
-        "tensors": None if info.tensors is None else [one._asdict() for one in info.tensors.first],
-        "locations": [one for endpoint in info.endpoints for one in endpoint.locations],
-    }
+def _print(found: list[DatasetInfo], long: bool) -> None:
+    """A column for what any of them has."""
+    columns = [
+        ("NAME", [info.name for info in found]),
+        ("ROWS", [text.count(info.rows) for info in found]),
+        ("SIZE", [text.size(info.nbytes) for info in found]),
+        ("COLUMNS", [column_count(info) for info in found]),
+        ("VERSION", [str(info.version) if info.version else "-" for info in found]),
+    ]
+    if long:
+        columns.append(("CREATED", [text.local_time(info.created) if info.created else "-" for info in found]))
+    if long or any(info.expires for info in found):
+        columns.append(("EXPIRES", [text.until(info.expires) for info in found]))
+    if long:
+        columns.append(("HOSTS", [" ".join(sorted({h for e in info.endpoints for h in e.hosts})) for info in found]))
+        columns.append(("TRANSPORTS", [transports(info.endpoints) for info in found]))
+    if long or any(info.tags for info in found):
+        columns.append(("TAGS", [" ".join(f"{key}={value}" for key, value in info.tags.items()) for info in found]))
+    heads = [head for head, _ in columns]
+    terminal.print_table(heads, zip(*(cells for _, cells in columns), strict=True), right=(1, 2, 3, 4))

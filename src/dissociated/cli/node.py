@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dissociated.node.node import Node
     from dissociated.store.directory import Version
 
-SUMMARY = "serve a store of segments, one for each host"
 DESCRIPTION = """\
 Serve whatever is committed in a store, a directory in memory or on disk, until SIGTERM or Ctrl-C. Data in it outlives
 whoever wrote it, and the node: killed and started again, it serves the same datasets under the same tickets.

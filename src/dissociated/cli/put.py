@@ -6,14 +6,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dissociated.cli import access, text
-from dissociated.errors import OptionError, SourceError, UriError
+from dissociated.cli import access, target
+from dissociated.cli.describe import tags
+from dissociated.errors import SourceError
 
-SUMMARY = "publish files as a dataset of a node"
 DESCRIPTION = """\
 Publish Arrow IPC or Parquet files, all of one schema, as one dataset, whole and at once. The node keeps a copy: the
 dataset stays when this command has ended, and when the files are gone.
@@ -25,11 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `put`."""
     parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="an Arrow IPC or Parquet file")
     parser.add_argument("uri", metavar="[URI/]NAME", help="grpc://HOST:PORT/NAME, or NAME alone")
-    parser.add_argument("--store", type=Path, metavar="DIR", help="for NAME alone: of the node that has this store")
     parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")
-    access.add_arguments(parser)
+    target.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -39,9 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
     from dissociated.codec.split import batches
     from dissociated.datasets.sources import make_dataset
 
-    name = _name(arguments.uri)
+    name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
-    asked = Publication(name, mode, _tags(arguments.tag), arguments.ttl)
+    asked = Publication(name, mode, tags(arguments.tag), arguments.ttl)
     started = time.perf_counter()
     sources = [make_dataset(file.name, file) for file in arguments.file]
     schema = sources[0].schema
@@ -49,37 +48,23 @@ def run(arguments: argparse.Namespace) -> None:
         if source.schema != schema:
             raise SourceError(f"{file} has another schema than {arguments.file[0]}, so they are not one dataset")
     pairs = (pair for source in sources for pair in batches(source.open_reader()))
-    with _catalog(arguments.uri, arguments.store) as catalog, access.client(catalog, arguments) as client:
+    with _catalog(arguments) as catalog, access.client(catalog, arguments) as client:
         rows = client.put(name, BatchReader(schema, pairs), mode=mode, tags=asked.tags, ttl=asked.ttl)
     print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
 
 
-def _tags(written: Sequence[str]) -> dict[str, str]:
-    for one in written:
-        if "=" not in one:
-            raise OptionError(f"--tag {one} gives it no value: KEY=VALUE")
-    return dict(one.partition("=")[::2] for one in written)
-
-
-def _name(uri: str) -> str:
-    """The name of the dataset."""
-    name = text.split_name(uri)[1] if "://" in uri else uri
-    if not name:
-        raise UriError(f"{uri!r} names no dataset: grpc://HOST:PORT/NAME")
-    return name
-
-
 @contextmanager
-def _catalog(uri: str, store: Path | None) -> Iterator[str]:
-    """Where it goes: a name alone goes to the node of this host, which ends with us if it was started for nothing."""
-    if "://" in uri:
-        yield text.split_name(uri)[0]
+def _catalog(arguments: argparse.Namespace) -> Iterator[str]:
+    """Where it goes. Where no catalog is named, a node is started, which ends with us if it was started for nothing."""
+    catalog = target.catalog(arguments)
+    if catalog is not None:
+        yield catalog
         return
     from dissociated.node.launch import ensure
 
     read, write = os.pipe()
     try:
-        yield ensure(store, starter=read).uri
+        yield ensure(arguments.store, starter=read).uri
     finally:
         os.close(read)
         os.close(write)

@@ -10,7 +10,6 @@ from dissociated.cli import access, text
 from dissociated.cli.stop import StopSignal
 from dissociated.errors import SourceError
 
-SUMMARY = "publish Arrow IPC and Parquet files"
 DESCRIPTION = """\
 Publish files under their names without ending, until interrupted (Ctrl-C or SIGTERM).
 

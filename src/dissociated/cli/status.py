@@ -10,11 +10,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from dissociated.cli import access, text
+from dissociated.cli import access, target, text
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, ServerStatus
 
-SUMMARY = "show what a server is doing"
 DESCRIPTION = """\
 Show what a server, a node or a catalog publishes, who reads it, what they hold and how fast they are.
 
@@ -27,13 +26,12 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other scr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `status`."""
-    parser.add_argument("uri", metavar="URI", help="grpc://HOST:PORT, or grpc+tls://HOST:PORT")
+    target.add_arguments(parser, "URI", optional=True)
     parser.add_argument("--once", action="store_true", help="show it once, also in a terminal")
     parser.add_argument("--json", action="store_true", help="print JSON once, for other programs")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
     )
-    access.add_arguments(parser)
 
 
 def _seconds(value: str) -> float:
@@ -44,7 +42,7 @@ def _seconds(value: str) -> float:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print it, once or again and again."""
-    catalog, _ = text.split_name(arguments.uri)
+    catalog, _ = target.find(arguments)
     with access.client(catalog, arguments) as client:
         now = client.status()
         if arguments.json:
@@ -89,9 +87,9 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     sent = totals.bytes if before is None else totals.bytes - before.totals.bytes
     lines = [
         f"dissociated {now.version} on {now.host}, process {now.pid}, for {text.duration(now.seconds)}",
-        f"sent {text.size(totals.bytes)} in {_number(totals.messages, 'message')} of "
-        f"{_number(totals.streams, 'stream')}, {text.size(sent / since) if since else '-'}/s; "
-        f"{_number(now.leases, 'lease')} held",
+        f"sent {text.size(totals.bytes)} in {text.plural(totals.messages, 'message')} of "
+        f"{text.plural(totals.streams, 'stream')}, {text.size(sent / since) if since else '-'}/s; "
+        f"{text.plural(now.leases, 'lease')} held",
         f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
         f"{totals.failed:,} failed; over Flight {totals.flight:,}",
     ]
@@ -152,7 +150,3 @@ def _consumer(now: ConsumerStatus) -> tuple[str, ...]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
     return [*text.table(head, rows, right).splitlines(), ""] if rows else []
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from rich.cells import cell_len, set_cell_size
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_GAP = "  "
+_LEAST = 8  # columns that are left of a text
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -47,17 +54,70 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600:02} h"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns below their heads, those numbered in `right` flush right."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
+def local_time(seconds: float) -> str:
+    """Seconds since the epoch as this host's clock says them: 2026-11-22 10:31:07."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def utc(seconds: float) -> str:
+    """The same for programs: 2026-11-22T09:31:07.123456+00:00."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def until(seconds: float | None) -> str:
+    """How long it is until then: in 23 h 59 min."""
+    if seconds is None:
+        return "-"
+    left = seconds - time.time()
+    return f"in {duration(left)}" if left > 0 else "now"
+
+
+def plural(number: int, what: str) -> str:
+    """A number of things: 1 row, 336,776 rows."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def printable(written: str) -> str:
+    """The same without what would move the cursor, or do worse to a terminal: that is shown as in Python."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), written)
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), width: int | None = None
+) -> str:
+    """Columns below their heads, those numbered in `right` flush right.
+
+    Where `width` is too little, the texts of the widest columns are cut, if that helps. Numbers are whole, and the
+    first column is.
+    """
+    lines = [[printable(cell) for cell in line] for line in (head, *rows)]
+    widths = [max(cell_len(line[index]) for line in lines) for index in range(len(head))]
+    if width is not None:
+        texts = {index: cell_len(cell) for index, cell in enumerate(lines[0]) if index and index not in right}
+        widths = _fit(widths, width, {index: max(length, _LEAST) for index, length in texts.items()})
     return "\n".join(
-        "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        _GAP.join(align(cell, widths[index], index in right) for index, cell in enumerate(line)).rstrip()
         for line in lines
     )
+
+
+def _fit(widths: list[int], width: int, least: Mapping[int, int]) -> list[int]:
+    """The widths, those in `least` reduced until all fit into `width`, but not below that; or as they are."""
+    fitted = [*widths]
+    while sum(fitted) + len(_GAP) * (len(fitted) - 1) > width:
+        reducible = [index for index, least_width in least.items() if fitted[index] > least_width]
+        if not reducible:
+            return widths
+        fitted[max(reducible, key=lambda index: fitted[index])] -= 1
+    return fitted
+
+
+def align(cell: str, width: int, right: bool = False) -> str:
+    """The cell in so many columns of a terminal, cut where it is longer."""
+    missing = width - cell_len(cell)
+    if missing < 0:
+        return set_cell_size(cell, width - 1) + "…"
+    return " " * missing + cell if right else cell + " " * missing
 
 
 def split_name(uri: str) -> tuple[str, str]:

@@ -1,0 +1,91 @@
+"""The formats in which rows are written: Arrow, Parquet, CSV, JSON lines, and a table for people."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.cli.plain import plain_rows
+from dissociated.errors import OptionError
+
+#: Opens a file for batches of a schema.
+_Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
+
+
+class Format(NamedTuple):
+    """How to write it; whether that is Arrow IPC, and whether it is text; and what its files end in."""
+
+    open: _Open
+    endings: tuple[str, ...] = ()
+    is_ipc: bool = False
+    is_text: bool = False
+
+
+def _parquet(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    import pyarrow.parquet
+
+    writer: AbstractContextManager[Any] = pyarrow.parquet.ParquetWriter(sink, schema)
+    return writer
+
+
+def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    import pyarrow.csv
+
+    writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
+    return writer
+
+
+def _json_lines(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    return closing(_JsonLines(sink, schema))
+
+
+def _table(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    from dissociated.cli.rows import RowPrinter
+
+    return closing(RowPrinter(schema))
+
+
+FORMATS = {
+    "arrow": Format(pa.ipc.new_file, (".arrow", ".feather"), is_ipc=True),
+    "arrows": Format(pa.ipc.new_stream, (".arrows",), is_ipc=True),
+    "parquet": Format(_parquet, (".parquet",)),
+    "csv": Format(_csv, (".csv",), is_text=True),
+    "jsonl": Format(_json_lines, (".jsonl", ".ndjson"), is_text=True),
+    "table": Format(_table, is_text=True),
+}
+
+
+def of_file(path: Path) -> Format:
+    """The format that the ending of a file says. Raises OptionError where it says none."""
+    for one in FORMATS.values():
+        if path.suffix in one.endings:
+            return one
+    endings = ", ".join(ending for one in FORMATS.values() for ending in one.endings)
+    raise OptionError(f"{path} has none of the endings {endings}: give it one, or say --format")
+
+
+class _JsonLines:
+    """Writes an object a line. Raises OptionError where two columns have one name, which an object cannot have."""
+
+    def __init__(self, sink: Any, schema: pa.Schema) -> None:
+        if len({*schema.names}) < len(schema.names):
+            raise OptionError("two columns have one name, and an object of JSON has no name twice: choose --columns")
+        self._sink = sink
+
+    def write_batch(self, batch: pa.RecordBatch) -> None:
+        for row in plain_rows(batch):
+            self._sink.write(json.dumps(row, ensure_ascii=False, default=_encode).encode() + b"\n")
+
+    def close(self) -> None: ...
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise TypeError(f"JSON has no {type(value).__name__}")

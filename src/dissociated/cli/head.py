@@ -1,0 +1,27 @@
+"""dissociated head: show the first rows of a dataset."""
+
+from __future__ import annotations
+
+import argparse
+
+from dissociated.cli import reading
+from dissociated.cli.formats import FORMATS
+from dissociated.codec.columns import slice_rows
+
+DESCRIPTION = """\
+Show the first rows of a dataset, as a table or as --format says. No more is read than that takes.
+In a terminal the table has the columns that fit: --columns chooses others."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `head`."""
+    reading.add_arguments(parser)
+    parser.add_argument("-n", "--rows", type=int, default=10, metavar="N", help="how many (default: %(default)s)")
+    reading.add_format_argument(parser, FORMATS, "table")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Show them."""
+    with reading.opened(arguments) as found:
+        rows = slice_rows(found.reader, range(max(0, arguments.rows)))  # of a live stream, too
+        reading.to_stdout(rows, FORMATS[arguments.format or "table"])

@@ -1,0 +1,94 @@
+"""What the commands that read a dataset have in common: of which rows and columns, and how these are written."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from dissociated.catalog.locations import DatasetInfo
+from dissociated.cli import access, target
+from dissociated.cli.formats import Format
+from dissociated.codec.split import Validator, batches
+from dissociated.errors import OptionError
+
+_ROWS = re.compile(r"(\d*):(\d*)")
+_END = 2**62  # more rows than there are
+
+
+class Reading(NamedTuple):
+    """A dataset that is read, and how many rows there will be, as far as the catalog knows."""
+
+    info: DatasetInfo
+    reader: pa.RecordBatchReader
+    rows: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The argument and the options that `opened` takes."""
+    target.add_arguments(parser)
+    group = parser.add_argument_group("of it")
+    group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
+    group.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still there")
+    group.add_argument("--transport", metavar="SCHEME", help="shm, tcp, tls or grpc (default: the nearest that works)")
+
+
+def add_rows_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that says which rows."""
+    parser.add_argument(
+        "--rows", type=parse_rows, metavar="A:B", help="from row A, the first is 0, up to and without B: 0:100, or 500:"
+    )
+
+
+def add_format_argument(parser: argparse.ArgumentParser, choices: Iterable[str], default: str) -> None:
+    """The option that says how they are written."""
+    parser.add_argument("-f", "--format", choices=[*choices], help=f"how they are written (default: {default})")
+
+
+def parse_rows(written: str) -> range:
+    """What 10:20, :20, or 10: means."""
+    found = _ROWS.fullmatch(written)
+    if found is None or not any(found.groups()):
+        raise argparse.ArgumentTypeError(f"{written!r} are no rows: 0:100, or 500: for all from there on")
+    first, end = found.groups()
+    return range(int(first or 0), int(end or _END))
+
+
+@contextmanager
+def opened(arguments: argparse.Namespace, rows: range | None = None) -> Iterator[Reading]:
+    """The dataset that is meant, for the time of the block."""
+    catalog, name = target.find_dataset(arguments)
+    columns = None if arguments.columns is None else arguments.columns.split(",")
+    with access.client(catalog, arguments) as client:
+        info = client.describe(name, arguments.version)
+        reader = client.read(name, arguments.transport, columns, version=arguments.version, rows=rows)
+        yield Reading(info, reader, _count(info.rows, rows))
+
+
+def _count(there: int | None, rows: range | None) -> int | None:
+    return there if there is None or rows is None else len(range(min(rows.start, there), min(rows.stop, there)))
+
+
+def copy(reader: pa.RecordBatchReader, sink: Any, written: Format) -> tuple[int, int]:
+    """Write all of it. Returns how many rows and bytes that were."""
+    rows = nbytes = 0
+    validator = Validator(reader.schema)
+    with written.open(sink, reader.schema) as writer:
+        for batch, metadata in batches(reader):
+            (validator.check if written.is_ipc else validator.check_values)(batch)
+            writer.write_batch(batch, **({"custom_metadata": metadata} if written.is_ipc else {}))
+            rows += batch.num_rows
+            nbytes += batch.get_total_buffer_size()  # nbytes crashes on an empty sparse union
+    return rows, nbytes
+
+
+def to_stdout(reader: pa.RecordBatchReader, written: Format) -> tuple[int, int]:
+    """The same there. Raises OptionError for what is no text, where that is a terminal."""
+    if not written.is_text and sys.stdout.isatty():
+        raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
+    return copy(reader, sys.stdout.buffer, written)

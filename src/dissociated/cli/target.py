@@ -1,0 +1,87 @@
+"""What a command is about: a catalog, and mostly a dataset of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from dissociated.cli import access, text
+from dissociated.errors import CatalogError, OptionError, UriError
+from dissociated.node.launch import default_store, running
+
+_CATALOG = "DISSOCIATED_CATALOG"
+_ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # what was meant as a URI
+
+
+class Target(NamedTuple):
+    """The URI of a catalog, and the name of a dataset; empty where only the catalog is meant."""
+
+    catalog: str
+    name: str
+
+
+def add_arguments(parser: argparse.ArgumentParser, metavar: str = "[URI/]NAME", optional: bool = False) -> None:
+    """The argument and the options that `find` takes, and those for access."""
+    described = "the URI of a catalog, the name of a dataset, or both: grpc://HOST:PORT/NAME"
+    parser.add_argument("uri", metavar=metavar, nargs="?" if optional else None, default="", help=described)
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options alone."""
+    group = parser.add_argument_group("catalog")
+    group.add_argument(
+        "--catalog",
+        metavar="URI",
+        help=f"whom to ask where no URI is given (or: {_CATALOG}; default: your node on this host)",
+    )
+    group.add_argument("--store", type=Path, metavar="DIR", help="or: the node on this host that has this store")
+    access.add_arguments(parser)
+
+
+def find(arguments: argparse.Namespace) -> Target:
+    """What is meant. Raises UriError, and CatalogError where no catalog is named and none is found."""
+    there = catalog(arguments)
+    if there is None:
+        raise CatalogError(
+            f"no catalog is named, and no node with the store {arguments.store or default_store()} runs on this host: "
+            f"give grpc://HOST:PORT/NAME, set {_CATALOG}, or start one: dissociated node, or dissociated put FILE NAME"
+        )
+    return Target(there, _split(arguments.uri)[1])
+
+
+def find_dataset(arguments: argparse.Namespace) -> Target:
+    """The same for one dataset. Raises UriError, too, where none is named."""
+    return Target(find(arguments).catalog, name(arguments.uri))
+
+
+def name(written: str) -> str:
+    """The dataset that is named. Raises UriError where none is."""
+    found = _split(written)[1]
+    if not found:
+        raise UriError(f"{written!r} names no dataset: write {written.rstrip('/')}/NAME; dissociated ls lists them")
+    return found
+
+
+def catalog(arguments: argparse.Namespace) -> str | None:
+    """The catalog that is asked; None where none is named, and no node runs. Raises UriError."""
+    named, _ = _split(arguments.uri)
+    if arguments.store is not None and (named or arguments.catalog):
+        raise OptionError("--store says which catalog, too: give one of them")
+    default = arguments.catalog or (None if arguments.store else os.environ.get(_CATALOG))
+    if named:
+        return named
+    if default:
+        return _split(default)[0] or str(default)
+    node = running(arguments.store or default_store())
+    return None if node is None else node.uri
+
+
+def _split(written: str) -> tuple[str, str]:
+    """The catalog and the name; either may be empty."""
+    if _ADDRESS.fullmatch(written):
+        raise UriError(f"{written} has no scheme: write grpc://{written}, or grpc+tls://{written}")
+    return text.split_name(written) if "://" in written else ("", written)
