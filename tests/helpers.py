@@ -27,8 +27,7 @@ Serve = Callable[..., dis.Server]
 
 def serving(server: dis.Server) -> set[threading.Thread]:
     """The threads that serve a connection each."""
-    with server._lock:
-        return set(server._connections.values())
+    return set(server._connections.threads())
 
 
 def connections_left(server: dis.Server, but: Iterable[threading.Thread] = (), patience: float = PATIENCE) -> int:

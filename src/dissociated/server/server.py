@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -23,29 +22,20 @@ from dissociated.datasets.fanout import Live
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
-from dissociated.errors import (
-    AccessDenied,
-    DatasetNotFound,
-    DeadlineExceeded,
-    DissociatedError,
-    LocalProtocolError,
-    TransportError,
-)
+from dissociated.errors import DissociatedError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.host import host_name
-from dissociated.monitoring.activity import Activity, ConnectionStats
+from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ServerStatus
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import MAGIC
-from dissociated.server.admission import Admission, Limits, ServerFull
+from dissociated.server.admission import Limits
+from dissociated.server.connections import Connections
 from dissociated.server.endpoints import Endpoints
-from dissociated.server.requests import TAGS
-from dissociated.server.session import Session
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
-from dissociated.transport.base import Connection, Listener, check_timeout
+from dissociated.transport.base import Listener, check_timeout
 from dissociated.transport.registry import transport
-from dissociated.transport.trace import trace
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
@@ -55,11 +45,8 @@ if TYPE_CHECKING:
     from dissociated.monitoring.dashboard import Dashboard
     from dissociated.monitoring.http import HttpService
 
-_log = logging.getLogger(__name__)
-
 _JOIN_TIMEOUT = 5.0
 _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
-_ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
 
 
 class Server:
@@ -154,19 +141,16 @@ class Server:
         self.registry = Registry(guarded.tickets)
         #: What is counted; the catalog counts here, too.
         self.activity = Activity()
-        self._admission = Admission(self.limits, self.activity)
         self._changing = threading.Lock()  # held by whoever replaces what a name means
-        self._lock = threading.Lock()
-        self._connections: dict[Connection, threading.Thread] = {}
         self._listeners: list[Listener] = []
+        self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
         #: Where datasets can be requested.
         self.endpoints = Endpoints(self._listeners, advertise or host_name())
-        self._acceptors: list[threading.Thread] = []
         self._catalog: CatalogService | None = None
         self._metrics: HttpService | None = None
         self._dashboard: Dashboard | None = None
+        self._lock = threading.Lock()
         self._closed = False
-        self._ended = threading.Event()
         try:
             for text in listen:
                 uri = Uri.parse(text)
@@ -193,10 +177,7 @@ class Server:
         except BaseException:
             self.close()
             raise
-        for listener in self._listeners:
-            thread = threading.Thread(target=self._accept, args=(listener,), name=f"accept {listener.uri}", daemon=True)
-            thread.start()
-            self._acceptors.append(thread)
+        self._connections.accept()
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
         bind_to_process(self)
 
@@ -354,83 +335,12 @@ class Server:
         """Publish in this catalog, which the server owns from now on."""
         self._catalog = catalog
 
-    # Connections
-
-    def _accept(self, listener: Listener) -> None:
-        complained = False
-        while True:
-            try:
-                connection = listener.accept()
-            except TransportError as error:  # out of descriptors: some will be closed, and the client waits
-                if not complained:
-                    _log.warning("%s: %s; trying again", listener.uri, error)
-                complained = True
-                self._ended.wait(_ACCEPT_RETRY_DELAY)
-                continue
-            if connection is None:
-                return
-            complained = False
-            self._admission.make_room()
-            if not self._start(connection, listener):
-                connection.abort("the server can serve nobody now: try again later")
-                connection.close()
-
-    def _start(self, connection: Connection, listener: Listener) -> bool:
-        """Serve `connection` in a thread of its own. False where there is none to be had."""
-        with self._lock:
-            if self._closed:
-                return False
-            stats = self.activity.begin(str(listener.uri), connection.peer)
-            name = f"serve {stats.connection}"
-            thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
-            self._admission.begin(connection)
-            try:
-                thread.start()  # within the lock: `close` joins whatever it finds
-            except RuntimeError as error:
-                _log.warning("%r: %s", connection, error)
-                self._admission.gone(connection)
-                self.activity.end(stats, "failed")
-                return False
-            self._connections[connection] = thread
-        return True
-
-    def _serve(self, connection: Connection, stats: ConnectionStats) -> None:
-        outcome, why = "failed", ""
-        try:
-            with connection:
-                trace(connection, TAGS, stats.connection)
-                timeout = self.limits.handshake_timeout
-                connection.due = time.monotonic() + timeout
-                connection.handshake(timeout)
-                Session(self.registry, self.limits, self._admission, connection, stats).run()
-            outcome, why = ("done", "the stream is over") if stats.sent else ("gone", "the client has had enough")
-            if stats.sent:
-                stats.settle()
-        except (TransportError, DeadlineExceeded) as error:
-            outcome, why = "gone", str(error)
-        except (AccessDenied, DatasetNotFound, ServerFull) as error:
-            outcome, why = "refused", str(error)
-            if isinstance(error, ServerFull):
-                self.activity.refuse(stats.listener)
-        except Exception as error:
-            if isinstance(error, DissociatedError) and not isinstance(error, LocalProtocolError):
-                why = str(error)
-            else:
-                why = "a stream failed for a reason of ours"
-                _log.exception("%r: %s", connection, why, extra=stats.fields())
-        finally:
-            level = logging.WARNING if outcome == "failed" else logging.INFO
-            _log.log(level, "%r: %s", connection, why, extra=stats.fields() | {"outcome": outcome})
-            self.activity.end(stats, outcome)
-            self._admission.gone(connection)
-            with self._lock:
-                self._connections.pop(connection, None)
+    # What becomes of it
 
     @property
     def connections(self) -> int:
         """How many connections are open."""
-        with self._lock:
-            return len(self._connections)
+        return len(self._connections)
 
     def status(self) -> ServerStatus:
         """What this server publishes, who reads it, and what it has sent."""
@@ -442,14 +352,8 @@ class Server:
 
     def drain(self, timeout: float) -> bool:
         """Take no new connection, and wait up to `timeout` seconds for the others. Returns whether none is left."""
-        for listener in self._listeners:
-            listener.close()
-        end = time.monotonic() + timeout
-        with self._lock:
-            threads = [*self._connections.values()]
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        return not self.connections
+        self._connections.stop_listening()
+        return self._connections.drain(timeout)
 
     def close(self) -> None:
         """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""
@@ -457,25 +361,20 @@ class Server:
             if self._closed:
                 return
             self._closed = True
-        self._ended.set()
+        self._connections.refuse()
         if self._metrics is not None:
             self._metrics.close()
         if self._dashboard is not None:
             self._dashboard.close()
         if self._catalog is not None:
             self._catalog.close()
-        for listener in self._listeners:
-            listener.close()
-        with self._lock:
-            connections = dict(self._connections)
+        self._connections.stop_listening()
         datasets = self.registry.close()
         end = time.monotonic() + _JOIN_TIMEOUT
         for one in datasets:
             one.close()
-        for connection in connections:
-            connection.interrupt()
-        for thread in (*connections.values(), *self._acceptors):
-            thread.join(max(0.0, end - time.monotonic()))
+        self._connections.interrupt()
+        self._connections.join(max(0.0, end - time.monotonic()))
         end = min(end, time.monotonic() + _PUMP_TIMEOUT)
         for one in datasets:
             one.wait_closed(max(0.0, end - time.monotonic()))

@@ -1,0 +1,169 @@
+"""The connections of a server: accepted, and each served in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from dissociated.datasets.registry import Registry
+from dissociated.errors import (
+    AccessDenied,
+    DatasetNotFound,
+    DeadlineExceeded,
+    DissociatedError,
+    LocalProtocolError,
+    TransportError,
+)
+from dissociated.monitoring.activity import Activity, ConnectionStats
+from dissociated.server.admission import Admission, Limits, ServerFull
+from dissociated.server.requests import TAGS
+from dissociated.server.session import Session
+from dissociated.transport.base import Connection, Listener
+from dissociated.transport.trace import trace
+
+_log = logging.getLogger(__name__)
+
+_ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
+
+
+class Connections:
+    """Those that `listeners` accept, which ask for what is in `registry`. Safe to use from many threads.
+
+    The listeners are owned. To end: `refuse`, `stop_listening`, `interrupt`, `join`.
+    """
+
+    def __init__(self, listeners: Sequence[Listener], registry: Registry, limits: Limits, activity: Activity) -> None:
+        self._listeners = listeners
+        self._registry = registry
+        self._limits = limits
+        self._activity = activity
+        self._admission = Admission(limits, activity)
+        self._lock = threading.Lock()
+        self._threads: dict[Connection, threading.Thread] = {}
+        self._acceptors: list[threading.Thread] = []
+        self._refusing = threading.Event()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._threads)
+
+    def threads(self) -> list[threading.Thread]:
+        """The threads that serve, one for each connection that is open."""
+        with self._lock:
+            return [*self._threads.values()]
+
+    def accept(self) -> None:
+        """Accept at every listener, from now on."""
+        for listener in self._listeners:
+            thread = threading.Thread(target=self._accept, args=(listener,), name=f"accept {listener.uri}", daemon=True)
+            thread.start()
+            self._acceptors.append(thread)
+
+    def refuse(self) -> None:
+        """Serve nobody new: who connects is told so."""
+        with self._lock:
+            self._refusing.set()
+
+    def stop_listening(self) -> None:
+        """Nobody can connect any more."""
+        for listener in self._listeners:
+            listener.close()
+
+    def interrupt(self) -> None:
+        """End every connection, whatever it is doing."""
+        with self._lock:
+            connections = [*self._threads]
+        for connection in connections:
+            connection.interrupt()
+
+    def join(self, timeout: float) -> None:
+        """Wait for all threads, once nobody can connect any more, for up to `timeout` seconds."""
+        self._join([*self.threads(), *self._acceptors], timeout)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for those that are there now. Returns whether none is left."""
+        self._join(self.threads(), timeout)
+        return not len(self)
+
+    def _join(self, threads: Sequence[threading.Thread], timeout: float) -> None:
+        end = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _accept(self, listener: Listener) -> None:
+        complained = False
+        while True:
+            try:
+                connection = listener.accept()
+            except TransportError as error:  # out of descriptors: some will be closed, and the client waits
+                if not complained:
+                    _log.warning("%s: %s; trying again", listener.uri, error)
+                complained = True
+                self._refusing.wait(_ACCEPT_RETRY_DELAY)
+                continue
+            if connection is None:
+                return
+            complained = False
+            self._admission.make_room()
+            if not self._start(connection, listener):
+                connection.abort("the server can serve nobody now: try again later")
+                connection.close()
+
+    def _start(self, connection: Connection, listener: Listener) -> bool:
+        """Serve `connection` in a thread of its own. False where there is none to be had."""
+        with self._lock:
+            if self._refusing.is_set():
+                return False
+            stats = self._activity.begin(str(listener.uri), connection.peer)
+            name = f"serve {stats.connection}"
+            thread = threading.Thread(target=self._serve, args=(connection, stats), name=name, daemon=True)
+            self._admission.begin(connection)
+            try:
+                thread.start()  # within the lock: whoever joins finds it
+            except RuntimeError as error:
+                _log.warning("%r: %s", connection, error)
+                self._admission.gone(connection)
+                self._activity.end(stats, "failed")
+                return False
+            self._threads[connection] = thread
+        return True
+
+    def _serve(self, connection: Connection, stats: ConnectionStats) -> None:
+        outcome, why = "failed", ""
+        try:
+            with connection:
+                trace(connection, TAGS, stats.connection)
+                timeout = self._limits.handshake_timeout
+                connection.due = time.monotonic() + timeout
+                connection.handshake(timeout)
+                Session(self._registry, self._limits, self._admission, connection, stats).run()
+            outcome, why = ("done", "the stream is over") if stats.sent else ("gone", "the client has had enough")
+            if stats.sent:
+                stats.settle()
+        except (TransportError, DeadlineExceeded) as error:
+            outcome, why = "gone", str(error)
+        except ServerFull as error:
+            outcome, why = "refused", str(error)
+            self._activity.refuse(stats.listener)
+        except (AccessDenied, DatasetNotFound) as error:
+            outcome, why = "refused", str(error)
+        except LocalProtocolError:
+            why = self._complain(connection, stats)
+        except DissociatedError as error:
+            why = str(error)
+        except Exception:
+            why = self._complain(connection, stats)
+        finally:
+            level = logging.WARNING if outcome == "failed" else logging.INFO
+            _log.log(level, "%r: %s", connection, why, extra=stats.fields() | {"outcome": outcome})
+            self._activity.end(stats, outcome)
+            self._admission.gone(connection)
+            with self._lock:
+                self._threads.pop(connection, None)
+
+    def _complain(self, connection: Connection, stats: ConnectionStats) -> str:
+        why = "a stream failed for a reason of ours"
+        _log.exception("%r: %s", connection, why, extra=stats.fields())
+        return why
