@@ -12,9 +12,11 @@ import pytest
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from dissociated.codec.conditions import Conditions
+from dissociated.codec.filter import RowFilter
 from dissociated.errors import OptionError
 from dissociated.spark import read
-from dissociated.spark.filters import Filters
+from dissociated.spark.filters import parse_filters
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -106,17 +108,21 @@ def every() -> dict[str, list[Any]]:
     }
 
 
-def parsed(plain: Any) -> Filters:
-    return Filters.parse(json.dumps(plain, default=str))
+def parsed(plain: Any) -> Conditions:
+    return parse_filters(json.dumps(plain, default=str))
 
 
 def test_the_same_rows_pass_as_in_spark(spark: SparkSession) -> None:
-    conditions = every()
+    every_condition = every()
     df = spark.createDataFrame(TABLE)
-    decided = df.selectExpr(*(f"({sql}) AS `{number}`" for number, sql in enumerate(conditions))).toArrow()
+    decided = df.selectExpr(*(f"({sql}) AS `{number}`" for number, sql in enumerate(every_condition))).toArrow()
     (batch,) = TABLE.combine_chunks().to_batches()
-    for (sql, condition), column in zip(conditions.items(), decided.columns, strict=True):
-        assert parsed([condition]).mask(batch).to_pylist() == column.to_pylist(), sql
+    everything = tuple(range(batch.num_columns))
+    for (sql, condition), column in zip(every_condition.items(), decided.columns, strict=True):
+        conditions = parsed([condition])
+        assert conditions.mask(batch).to_pylist() == column.to_pylist(), sql
+        expression = RowFilter(conditions.expression(batch.schema), everything)
+        assert expression.mask(batch).to_pylist() == column.to_pylist(), sql
 
 
 def test_all_of_one_list_must_be_true() -> None:
@@ -151,8 +157,9 @@ def test_all_of_one_list_must_be_true() -> None:
 )
 def test_what_is_not_certain_is_refused_with_the_column(condition: list[Any]) -> None:
     filters = parsed([condition])
-    with pytest.raises(OptionError, match=f"column '{filters.columns[0]}.* is not certain: filter the DataFrame by it"):
-        filters.mask(pa.RecordBatch.from_pylist([], TABLE.schema))
+    for decide in (filters.expression, lambda schema: filters.mask(pa.RecordBatch.from_pylist([], schema))):
+        with pytest.raises(OptionError, match=f"column '{filters.columns[0]}.* is not certain: filter what was read"):
+            decide(TABLE.schema)
 
 
 @pytest.mark.parametrize(

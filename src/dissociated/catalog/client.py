@@ -15,7 +15,7 @@ import pyarrow as pa
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.calls import CatalogConnection, FlightBatches
 from dissociated.catalog.chunks import receive_get, upload
-from dissociated.catalog.locations import DatasetInfo
+from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.stage import StagePlace
 from dissociated.client.request import TIMEOUT, ReadRequest
@@ -26,7 +26,8 @@ from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Source
 from dissociated.datasets.blame import source_errors
 from dissociated.datasets.sources import make_dataset
-from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, FormatError
+from dissociated.display import html
+from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, DissociatedError, FormatError
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
@@ -67,13 +68,21 @@ class CatalogClient:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.uri}>"
 
-    def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> Sequence[DatasetInfo]:
+    def _repr_html_(self) -> str:
+        """For a notebook: what there is, as far as the catalog says so now."""
+        try:
+            found = self.list()
+        except DissociatedError as error:
+            return html(f"{type(self).__name__} of {self.uri}", [str(error)])
+        return html(f"{type(self).__name__} of {self.uri}", [], found._repr_html_())
+
+    def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> DatasetList:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
         criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_caller_identity()}).encode()
 
-        def found(client: Any) -> list[DatasetInfo]:
+        def found(client: Any) -> DatasetList:
             try:
-                return [DatasetInfo.parse(one) for one in client.list_flights(criteria, self._calls.options())]
+                return DatasetList(map(DatasetInfo.parse, client.list_flights(criteria, self._calls.options())))
             except NotImplementedError:
                 raise CatalogError(
                     f"the server at {self.uri} does not list what it has (it has no ListFlights): "

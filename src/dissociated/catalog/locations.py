@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Self
 
 import pyarrow as pa
@@ -12,9 +13,13 @@ import pyarrow as pa
 from dissociated._moved import Renamed
 from dissociated.codec.reader import check_field_names
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
+from dissociated.display import count, html, html_table, shorten, size, table
 from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
 from dissociated.uri import Uri
+
+_WIDTH = 60  # characters, of what is shown to people
+_MAX_SHOWN = 40  # columns
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,24 @@ class Endpoint:
             hosts=tuple(node["host"] for node in about.get("nodes", ())),
             rows=about.get("rows"),
         )
+
+    def __repr__(self) -> str:
+        rows = "" if self.rows is None else f" of {count(self.rows)} rows"
+        return f"<Endpoint{rows} on {self._hosts}, at {', '.join(self._places) or 'no place now'}>"
+
+    def _repr_html_(self) -> str:
+        rows = [] if self.rows is None else [f"{count(self.rows)} rows"]
+        return html("Endpoint", [*rows, f"on {self._hosts}"], html_table(["at"], [[one] for one in self._places]))
+
+    @property
+    def _hosts(self) -> str:
+        return ", ".join(dict.fromkeys(self.hosts)) or "an unknown host"
+
+    @property
+    def _places(self) -> list[str]:
+        """Where it can be asked for, without what only programs need."""
+        places = (one.partition("?")[0] for one in self.locations)
+        return [*dict.fromkeys(one for one in places if not one.startswith("arrow-flight"))]
 
 
 @dataclass(frozen=True)
@@ -86,10 +109,94 @@ class DatasetInfo:
             lineage_id=about.get("began", ""),
         )
 
+    def __repr__(self) -> str:
+        head, rows = self._columns
+        return "\n".join([f"{shorten(self.name, 24)}{self._which}", *self._about, "", table(head, rows), *self._rest])
+
+    def _repr_html_(self) -> str:
+        return html(self.name, [f"{self._which.strip(', ')}", *self._about], html_table(*self._columns), *self._rest)
+
+    @property
+    def schemes(self) -> list[str]:
+        """How it can be read: shm, tcp, grpc."""
+        found = {one.partition(":")[0] for endpoint in self.endpoints for one in endpoint.locations}
+        return sorted(one for one in found if not one.startswith("arrow-flight"))
+
+    @property
+    def size(self) -> str:
+        """Rows and bytes, for people."""
+        tensors = self.tensors
+        number = self.rows if tensors is None else tensors.number
+        what = "row" if tensors is None else "tensor"
+        return (
+            f"{'unknown' if number is None else count(number)} {what}{'' if number == 1 else 's'}, {size(self.nbytes)}"
+        )
+
+    @property
+    def _which(self) -> str:
+        if not self.version:
+            return ""
+        return f", version {self.version} of {datetime.fromtimestamp(self.created, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+    @property
+    def _about(self) -> list[str]:
+        parts = "" if len(self.endpoints) == 1 else f" in {count(len(self.endpoints))} parts"
+        lines = [f"{self.size}{parts}, over {', '.join(self.schemes) or 'no transport now'}"]
+        if self.expires is not None:
+            lines.append(f"until {datetime.fromtimestamp(self.expires, UTC):%Y-%m-%d %H:%M:%S} UTC")
+        if self.tags:
+            lines.append("tags: " + shorten(", ".join(f"{key}={value}" for key, value in self.tags.items()), _WIDTH))
+        return lines
+
+    @property
+    def _columns(self) -> tuple[list[str], list[list[str]]]:
+        tensors = self.tensors
+        if tensors is not None:
+            shapes = [[one.type, " x ".join(map(str, one.shape)), one.format] for one in tensors.first[:_MAX_SHOWN]]
+            return ["type", "shape", "format"], shapes
+        shown = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_SHOWN)))
+        return ["column", "type"], [
+            [shorten(one.name, 24), shorten(f"{one.type}{'' if one.nullable else ' not null'}", _WIDTH - 26)]
+            for one in shown
+        ]
+
+    @property
+    def _rest(self) -> list[str]:
+        tensors = self.tensors
+        more = (len(self.schema) if tensors is None else tensors.number) - _MAX_SHOWN
+        return [f"and {count(more)} more"] if more > 0 else []
+
     @property
     def tensors(self) -> TensorsInfo | None:
         """What tensors it has; None for a dataset of record batches."""
         return parse_tensors_info(self.schema)
+
+
+class DatasetList(list[DatasetInfo]):
+    """Datasets, shown as a table."""
+
+    _HEAD = ("name", "rows", "size", "columns", "version", "over")
+    _RIGHT = (1, 2, 3, 4)
+
+    def __repr__(self) -> str:
+        return table(self._HEAD, self._rows, self._RIGHT) if self else "no datasets"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._HEAD, self._rows, self._RIGHT) if self else "no datasets"
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        return [
+            [
+                shorten(info.name, 24),
+                count(info.rows),
+                size(info.nbytes),
+                count(len(info.schema)),
+                count(info.version),
+                " ".join(info.schemes),
+            ]
+            for info in self
+        ]
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:

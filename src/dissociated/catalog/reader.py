@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -17,6 +20,7 @@ from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations, reachable
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.connect import supports_selection
+from dissociated.client.filtering import read_filtered
 from dissociated.client.open import read_stream
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.client.tensors import read_tensors
@@ -25,9 +29,12 @@ from dissociated.codec.columns import select_columns, slice_batches, slice_rows
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import CatalogError, RemoteError, TransportError, WrongKind
+from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
 from dissociated.transport import registry
 from dissociated.uri import Uri
+
+if TYPE_CHECKING:
+    from dissociated.catalog.dataset import Dataset
 
 T = TypeVar("T")
 
@@ -46,17 +53,25 @@ class Client(CatalogClient):
         *,
         version: int | None = None,
         rows: range | None = None,
+        filter: Any = None,
+        limit: int | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
     ) -> pa.RecordBatchReader:
-        """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it.
+        """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it. It is read once:
+        what `dataset` gives can be read again and again.
 
         - `transport`: a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet.
         - `columns`: read only these top-level columns, in the order of the schema.
         - `version`: one that was replaced and is still there.
         - `rows`: those that are wanted, as in `range(10, 20)`. Parts of the dataset that have none of them are not
           opened.
+        - `filter`: of these the rows for which this is true. It is an expression of pyarrow, as `pc.field("n") > 5`,
+          or a condition `("n", ">", 5)`, a list of conditions, which must all be true, or a list of such lists, of
+          which one must be. Conditions mean what they mean in Spark: NaN equals itself, and is the largest number.
+          Columns that are only filtered by are not given.
+        - `limit`: so many rows, the first of those.
         - `options`: how batches are decoded.
         - `max_body`, `allow_rma`: as for `open_stream`.
 
@@ -66,24 +81,81 @@ class Client(CatalogClient):
             self.defaults,
             columns=columns,
             rows=rows,
+            filter=filter,
+            limit=limit,
             options=check_options(options, ReadOptions),
             max_body=max_body,
             allow_rma=allow_rma,
         )
 
-        def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
-            return [
-                self.open_endpoint(info, endpoint, transport, self._select_batches(info, endpoint, transport, wanted))
-                for endpoint, wanted in _endpoints_with_rows(info, request)
-            ]
-
-        return _chain(*self._open_endpoints(name, version, opened))
+        return self._read(partial(self.describe, name, version), transport, request)
 
     read_async = asynchronous(read)
     """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
 
     It takes and raises the same, and blocks a thread in place of the event loop.
     """
+
+    def dataset(self, name: str, version: int | None = None, *, transport: str | None = None) -> Dataset:
+        """A handle on the dataset `name`, as it is now or as that `version`, which can be read again and again.
+
+        Whatever takes a pyarrow.dataset.Dataset takes it. It is read through `transport`, or the nearest one. Raises
+        DatasetNotFound.
+        """
+        from dissociated.catalog.dataset import Dataset  # on first use: pyarrow.dataset takes long to import
+
+        return Dataset(self, self.describe(name, version), transport)
+
+    def __getitem__(self, name: str) -> Dataset:
+        """The same as `dataset`."""
+        return self.dataset(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a dataset of that name."""
+        if not isinstance(name, str):
+            return False
+        try:
+            self.describe(name)
+        except DatasetNotFound:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all datasets."""
+        return (info.name for info in self.list())
+
+    def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
+        """What `request` wants of just the version that `info` describes, wherever that is now.
+
+        Raises DatasetNotFound where it is gone.
+        """
+        return self._read(partial(self._describe_again, info), transport, request)
+
+    def _describe_again(self, info: DatasetInfo) -> DatasetInfo:
+        if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
+            return info
+        with suppress(DatasetNotFound):
+            found = self.describe(info.name, info.version)
+            if (found.created, found.lineage_id) == (info.created, info.lineage_id):  # not of another server there
+                return found
+        raise DatasetNotFound(
+            f"version {info.version} of {info.name!r} is gone: it was replaced or dropped, and is kept no longer. "
+            "refresh() gives a handle on what is there now"
+        )
+
+    def _read(
+        self, describe: Callable[[], DatasetInfo], transport: str | None, request: ReadRequest
+    ) -> pa.RecordBatchReader:
+        def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+            return [
+                self.open_endpoint(info, endpoint, transport, self._select_batches(info, endpoint, transport, wanted))
+                for endpoint, wanted in _endpoints_with_rows(info, request)
+            ]
+
+        reader = _chain(*self._open_endpoints(describe, opened))
+        if request.limit is None:
+            return reader
+        return read_filtered(replace(request, filter=None), None, lambda _: reader)
 
     def read_endpoint(
         self,
@@ -115,6 +187,10 @@ class Client(CatalogClient):
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> pa.RecordBatchReader:
         """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
+        if request.chooses_rows:
+            return read_filtered(
+                request, info.schema, lambda inner: self.open_endpoint(info, endpoint, transport, inner)
+            )
         if transport == "grpc":
             return self._do_get(info, endpoint, request)
         return self._open_nearest(info.name, endpoint, transport, request, read_stream)
@@ -159,19 +235,19 @@ class Client(CatalogClient):
         def opened(info: DatasetInfo) -> list[Iterator[Tensor]]:
             return [self._open_nearest(name, part, transport, request, read_tensors) for part in info.endpoints]
 
-        _, readers = self._open_endpoints(name, version, opened)
+        _, readers = self._open_endpoints(partial(self.describe, name, version), opened)
         return chain.from_iterable(readers)
 
     def _open_endpoints(
-        self, name: str, version: int | None, opened: Callable[[DatasetInfo], list[T]]
+        self, describe: Callable[[], DatasetInfo], opened: Callable[[DatasetInfo], list[T]]
     ) -> tuple[DatasetInfo, list[T]]:
-        """The dataset `name`, and its endpoints, opened."""
-        info = self.describe(name, version)
+        """What `describe` gives, and its endpoints, opened."""
+        info = describe()
         for _ in range(_MAX_RETRIES):
             try:
                 return info, opened(info)
             except RemoteError:
-                found = self.describe(name, version)
+                found = describe()
                 if found.endpoints == info.endpoints:
                     raise
                 info = found  # it was replaced after we had looked it up
@@ -232,6 +308,10 @@ def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.Rec
 
 def _endpoints_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
     """The endpoints that have some of the rows, and the request of each, by its own positions."""
+    if request.filter is None and request.limit is not None and all(one.rows is not None for one in info.endpoints):
+        first = 0 if request.rows is None else request.rows.start
+        stop = sys.maxsize if request.rows is None else request.rows.stop
+        request = replace(request, rows=range(first, min(stop, first + request.limit)), limit=None)
     at, rows = 0, request.rows
     for endpoint in info.endpoints:
         if rows is None:

@@ -96,6 +96,11 @@ class Versions:
         expires = None if ttl is None else created + ttl
         if before is not None:
             run("UPDATE versions SET replaced = ? WHERE id = ?", (created, before["id"]))
+        for part in parts:  # a ticket that whoever publishes has chosen stands for the latest alone
+            sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
+            for other in self._tables.all(sql, part.ticket, part.id):
+                which = "id IN (SELECT version FROM version_parts WHERE part = ?)"
+                self.remove("retired", "what replaced it has the same ticket", which, other["id"])
         version = run(
             "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires, began)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

@@ -9,22 +9,13 @@ from datetime import UTC, datetime
 
 from rich.cells import cell_len, set_cell_size
 
+from dissociated.display import count as count
+from dissociated.display import size as size
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _GAP = "  "
 _LEAST = 8  # columns that are left of a text
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-
-def size(nbytes: float | None) -> str:
-    """Bytes with three digits and a decimal unit: 1.23 GB."""
-    if nbytes is None:
-        return "-"
-    unit = 0
-    while nbytes >= 999.5 and unit < len(_UNITS) - 1:
-        nbytes /= 1000
-        unit += 1
-    return f"{nbytes:.0f} B" if not unit else f"{nbytes:#.3g}".rstrip(".") + f" {_UNITS[unit]}"
 
 
 def parse_size(written: str) -> int:
@@ -35,11 +26,6 @@ def parse_size(written: str) -> int:
     number, prefix, binary = found.groups()
     power = "_KMGTP".index(prefix.upper()) if prefix else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
-
-
-def count(number: int | None) -> str:
-    """A whole number with its thousands apart: 336,776."""
-    return "-" if number is None else f"{number:,}"
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -24,6 +25,8 @@ def open_stream(
     *,
     columns: Sequence[str] | None = None,
     batches: tuple[int, int] | None = None,
+    filter: Any = None,
+    limit: int | None = None,
     options: ReadOptions | None = None,
     timeout: float = TIMEOUT,
     max_body: int = MAX_BODY,
@@ -39,6 +42,10 @@ def open_stream(
     - `columns`: read only these top-level columns, in the order of the schema. `included_fields` of `options` does the
       same by position.
     - `batches`: read the batches from the first number up to the second.
+    - `filter`: of these the rows for which this is true: an expression of pyarrow, or `[column, operator, value]`, a
+      list of such conditions, which must all be true, or a list of such lists. See `Client.read`, which reads the
+      columns that it needs: here nobody knows the schema before, so all columns are read.
+    - `limit`: so many rows, the first.
     - `options`: how batches are decoded.
     - `timeout`: how many seconds the server may be silent.
     - `max_body`: the largest body that is taken, in bytes. As much may wait for its metadata; at least 4 GiB.
@@ -56,6 +63,8 @@ def open_stream(
     request = ReadRequest(
         columns=columns,
         batches=batches,
+        filter=filter,
+        limit=limit,
         options=check_options(options, ReadOptions),
         timeout=timeout,
         max_body=max_body,
@@ -75,6 +84,10 @@ It takes and raises the same, and blocks a thread in place of the event loop.
 def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
     """`open_stream`, and of what that gives the rows that are requested."""
     uris = parse_uris(uri)
+    if request.chooses_rows:
+        from dissociated.client.filtering import read_filtered
+
+        return read_filtered(request, None, lambda inner: read_stream(uri, ticket, inner))
     selection = request.selection
     identifier = ticket
     if selection is not None and all(map(supports_selection, uris)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
@@ -19,13 +20,15 @@ TIMEOUT = 60.0
 class ReadRequest:
     """The parameters of a read. `open_stream` says what each of them means.
 
-    `rows` are counted from the first of the `batches`. Raises OptionError for values that make no sense,
-    LocalProtocolError for such a timeout.
+    `rows` are counted from the first of the `batches`, `filter` chooses among them, and `limit` counts what passes.
+    Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
 
     columns: Sequence[str] | None = None
     batches: tuple[int, int] | None = None
     rows: range | None = None
+    filter: Any = None
+    limit: int | None = None
     options: ReadOptions = field(default_factory=ReadOptions)
     timeout: float = TIMEOUT
     max_body: int = MAX_BODY
@@ -40,6 +43,13 @@ class ReadRequest:
             raise OptionError(f"batches are a first number and the one after the last, not {self.batches}")
         if self.rows is not None and (self.rows.step != 1 or self.rows.start < 0):
             raise OptionError(f"rows is a range of positions that follow each other, not {self.rows}")
+        if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 0):
+            raise OptionError(f"limit is a number of rows, not {self.limit!r}")
+
+    @property
+    def chooses_rows(self) -> bool:
+        """Whether rows are to be chosen by what they hold, or only the first of them."""
+        return self.filter is not None or self.limit is not None
 
     @property
     def selection(self) -> Selection | None:
@@ -52,4 +62,4 @@ class ReadRequest:
     def without_columns(self) -> ReadRequest:
         """The same for all batches, of which only the metadata moves: they say how many rows there are."""
         options = replace(self.options, included_fields=())
-        return replace(self, columns=(), batches=None, rows=None, options=options)
+        return replace(self, columns=(), batches=None, rows=None, filter=None, limit=None, options=options)

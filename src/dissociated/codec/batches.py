@@ -8,20 +8,21 @@ batch by batch, from where their buffers lie.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
 from dissociated.buffers import Buffer
 from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
+from dissociated.codec.reader import ReadOnce
 from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
 from dissociated.format.message import buffer_extents, relocate
 
 _ALIGNMENT = 8  # which libarrow asks of buffers in a body
 
 
-class BatchReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
+class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
     """Reads what `pairs` give, all of this `schema`. What they raise comes out of it."""
 
     def __init__(self, schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> None:
@@ -33,14 +34,28 @@ class BatchReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyar
     def schema(self) -> pa.Schema:
         return self._schema
 
+    def __iter__(self) -> Self:
+        self._begin()
+        return self
+
     def read_next_batch(self) -> pa.RecordBatch:
-        return next(self._pairs)[0]
+        return self._next()[0]
 
     def read_next_batch_with_custom_metadata(self) -> pa.lib.RecordBatchWithMetadata:
-        return pa.lib.RecordBatchWithMetadata(*next(self._pairs))
+        return pa.lib.RecordBatchWithMetadata(*self._next())
 
     def read_all(self) -> pa.Table:
-        return pa.Table.from_batches((batch for batch, _ in self._pairs), self._schema)
+        self._begin()
+        table = pa.Table.from_batches((batch for batch, _ in self._pairs), self._schema)
+        self._ended = True
+        return table
+
+    def _next(self) -> BatchAndMetadata:
+        try:
+            return next(self._pairs)
+        except StopIteration:
+            self._ended = True
+            raise
 
     def close(self) -> None:
         super().close()
@@ -48,6 +63,8 @@ class BatchReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyar
             self._pairs.close()
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        self._begin()
+        self._ended = True  # whoever takes it reads all
         batches = (batch for batch, _ in self._pairs)
         return pa.RecordBatchReader.from_batches(self._schema, batches).__arrow_c_stream__(requested_schema)
 

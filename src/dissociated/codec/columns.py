@@ -1,14 +1,21 @@
-"""Some of the columns of a stream of record batches, some of the batches, or some of the rows, by their position."""
+"""Some of the columns of a stream of record batches, some of the batches, or some of the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Protocol
 
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
+
+
+class Rows(Protocol):
+    """What tells which rows of a batch are wanted."""
+
+    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray: ...
 
 
 def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
@@ -41,3 +48,30 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
             at += batch.num_rows
 
     return BatchReader(reader.schema, pairs())
+
+
+def filter_batches(
+    reader: pa.RecordBatchReader, rows: Rows | None, columns: Sequence[int], limit: int | None = None
+) -> pa.RecordBatchReader:
+    """Of the rows that pass, the first, up to `limit`; of their columns those at these positions of the reader.
+
+    No batch is read after the last of them, and batches without any are left out.
+    """
+    schema = select_fields(reader.schema, columns)
+
+    def pairs() -> Iterator[BatchAndMetadata]:
+        left = limit
+        some = batches(reader)
+        while left != 0 and (pair := next(some, None)) is not None:
+            batch, metadata = pair
+            mask = None if rows is None else rows.mask(batch)
+            batch = batch.select([*columns])
+            if mask is not None and mask.true_count < len(mask):  # else it stays where it lies
+                batch = batch.filter(mask)
+            batch = batch[:left]
+            if left is not None:
+                left -= batch.num_rows
+            if batch.num_rows:
+                yield batch, metadata
+
+    return BatchReader(schema, pairs())

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 
 from dissociated.codec.options import ReadOptions, check_options
-from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError, TransportError
+from dissociated.errors import (
+    DissociatedError,
+    FormatError,
+    OptionError,
+    RemoteProtocolError,
+    StoreError,
+    TransportError,
+)
 from dissociated.format.encapsulated import MAGIC, encapsulate
 
 #: libarrow takes the magic of a file for the length of the first message.
@@ -53,7 +60,21 @@ def check_field_names(schema: pa.Schema) -> pa.Schema:
     return schema
 
 
-class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
+class ReadOnce:
+    """What readers remember: whether they were read to their end. Then nothing is left, which is no answer."""
+
+    _ended = False
+
+    def _begin(self) -> None:
+        """Raise StoreError where all has been read already."""
+        if self._ended:
+            raise StoreError(
+                "this reader was read to its end, and can be read once: read it again, or take a handle, "
+                "client.dataset(name), which can be read again and again"
+            )
+
+
+class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
     """Reads an IPC stream from whatever pyarrow reads from. `stats` says how much so far.
 
     Raises FormatError where the content is invalid, or nests deeper than `options` allow.
@@ -67,9 +88,16 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
         options.check_depth(self.schema)
 
+    def __iter__(self) -> Self:
+        self._begin()
+        return self
+
     def read_next_batch(self) -> pa.RecordBatch:
         try:
             return super().read_next_batch()
+        except StopIteration:
+            self._ended = True
+            raise
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.blame) from None
 
@@ -77,14 +105,25 @@ class StreamReader(pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pya
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
+        except StopIteration:
+            self._ended = True
+            raise
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.blame) from None
 
     def read_all(self) -> pa.Table:
+        self._begin()
         try:
-            return super().read_all()
+            table: pa.Table = super().read_all()
+            self._ended = True
+            return table
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.blame) from None
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        self._begin()
+        self._ended = True  # whoever takes it reads all
+        return super().__arrow_c_stream__(requested_schema)
 
 
 class PeerReader(StreamReader):

@@ -22,6 +22,7 @@ from dissociated.datasets.fanout import Live
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
+from dissociated.display import count, html, html_table, size
 from dissociated.errors import DissociatedError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.host import host_name
@@ -347,6 +348,24 @@ class Server:
         if self._catalog is not None:
             return self._catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<Server, closed>"
+        names = self.names()
+        there = "nothing published" if not names else f"{count(len(names))} published"
+        return f"<Server of {there}, {', '.join(self._places)}>"
+
+    def _repr_html_(self) -> str:
+        served = [self.registry.find_name(name) for name in self.names()]
+        rows = [[one.name, count(one.rows), size(one.nbytes), count(one.readers)] for one in served if one is not None]
+        listed = html_table(["name", "rows", "size", "readers"], rows, right=(1, 2, 3)) if rows else "nothing published"
+        return html("Server, closed" if self._closed else "Server", self._places, listed)
+
+    @property
+    def _places(self) -> list[str]:
+        catalog = [] if self._catalog is None else [f"catalog at {self.catalog_uri}"]
+        return [*catalog, *(f"listening at {uri.partition('?')[0]}" for uri in self.endpoints.listener_uris())]
 
     # The end
 

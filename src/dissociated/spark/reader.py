@@ -26,10 +26,11 @@ from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
 from dissociated.catalog.reader import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
+from dissociated.codec.conditions import Conditions
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.columns import Columns, spark_schema
-from dissociated.spark.filters import Filters
+from dissociated.spark.filters import parse_filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
@@ -47,7 +48,7 @@ class Request:
     transport: str | None = None
     partitions: int | None = None
     nanoseconds: str = "refuse"
-    filters: Filters | None = None
+    filters: Conditions | None = None
 
     @classmethod
     def parse(cls, catalog: CatalogConfig, name: str, options: Any) -> Request:
@@ -60,7 +61,7 @@ class Request:
             transport=options.get("transport"),
             partitions=_number(options, "partitions", 1),
             nanoseconds=options.get("nanoseconds", "refuse"),
-            filters=None if options.get("filters") is None else Filters.parse(options["filters"]),
+            filters=None if options.get("filters") is None else parse_filters(options["filters"]),
         )
 
     def schema(self) -> StructType:

@@ -1,0 +1,197 @@
+"""Conditions on columns, decided on Arrow just as Spark decides them: on arrays, or as an expression of pyarrow.
+
+Both know three values, true, false and null, and only true passes. They differ over NaN: in Spark it equals itself, and
+is larger than every other number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal, InvalidOperation
+from functools import reduce
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as types
+
+from dissociated.errors import ColumnNotFound, OptionError
+
+#: A column, as an array or as an expression; what is decided of it is then the same.
+_Column: TypeAlias = "pa.Array | pc.Expression"
+
+_COMPARED: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
+    "=": pc.equal,
+    "!=": pc.not_equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+}
+_TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": pc.match_substring}
+_LISTED = ("in", "not in")
+_UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
+_FEW = 16  # values that an expression compares with one by one
+_OPERATORS = (*_COMPARED, *_LISTED, *_TEXT, *_UNARY)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """That a column, or a field within one, compares with a value."""
+
+    path: tuple[str, ...]
+    operator: str
+    value: Any = None
+
+    @classmethod
+    def parse(cls, plain: Any) -> Condition:
+        """Raises OptionError for what is none."""
+        match plain:
+            case [column, str(operator), *value] if operator in _OPERATORS and len(value) == (operator not in _UNARY):
+                path = (column,) if isinstance(column, str) else column
+                listed = operator not in _LISTED or _is_list(value[0])
+                if listed and isinstance(path, list | tuple) and path and all(isinstance(name, str) for name in path):
+                    return cls(tuple(path), operator, *value)
+        raise OptionError(
+            f"{plain!r} is no filter: give a column, an operator ({', '.join(_OPERATORS)}) and, but for nulls, a value"
+        )
+
+    def decide(self, batch: pa.RecordBatch) -> pa.BooleanArray:
+        """True, false or null for each row. Raises OptionError where the column cannot be compared so."""
+        column = batch.column(self.path[0])
+        with self._certain(column.type):
+            for name in self.path[1:]:
+                column = pc.struct_field(column, [column.type.get_field_index(name)])
+            return self._decide(column, column.type)
+
+    def expression(self, schema: pa.Schema) -> pc.Expression:
+        """The same for record batches of this schema. Raises as `decide` does, and ColumnNotFound."""
+        if self.path[0] not in schema.names:
+            raise ColumnNotFound(
+                f"there is no column {self.path[0]!r} to filter by; there are {', '.join(schema.names)}"
+            )
+        type_ = schema.field(self.path[0]).type
+        with self._certain(type_):
+            for name in self.path[1:]:
+                type_ = type_.field(name).type
+            return self._decide(pc.field(*self.path), type_)
+
+    @contextmanager
+    def _certain(self, type_: pa.DataType) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
+            raise OptionError(
+                f"column {'.'.join(self.path)!r} is {type_}, for which {self.operator!r}"
+                f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter what was read"
+            ) from None
+
+    def _decide(self, column: _Column, type_: pa.DataType) -> Any:
+        if self.operator in _UNARY:
+            return _UNARY[self.operator](column)
+        if self.operator in _TEXT:
+            if not types.is_string(type_):
+                raise _Uncertain
+            return _TEXT[self.operator](column, pattern=self.value)
+        if self.operator in _LISTED:
+            found = _one_of(column, type_, self.value)
+            return found if self.operator == "in" else pc.invert(found)
+        return _compared(self.operator, column, type_, self.value)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Lists of conditions: a row passes where all of one list are true."""
+
+    either: tuple[tuple[Condition, ...], ...]
+
+    @classmethod
+    def parse(cls, plain: Any) -> Conditions:
+        """A list of `[column, operator, value]`, which must all be true, or a list of such lists. Tuples will do.
+
+        Raises OptionError.
+        """
+        if not isinstance(plain, list | tuple) or not plain:
+            raise OptionError(f"a filter is a list of [column, operator, value], not {plain!r}")
+        nested = all(_is_list(some) and some and all(_is_list(one) for one in some) for some in plain)
+        lists = plain if nested else [plain]
+        return cls(tuple(tuple(map(Condition.parse, some)) for some in lists))
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are looked at."""
+        return [*dict.fromkeys(one.path[0] for some in self.either for one in some)]
+
+    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
+        """True for the rows that pass."""
+        decided = [reduce(pc.and_kleene, (one.decide(batch) for one in some)) for some in self.either]
+        return reduce(pc.or_kleene, decided)
+
+    def expression(self, schema: pa.Schema) -> pc.Expression:
+        """The same for record batches of this schema. Raises OptionError and ColumnNotFound."""
+        decided = [reduce(pc.and_kleene, (one.expression(schema) for one in some)) for some in self.either]
+        return reduce(pc.or_kleene, decided)
+
+
+class _Uncertain(Exception):
+    """Arrow cannot tell what Spark would."""
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) -> Any:
+    scalar = _scalar(value, type_)
+    known = _COMPARED[operator](column, scalar)
+    if not types.is_floating(type_) or value is None:
+        return known
+    is_nan = pc.is_nan(column)
+    if math.isnan(value):
+        alike = {"=": True, ">=": True, "!=": False, "<": False}
+        return _always(column, operator == "<=") if operator not in alike else pc.equal(is_nan, alike[operator])
+    return pc.or_kleene(known, is_nan) if operator in (">", ">=") else known  # both are null where the column is
+
+
+def _always(column: _Column, value: bool) -> Any:
+    """The same for every row, but null where the column is."""
+    return pc.if_else(pc.is_valid(column), value, pa.scalar(None, pa.bool_()))
+
+
+def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(known) <= _FEW):
+        each = [_compared("=", column, type_, value) for value in known]
+        found = reduce(pc.or_kleene, each) if each else _always(column, False)
+    else:
+        among = pa.array([_scalar(value, type_) for value in known], type_)
+        found = pc.if_else(pc.is_valid(column), pc.is_in(column, among), pa.scalar(None, pa.bool_()))
+    return found if len(known) == len(values) else pc.or_kleene(found, pa.scalar(None, pa.bool_()))
+
+
+def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
+    """`value` as one of the column's type, which must hold just that. Raises _Uncertain, and what libarrow raises."""
+    if value is None:
+        return pa.scalar(None, to)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if types.is_decimal(to) and (number or isinstance(value, str | Decimal)):
+        return pa.scalar(Decimal(str(value)), to)
+    if types.is_date(to) and isinstance(value, str | date) and not isinstance(value, datetime):
+        return pa.scalar(date.fromisoformat(value) if isinstance(value, str) else value, to)
+    if types.is_timestamp(to) and isinstance(value, str | datetime):
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+        if (moment.tzinfo is None) is (to.tz is None):
+            return pa.scalar(moment, to)
+    if types.is_floating(to) and number:
+        scalar = pa.scalar(float(value), to)
+        if math.isnan(value) or scalar.as_py() == value:
+            return scalar
+    if types.is_integer(to) and number and isinstance(value, int):
+        return pa.scalar(value, to)
+    if (types.is_boolean(to) and isinstance(value, bool)) or (types.is_string(to) and isinstance(value, str)):
+        return pa.scalar(value, to)
+    raise _Uncertain
