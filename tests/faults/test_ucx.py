@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -174,6 +176,34 @@ def test_real_server_ends_inside_a_body(
         assert isinstance(raised.value, DeadlineExceeded)
     if by is signal.SIGKILL:
         assert not isinstance(raised.value, DeadlineExceeded)
+
+
+def test_what_a_client_still_reads_is_right_or_an_error_when_the_server_closes() -> None:
+    """Over shared memory lanes the client copies bodies out of the server's memory by itself."""
+    for _ in range(3):
+        close_within_a_stream()
+
+
+def close_within_a_stream() -> None:
+    sent: list[np.ndarray[Any, Any]] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for number in count():
+            sent.append(np.full(1 << 17, number))
+            yield pa.record_batch({"n": sent[-1]})
+
+    with dis.Server(["ucx:?err_mode=none"], catalog=None) as server:
+        server.publish("data", pa.RecordBatchReader.from_batches(pa.schema({"n": pa.int64()}), batches()))
+        reader = dis.open_stream(server.locations("data")[0], server.ticket("data"))
+        reader.read_next_batch()
+        wait_until(lambda: len(sent) > 50, "much is under way")
+        reader.read_next_batch()  # of all that is under way the client knows by now
+    for array in sent:
+        array[:] = -1
+    got: list[tuple[int, int]] = []
+    with pytest.raises((ConnectionClosed, RemoteProtocolError), match="closed"):
+        got.extend((batch["n"].to_numpy().min(), batch["n"].to_numpy().max()) for batch in reader)
+    assert got == [(number, number) for number in range(2, len(got) + 2)]
 
 
 def client_stages(uri: str, ticket: bytes) -> dict[str, list[list[object]]]:

@@ -193,7 +193,7 @@ MEM_ADDRESS, MEM_LENGTH, MEM_PROT = 1 << 0, 1 << 1, 1 << 3
 MEM_LOCAL_READ, MEM_REMOTE_READ = 1 << 0, 1 << 8
 
 OK, INPROGRESS = 0, 1
-INVALID_PARAM, BUSY = -5, -15
+INVALID_PARAM, BUSY, CONNECTION_RESET = -5, -15, -25
 
 #: Pointers from here on are errors.
 _ERRORS = 2**64 - 100

@@ -24,9 +24,10 @@ from dissociated.errors import (
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
-from dissociated.transport.native.connection import OVERHEAD, NativeConnection
+from dissociated.transport.native.connection import OVERHEAD, NativeConnection, UnderWay
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx.callbacks import callbacks, params
+from dissociated.transport.native.ucx.closing import closing_connections
 from dissociated.transport.native.ucx.worker import Worker
 
 METADATA, ABORT = 0, 1  # ids of active messages
@@ -35,6 +36,7 @@ _JOIN = 1 << 12  # bytes up to which parts are copied together
 _SMALL = 1 << 13  # bytes up to which UCX sends a message at once, and does not have it fetched
 _GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
 _SETTLE = 0.1  # seconds for an endpoint to close
+_MAX_STEPS = 1000  # that UCX may make for a connection that is closed, before it is another's turn
 
 
 class _Outgoing(NamedTuple):
@@ -89,7 +91,11 @@ class UcxConnection(NativeConnection):
         self._status = c.OK
         self._keys: dict[Span, Any] = {}
         self._endpoint: Any = None
+        self._close_request: Any = None
+        self._kept: list[UnderWay] = []  # what the peer may still read when this is closed
         try:
+            if self._lax:
+                closing_connections().check_room()
             self._open(endpoint)
         except BaseException:
             self.close()
@@ -210,6 +216,8 @@ class UcxConnection(NativeConnection):
 
     def _metadata(self, data: Any, length: int, attributes: int) -> int:
         """Called by UCX: metadata has arrived, whole, or its announcement."""
+        if self._closed:
+            return c.OK
         if length > self._max_untagged:
             self._broken = RemoteProtocolError(
                 f"the peer sent an untagged message of {length} bytes; at most {self._max_untagged} are taken"
@@ -283,7 +291,8 @@ class UcxConnection(NativeConnection):
             self._lib.ucp_request_free(request)
             self._receiving.popleft()
             self._receiving_bytes -= len(memory)
-            self._received(status, tag, memory)
+            # What was read from the memory of a peer that has closed meanwhile may be something else by then.
+            self._received(c.CONNECTION_RESET if self._lax and self._gone else status, tag, memory)
         return False
 
     def _receive_into(self, request: Any, tag: int | None, memory: Buffer) -> None:
@@ -335,23 +344,59 @@ class UcxConnection(NativeConnection):
             self._lose()
 
     def _release(self) -> None:
-        for key in self._keys.values():
-            self._lib.ucp_rkey_destroy(key)
-        # One whose flush has not ended goes with the worker: once closed, UCX 1.22 would go on with that, and crash.
-        if self._endpoint is not None and self._connected and not (self._gone and self._lax):
-            self._close_endpoint()
-        self._worker.destroy()
-        self._receiving.clear()
-        self._endpoint = self._handle = None
+        self._close_endpoint()
+        end = time.monotonic() + _SETTLE
+        while not (over := self._advance_closing()) and time.monotonic() < end:
+            self._sleep(_SETTLE / 20)
+        if not over and self._is_shared():
+            self._kept = list(self._under_way)
+            closing_connections().add(self)
+        else:
+            self._destroy()
 
     def _close_endpoint(self) -> None:
-        # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
-        request = self._lib.ucp_ep_close_nbx(self._endpoint, self._plain if self._lax else self._force)
-        if self._ucp.status(request) == c.INPROGRESS:
-            self._posted(request, 0, None)
-        end = time.monotonic() + _SETTLE
-        while time.monotonic() < end:
-            if not self._advance():
-                if not self._taken() and not self._under_way:
-                    return
-                self._sleep(_SETTLE / 20)
+        # One whose flush has not ended goes with the worker: once closed, UCX 1.22 would go on with that, and crash.
+        if self._endpoint is not None and self._connected and not (self._gone and self._lax):
+            # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
+            request = self._lib.ucp_ep_close_nbx(self._endpoint, self._plain if self._lax else self._force)
+            if self._ucp.status(request) == c.INPROGRESS:
+                self._close_request = request
+
+    def _is_shared(self) -> bool:
+        """Whether the peer may read memory of this process, or this process reads its memory, as long as it wants."""
+        own = bool(self._receiving) or any(message.size for message in self._under_way)
+        return self._lax and self._connected and (self._gone or own)
+
+    def advance_closing(self) -> bool:
+        """Let UCX work. Whether all is given back: the peer knows that this is closed, and nothing is copied."""
+        over = self._advance_closing()
+        if over:
+            self._destroy()
+        return over
+
+    def _advance_closing(self) -> bool:
+        worker = self._worker
+        for _ in range(_MAX_STEPS):
+            moved = worker.progress()
+            while handle := self._lib.ucp_tag_probe_nb(worker.handle, 0, 0, 1, self._info):
+                refused = self._lib.ucp_tag_msg_recv_nbx(worker.handle, self._ffi.NULL, 0, handle, self._plain)
+                if self._ucp.status(refused) == c.INPROGRESS:
+                    self._lib.ucp_request_free(refused)
+            if not moved and worker.arm():  # UCX does not let us sleep while it copies
+                break
+        else:
+            return False
+        if self._close_request is not None:
+            if self._lib.ucp_request_check_status(self._close_request) == c.INPROGRESS:
+                return False
+            self._lib.ucp_request_free(self._close_request)
+            self._close_request = None
+        return True
+
+    def _destroy(self) -> None:
+        for key in self._keys.values():
+            self._lib.ucp_rkey_destroy(key)
+        self._worker.destroy()
+        self._receiving.clear()
+        self._kept.clear()
+        self._endpoint = self._handle = None

@@ -1,0 +1,78 @@
+"""Connections over UCX that are closed, and whose memory is still in use.
+
+Where two processes of one host share memory (error mode none), each reads the other's bodies by itself, when it comes
+to it, and nothing can stop it. So what a peer may still read stays until it has noticed that the connection is closed,
+or is gone. And what this process reads has to end before its worker does, or UCX aborts the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Protocol
+
+from dissociated.errors import TransportError
+from dissociated.once import once
+
+_log = logging.getLogger(__name__)
+
+_MAX_CLOSING = 64  # connections: each has a worker, and up to 64 MB or one message
+_INTERVAL = 0.05  # seconds between two looks
+
+
+class ClosingConnection(Protocol):
+    """A connection that is closed for whoever used it."""
+
+    def advance_closing(self) -> bool:
+        """Let UCX work on it. Whether it is over, and everything has been given back."""
+        ...
+
+
+class ClosingConnections:
+    """Those of this process, and a thread that looks after them while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: list[ClosingConnection] = []
+
+    def add(self, connection: ClosingConnection) -> None:
+        """Own this connection from now on, and keep it until its peer needs it no more."""
+        with self._lock:
+            self._connections.append(connection)
+            if len(self._connections) == 1:
+                threading.Thread(target=self._run, name="ucx closing", daemon=True).start()
+
+    def check_room(self) -> None:
+        """Raise TransportError where so many peers do not let go that there shall be no more."""
+        if len(self._connections) >= _MAX_CLOSING:
+            raise TransportError(
+                f"{_MAX_CLOSING} connections over UCX with err_mode=none are closed, and their peers neither notice nor"
+                " end: continue or kill those processes, or use err_mode=peer"
+            )
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_INTERVAL)
+            for connection in list(self._connections):
+                try:
+                    over = connection.advance_closing()
+                except TransportError as error:
+                    over = False  # kept: memory is never taken away
+                    _log.info("%r: %s", connection, error)
+                if over:
+                    with self._lock:
+                        self._connections.remove(connection)
+                        if not self._connections:
+                            return
+
+
+@once
+def _closing_of(pid: int) -> ClosingConnections:
+    """Those of this process: threads do not survive a fork, and connections are the parent's."""
+    return ClosingConnections()
+
+
+def closing_connections() -> ClosingConnections:
+    return _closing_of(os.getpid())
