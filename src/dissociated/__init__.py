@@ -19,7 +19,7 @@ from dissociated.catalog.reader import Client, connect
 from dissociated.client.open import open_stream, open_stream_async
 from dissociated.client.tensors import open_tensors
 from dissociated.codec.options import ReadOptions, WriteOptions
-from dissociated.datasets.fanout import Live
+from dissociated.datasets.live import Live
 from dissociated.errors import DissociatedError
 from dissociated.server.server import Server
 

@@ -154,7 +154,7 @@ def test_readers_that_go_leave_no_thread_behind(serve: Serve) -> None:
         goes_on.set()
         assert ended.acquire(timeout=PATIENCE), (pauses, scheme)
         assert connections_left(server) == 0
-    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "gathering"], "its thread ends")
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "coalescer"], "its thread ends")
 
 
 def test_no_batch_waits_for_others(serve: Serve) -> None:

@@ -24,7 +24,7 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import check_field_names
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Source
-from dissociated.datasets.blame import source_errors
+from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
 from dissociated.display import html
 from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, DissociatedError, FormatError

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.codec.options import ReadOptions
-from dissociated.codec.pyfile import Readable
+from dissociated.codec.readable import Readable
 from dissociated.codec.reader import PeerReader
 from dissociated.format.encapsulated import encapsulate, first_message_at
 from dissociated.format.message import buffer_extents, is_compressed

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from dissociated.buffers import MAX_BODY, Buffer
 from dissociated.codec.options import ReadOptions, check_options
-from dissociated.codec.pyfile import Readable
+from dissociated.codec.readable import Readable
 from dissociated.codec.reader import PeerReader, StreamReader
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.format.encapsulated import END_OF_STREAM

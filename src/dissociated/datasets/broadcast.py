@@ -10,8 +10,9 @@ from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.fanout import Consumer, Fanout, Live
-from dissociated.datasets.part import LiveMessage
+from dissociated.datasets.fanout import Consumer, Fanout
+from dissociated.datasets.live import Live
+from dissociated.datasets.live_message import LiveMessage
 from dissociated.datasets.sources import open_source
 from dissociated.datasets.ways import S, SendVisitor
 from dissociated.errors import OptionError

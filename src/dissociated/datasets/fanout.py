@@ -18,16 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Literal
 
 import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter, split
-from dissociated.datasets.blame import source_errors
-from dissociated.datasets.part import OVERHEAD, SMALL_BODY, LiveMessage
-from dissociated.errors import DissociatedError, OptionError, SourceError, peer_message
+from dissociated.datasets.live import Live
+from dissociated.datasets.live_message import OVERHEAD, SMALL_BODY, LiveMessage
+from dissociated.datasets.source_errors import source_errors
+from dissociated.errors import DissociatedError, SourceError, peer_message
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType, buffer_extents
 from dissociated.memory.live import LiveMemory
@@ -36,26 +35,6 @@ _log = logging.getLogger(__name__)
 
 #: For so many small messages that follow one another room is made at once.
 _ROOM_BATCH = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """How clients share a stream that is read once. Raises OptionError for values that make no sense."""
-
-    #: What becomes of clients that come when it has begun: they "join" where it is, or are told to go: "refuse".
-    late: Literal["join", "refuse"] = "join"
-    #: How many clients must be there before it begins.
-    consumers: int = 1
-    #: Seconds for which a client that neither takes nor frees anything may hold up all others.
-    stall_timeout: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.late not in ("join", "refuse"):
-            raise OptionError(f'late is "join" or "refuse", not {self.late!r}')
-        if self.consumers < 1:
-            raise OptionError(f"a live stream begins with one consumer or more, not {self.consumers}")
-        if not self.stall_timeout > 0:
-            raise OptionError(f"stall_timeout is a positive number of seconds, not {self.stall_timeout}")
 
 
 class Consumer:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from dissociated.codec.columns import select_columns, select_fields
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.blame import source_errors
+from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import SegmentsDataset, TableDataset
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import SourceError

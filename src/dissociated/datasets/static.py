@@ -15,7 +15,7 @@ from dissociated.codec.columns import select_columns, select_fields, slice_batch
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.blame import source_errors
+from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.ways import S, SendVisitor, SharedSegment, StaticMessage, T
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from dissociated.buffers import Buffer
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.fanout import Consumer
-from dissociated.datasets.part import LiveMessage
+from dissociated.datasets.live_message import LiveMessage
 from dissociated.format.message import Header
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing

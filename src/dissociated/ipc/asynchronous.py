@@ -26,7 +26,7 @@ from dissociated.ipc.readahead import (
     ReadAheadOptions,
     ReadStep,
 )
-from dissociated.ipc.source import ByteRange, joins
+from dissociated.ipc.spans import ByteRange, joins
 from dissociated.ipc.threads import Threads
 
 _THREADS = 4  # that read one file

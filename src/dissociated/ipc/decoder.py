@@ -25,7 +25,7 @@ from dissociated.codec.stats import ReadStats
 from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.format.message import HeaderType
-from dissociated.ipc.cutter import END, InputChunk, StreamParser, as_bytes
+from dissociated.ipc.parser import END, InputChunk, StreamParser, as_bytes
 from dissociated.memory.leases import AddressSink, leased_buffer
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.receiver import Receiver
@@ -255,7 +255,7 @@ class StreamDecoder(_Decoder):
 
         What is fed in pieces of just this size, or in larger ones, is not copied. Smaller pieces are joined, once.
         """
-        return 0 if self._refusal is _FAILED else self._cutter.required
+        return 0 if self._refusal is _FAILED else self._parser.required
 
     def consume(self, data: Buffer) -> None:
         """Take the next bytes of the stream, from one to all of it, and decode what has become whole.
@@ -273,20 +273,20 @@ class StreamDecoder(_Decoder):
         self._work(self._finish)
 
     def _consume(self, data: Buffer) -> None:
-        piece = InputChunk(data)
-        while (cut := self._cutter.parse(piece)) is not None:
-            if cut is END:
+        chunk = InputChunk(data)
+        while (message := self._parser.parse(chunk)) is not None:
+            if message is END:
                 self._decoding.end()
             else:
-                type_, header, body = cut
+                type_, header, body = message
                 self._decoding.add(type_, header, body, 0 if body is None else len(body))
 
     def _finish(self) -> None:
-        if self._cutter.end():
+        if self._parser.end():
             self._decoding.end()
 
     def _clear(self) -> None:
-        self._cutter = StreamParser(self._max_metadata, self._max_body, self._options.memory_pool)
+        self._parser = StreamParser(self._max_metadata, self._max_body, self._options.memory_pool)
 
 
 class DissociatedDecoder(_Decoder):

@@ -22,7 +22,10 @@ from dissociated.errors import FormatError, OptionError, RemoteProtocolError, St
 from dissociated.format.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
 from dissociated.format.footer import Footer, parse_footer
 from dissociated.format.message import HeaderType, parse_header, row_count
-from dissociated.ipc.source import ByteRange, RandomAccess, coalesced, file_errors, random_access, sequential
+from dissociated.ipc.opening import random_access, sequential
+from dissociated.ipc.raw_files import file_errors
+from dissociated.ipc.source import RandomAccess
+from dissociated.ipc.spans import ByteRange, coalesced
 
 
 class FileReader:

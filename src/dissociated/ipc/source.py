@@ -5,28 +5,21 @@ Whatever the system refuses, as a file that is not there, is a StoreError; what 
 
 from __future__ import annotations
 
-import io
 import os
-import stat
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from dissociated.buffers import Buffer
-from dissociated.codec.pyfile import Readable
-from dissociated.errors import FormatError, OptionError, StoreError
-from dissociated.oserrors import store_errors
-
-#: From this byte up to, not including, that one.
-ByteRange: TypeAlias = tuple[int, int]
-
+from dissociated.codec.readable import Readable
+from dissociated.ipc.raw_files import PositionedFile, byte_view
+from dissociated.ipc.spans import ByteRange
 
 #: Reads in the background are done so many at a time.
 _READS = 64
@@ -108,7 +101,7 @@ class MemorySource(RandomAccess):
 class FileSource(RandomAccess):
     """A file that is read piece by piece. Memory comes from `pool`."""
 
-    def __init__(self, file: _Descriptor | _FileObject, pool: pa.MemoryPool | None) -> None:
+    def __init__(self, file: PositionedFile, pool: pa.MemoryPool | None) -> None:
         self.size = file.size
         self._file = file
         self._pool = pool
@@ -128,11 +121,11 @@ class FileSource(RandomAccess):
         if piece is not None and end <= piece.end:
             return piece.slice(offset, end)
         whole = pa.allocate_buffer(end - offset, self._pool)
-        view = _bytes(whole)
+        view = byte_view(whole)
         while offset < end:
             if (piece := self._piece_at(offset)) is not None:
                 stop = min(end, piece.end)
-                view[: stop - offset] = _bytes(piece.slice(offset, stop))
+                view[: stop - offset] = byte_view(piece.slice(offset, stop))
             else:
                 stop = min(end, self._next_piece(offset))
                 self._file.fill(offset, view[: stop - offset])
@@ -191,53 +184,8 @@ class FileSource(RandomAccess):
         contents = []
         for start, end in spans:
             contents.append(pa.allocate_buffer(end - start, self._pool))
-            self._file.fill(start, _bytes(contents[-1]))
+            self._file.fill(start, byte_view(contents[-1]))
         return contents
-
-
-class _Descriptor:
-    """A file of our own, which needs no position."""
-
-    def __init__(self, descriptor: int, name: str) -> None:
-        self.size = os.fstat(descriptor).st_size
-        self._descriptor = descriptor
-        self._name = name
-        self._close = weakref.finalize(self, os.close, descriptor)
-
-    def fill(self, offset: int, view: memoryview) -> None:
-        if not self._close.alive:  # its number may be that of another file by now
-            raise StoreError(f"reading {self._name}: the reader is closed")
-        try:
-            while view:
-                count = os.preadv(self._descriptor, [view], offset)
-                if not count:
-                    raise FormatError(f"{self._name} was cut off at byte {offset} while it was read")
-                view, offset = view[count:], offset + count
-        except OSError:
-            with store_errors(f"reading {self._name}"):
-                raise
-
-    def close(self) -> None:
-        self._close()
-
-
-class _FileObject:
-    """A file object of the caller, who closes it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._lock = threading.Lock()
-        with file_errors(file):
-            self.size: int = file.seek(0, os.SEEK_END)
-
-    def fill(self, offset: int, view: memoryview) -> None:
-        with self._lock, file_errors(self._file):
-            self._file.seek(offset)
-            count = _fill(self._file, view)
-        if count < len(view):
-            raise FormatError(f"{self._file!r} was cut off at byte {offset + count} while it was read")
-
-    def close(self) -> None: ...
 
 
 class _Cursor(Readable):
@@ -261,142 +209,3 @@ class _Cursor(Readable):
 
     def seekable(self) -> bool:
         return True
-
-
-class _Sequential(Readable):
-    """Reads a file object of the caller from where it stands. Memory comes from `pool`."""
-
-    def __init__(self, file: Any, pool: pa.MemoryPool | None) -> None:
-        self._file = file
-        self._pool = pool
-
-    def read(self, size: int) -> Buffer:
-        if not size:
-            return b""
-        try:
-            content = pa.allocate_buffer(size, self._pool)
-        except MemoryError:
-            raise FormatError(f"there is no memory for the {size} bytes that a message announces") from None
-        with file_errors(self._file):
-            return content.slice(0, _fill(self._file, _bytes(content)))
-
-
-def _bytes(buffer: pa.Buffer) -> memoryview:
-    return memoryview(buffer).cast("B")
-
-
-def _fill(file: Any, view: memoryview) -> int:
-    """Read into `view`. Returns how many bytes there were, fewer only at the end."""
-    read_into = getattr(file, "readinto", None)
-    done = 0
-    while done < len(view):
-        if read_into is not None:
-            count = read_into(view[done:])
-        else:
-            content = file.read(len(view) - done)
-            count = None if content is None else len(content)
-            if count:
-                view[done : done + count] = content
-        if count is None:
-            raise StoreError(f"{file!r} does not block: give a file that waits for what it reads")
-        if not count:
-            break
-        done += count
-    return done
-
-
-def file_errors(file: Any) -> AbstractContextManager[None]:
-    """Turn what a file object raises into a StoreError."""
-    return store_errors(f"reading {file!r}")
-
-
-def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
-    """A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek, to be read by position."""
-    if isinstance(source, str | os.PathLike):
-        descriptor, name, regular = _open(source)
-        if not regular:
-            os.close(descriptor)
-            raise StoreError(f"opening {name}: it is no regular file, so it can only be read as a stream")
-        return _of_descriptor(descriptor, name, memory_map, pool)
-    if isinstance(source, pa.MemoryMappedFile | pa.BufferReader):
-        return _of_mapping(source)
-    if hasattr(source, "read"):
-        with file_errors(source):
-            if not source.seekable():
-                raise StoreError(f"{source!r} cannot seek, so it can only be read as a stream")
-        return FileSource(_FileObject(source), pool)
-    return MemorySource(_buffer(source))
-
-
-def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any:
-    """The same, or a file object that cannot seek, from where it stands on: what pyarrow reads a stream from."""
-    if isinstance(source, str | os.PathLike):
-        descriptor, name, regular = _open(source)
-        if regular:
-            return _of_descriptor(descriptor, name, memory_map, pool).native()
-        file = io.FileIO(descriptor, closefd=False)
-        weakref.finalize(file, os.close, descriptor)
-        return pa.PythonFile(_Sequential(file, pool), mode="r")
-    if isinstance(source, pa.NativeFile):
-        return source
-    if hasattr(source, "read"):
-        return pa.PythonFile(_Sequential(source, pool), mode="r")
-    return _buffer(source)
-
-
-def coalesced(spans: Sequence[ByteRange], cache: pa.CacheOptions) -> list[ByteRange]:
-    """The same bytes in fewer spans: neighbours are put together where `cache` lets them."""
-    together: list[ByteRange] = []
-    for start, end in sorted(spans):
-        if together and joins(together[-1], (start, end), cache):
-            together[-1] = together[-1][0], max(together[-1][1], end)
-        else:
-            together.append((start, end))
-    return together
-
-
-def joins(one: ByteRange, other: ByteRange, cache: pa.CacheOptions) -> bool:
-    """Whether `other`, which does not begin before `one`, shall be read together with it."""
-    near: bool = other[0] - one[1] <= cache.hole_size_limit and other[1] - one[0] <= cache.range_size_limit
-    return near and other[0] >= one[0]
-
-
-def _open(path: str | os.PathLike[str]) -> tuple[int, str, bool]:
-    """A descriptor of it, its name, and whether it is a regular file."""
-    name = os.fspath(path)
-    with store_errors(f"opening {name}"):
-        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISDIR(mode):
-        os.close(descriptor)
-        raise StoreError(f"opening {name}: it is a directory")
-    return descriptor, name, stat.S_ISREG(mode)
-
-
-def _of_descriptor(descriptor: int, name: str, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
-    if not memory_map:
-        return FileSource(_Descriptor(descriptor, name), pool)
-    try:
-        with store_errors(f"mapping {name}"), pa.memory_map(f"/proc/self/fd/{descriptor}") as file:
-            return MemorySource(file.read_buffer(), descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _of_mapping(file: pa.NativeFile) -> MemorySource:
-    with file_errors(file):
-        at = file.tell()
-        file.seek(0)
-        whole = file.read_buffer(file.size())
-        file.seek(at)
-        return MemorySource(whole, os.dup(file.fileno()) if isinstance(file, pa.MemoryMappedFile) else None)
-
-
-def _buffer(source: Any) -> pa.Buffer:
-    try:
-        return pa.py_buffer(source)
-    except TypeError:
-        raise OptionError(
-            f"IPC is read from a path, a buffer, or a binary file, not from a {type(source).__name__}"
-        ) from None

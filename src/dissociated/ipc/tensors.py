@@ -13,7 +13,7 @@ from dissociated.errors import FormatError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate
 from dissociated.format.message import parse_header
 from dissociated.format.tensor import ALIGNMENT
-from dissociated.ipc.source import sequential
+from dissociated.ipc.opening import sequential
 from dissociated.oserrors import store_errors
 
 

@@ -8,9 +8,9 @@ from itertools import groupby
 
 from dissociated.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
-from dissociated.datasets.blame import source_errors
 from dissociated.datasets.fanout import Consumer
-from dissociated.datasets.part import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
+from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
+from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.ways import Broadcasting, Streamed
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.format.message import buffer_extents
@@ -20,7 +20,7 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
 from dissociated.protocol.tags import BodyKind
-from dissociated.server.gathering import COALESCE_INTERVAL, Coalescer
+from dissociated.server.coalescer import COALESCE_INTERVAL, Coalescer
 from dissociated.server.requests import receive
 from dissociated.server.sending import ClientRequest, Sending
 
@@ -98,14 +98,14 @@ class StreamedSending(_LiveSending):
         self._admit()
         inline_limit = SMALL_BODY if self._limits.inline_limit is None else self._limits.inline_limit
         gathers = self._streams is Streams.BOTH and self._connection.takes_runs
-        with Coalescer(self._send_gathered) as gathering:
+        with Coalescer(self._send_coalesced) as coalescer:
             for message in self._messages():
                 length = message.parsed.body_length
                 by_address = self._mapped and not self._half_closed and length > inline_limit
                 if gathers and message.body is not None and length <= SMALL_BODY and not by_address:
-                    gathering.add(message)
+                    coalescer.add(message)
                     continue
-                gathering.flush()
+                coalescer.flush()
                 body = None
                 if message.body is not None and self._streams & Streams.BODIES:
                     region = self._region_for(length) if by_address else None
@@ -142,7 +142,7 @@ class StreamedSending(_LiveSending):
         with source_errors(self._name):
             yield from self._wanted.messages()
 
-    def _send_gathered(self, parts: Sequence[LiveMessage]) -> None:
+    def _send_coalesced(self, parts: Sequence[LiveMessage]) -> None:
         self._send_together(parts, _packed)
         self._stats.messages += sum([part.messages for part in parts])
         self._take_frees()

@@ -18,7 +18,7 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset, Source, check_name
 from dissociated.datasets.broadcast import Broadcast
-from dissociated.datasets.fanout import Live
+from dissociated.datasets.live import Live
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset

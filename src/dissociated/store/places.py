@@ -15,7 +15,7 @@ from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, Version, file_name, sizes
 from dissociated.store.files import copy
 from dissociated.store.memfds import Memfds
-from dissociated.store.recent import SegmentCache
+from dissociated.store.segment_cache import SegmentCache
 
 Place: TypeAlias = Directory | Memfds
 

@@ -46,8 +46,8 @@ from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, Reserve, copy
 from dissociated.store.memfds import FD, Memfds
 from dissociated.store.places import Places, Usage
-from dissociated.store.recent import OpenSegments
 from dissociated.store.segment import Segment, SegmentWriter
+from dissociated.store.segment_cache import OpenSegments
 from dissociated.store.trash import reuse_bytes
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.

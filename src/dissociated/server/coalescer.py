@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from dissociated.codec.split import SplitMessage
-from dissociated.datasets.part import MAX_SEND_BYTES, MAX_SEND_MESSAGES, LiveMessage
+from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, LiveMessage
 
 #: Seconds that small messages which follow others at once wait for more; one that is alone does not.
 COALESCE_INTERVAL = 0.001
@@ -46,7 +46,7 @@ class Coalescer:
             if self._count >= MAX_SEND_MESSAGES or self._nbytes >= MAX_SEND_BYTES or time.monotonic() >= self._due:
                 self._flush()
             elif self._thread is None:
-                self._thread = threading.Thread(target=self._flush_when_due, name="gathering", daemon=True)
+                self._thread = threading.Thread(target=self._flush_when_due, name="coalescer", daemon=True)
                 self._thread.start()
             elif self._idle:
                 self._idle = False

@@ -1,0 +1,94 @@
+"""What users give to read IPC from, opened: a path, a buffer, or a file object.
+
+Whatever the system refuses, as a file that is not there, is a StoreError.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import weakref
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.errors import OptionError, StoreError
+from dissociated.ipc.raw_files import DescriptorFile, FileObject, SequentialFile, file_errors
+from dissociated.ipc.source import FileSource, MemorySource, RandomAccess
+from dissociated.oserrors import store_errors
+
+
+def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
+    """A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek, to be read by position."""
+    if isinstance(source, str | os.PathLike):
+        descriptor, name, regular = _open(source)
+        if not regular:
+            os.close(descriptor)
+            raise StoreError(f"opening {name}: it is no regular file, so it can only be read as a stream")
+        return _of_descriptor(descriptor, name, memory_map, pool)
+    if isinstance(source, pa.MemoryMappedFile | pa.BufferReader):
+        return _of_mapping(source)
+    if hasattr(source, "read"):
+        with file_errors(source):
+            if not source.seekable():
+                raise StoreError(f"{source!r} cannot seek, so it can only be read as a stream")
+        return FileSource(FileObject(source), pool)
+    return MemorySource(_buffer(source))
+
+
+def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any:
+    """The same, or a file object that cannot seek, from where it stands on: what pyarrow reads a stream from."""
+    if isinstance(source, str | os.PathLike):
+        descriptor, name, regular = _open(source)
+        if regular:
+            return _of_descriptor(descriptor, name, memory_map, pool).native()
+        file = io.FileIO(descriptor, closefd=False)
+        weakref.finalize(file, os.close, descriptor)
+        return pa.PythonFile(SequentialFile(file, pool), mode="r")
+    if isinstance(source, pa.NativeFile):
+        return source
+    if hasattr(source, "read"):
+        return pa.PythonFile(SequentialFile(source, pool), mode="r")
+    return _buffer(source)
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[int, str, bool]:
+    """A descriptor of it, its name, and whether it is a regular file."""
+    name = os.fspath(path)
+    with store_errors(f"opening {name}"):
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        os.close(descriptor)
+        raise StoreError(f"opening {name}: it is a directory")
+    return descriptor, name, stat.S_ISREG(mode)
+
+
+def _of_descriptor(descriptor: int, name: str, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
+    if not memory_map:
+        return FileSource(DescriptorFile(descriptor, name), pool)
+    try:
+        with store_errors(f"mapping {name}"), pa.memory_map(f"/proc/self/fd/{descriptor}") as file:
+            return MemorySource(file.read_buffer(), descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _of_mapping(file: pa.NativeFile) -> MemorySource:
+    with file_errors(file):
+        at = file.tell()
+        file.seek(0)
+        whole = file.read_buffer(file.size())
+        file.seek(at)
+        return MemorySource(whole, os.dup(file.fileno()) if isinstance(file, pa.MemoryMappedFile) else None)
+
+
+def _buffer(source: Any) -> pa.Buffer:
+    try:
+        return pa.py_buffer(source)
+    except TypeError:
+        raise OptionError(
+            f"IPC is read from a path, a buffer, or a binary file, not from a {type(source).__name__}"
+        ) from None

@@ -1,0 +1,124 @@
+"""Files as bytes: one of our own, which is read by position, or a file object of the caller, who closes it.
+
+Whatever the system refuses is a StoreError; a file that is cut off while it is read is a FormatError.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.codec.readable import Readable
+from dissociated.errors import FormatError, StoreError
+from dissociated.oserrors import store_errors
+
+
+class PositionedFile(Protocol):
+    """A file of `size` bytes that is read by position."""
+
+    size: int
+
+    def fill(self, offset: int, view: memoryview) -> None:
+        """Read what lies there into all of `view`. Raises StoreError and FormatError."""
+
+    def close(self) -> None:
+        """Let go of what this opened."""
+
+
+class DescriptorFile:
+    """A file of our own. The descriptor is owned."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self.size = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+        self._name = name
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def fill(self, offset: int, view: memoryview) -> None:
+        if not self._close.alive:  # its number may be that of another file by now
+            raise StoreError(f"reading {self._name}: the reader is closed")
+        try:
+            while view:
+                count = os.preadv(self._descriptor, [view], offset)
+                if not count:
+                    raise FormatError(f"{self._name} was cut off at byte {offset} while it was read")
+                view, offset = view[count:], offset + count
+        except OSError:
+            with store_errors(f"reading {self._name}"):
+                raise
+
+    def close(self) -> None:
+        self._close()
+
+
+class FileObject:
+    """A file object of the caller, who closes it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        with file_errors(file):
+            self.size: int = file.seek(0, os.SEEK_END)
+
+    def fill(self, offset: int, view: memoryview) -> None:
+        with self._lock, file_errors(self._file):
+            self._file.seek(offset)
+            count = _fill(self._file, view)
+        if count < len(view):
+            raise FormatError(f"{self._file!r} was cut off at byte {offset + count} while it was read")
+
+    def close(self) -> None: ...
+
+
+class SequentialFile(Readable):
+    """Reads a file object of the caller from where it stands. Memory comes from `pool`."""
+
+    def __init__(self, file: Any, pool: pa.MemoryPool | None) -> None:
+        self._file = file
+        self._pool = pool
+
+    def read(self, size: int) -> Buffer:
+        if not size:
+            return b""
+        try:
+            content = pa.allocate_buffer(size, self._pool)
+        except MemoryError:
+            raise FormatError(f"there is no memory for the {size} bytes that a message announces") from None
+        with file_errors(self._file):
+            return content.slice(0, _fill(self._file, byte_view(content)))
+
+
+def byte_view(buffer: pa.Buffer) -> memoryview:
+    """Its bytes, to be read into."""
+    return memoryview(buffer).cast("B")
+
+
+def _fill(file: Any, view: memoryview) -> int:
+    """Read into `view`. Returns how many bytes there were, fewer only at the end."""
+    read_into = getattr(file, "readinto", None)
+    done = 0
+    while done < len(view):
+        if read_into is not None:
+            count = read_into(view[done:])
+        else:
+            content = file.read(len(view) - done)
+            count = None if content is None else len(content)
+            if count:
+                view[done : done + count] = content
+        if count is None:
+            raise StoreError(f"{file!r} does not block: give a file that waits for what it reads")
+        if not count:
+            break
+        done += count
+    return done
+
+
+def file_errors(file: Any) -> AbstractContextManager[None]:
+    """Turn what a file object raises into a StoreError."""
+    return store_errors(f"reading {file!r}")
