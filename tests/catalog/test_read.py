@@ -15,7 +15,7 @@ from dissociated.errors import CatalogError, OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from dissociated.uri import Uri
-from helpers import PATIENCE
+from helpers import PATIENCE, connections_left
 
 TABLE = pa.table({"n": range(1000)})
 
@@ -112,6 +112,7 @@ def test_over_tcp_the_batches_before_the_wanted_rows_do_not_move(tmp_path: Path)
         client.put("data", pa.Table.from_batches(batches).to_reader())
         read = client.read("data", rows=range(985_000, 1_000_000)).read_all()
         assert read["n"].to_pylist() == [*range(5_000, 10_000), *range(10_000)]
+        assert connections_left(node.server) == 0  # what a connection has sent is counted behind the client's back
         (status,) = client.status().datasets
         assert status.bytes == 2 * 80_000
 
