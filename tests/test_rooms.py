@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import dissociated
 
 ROOT = Path(dissociated.__file__).parent
@@ -43,7 +45,10 @@ def imported(module: str) -> Iterator[str]:
                 yield name
 
 
-IMPORTS = {module: {*imported(module)} for module in MODULES}
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """Of each module what it imports of ours."""
+    return {module: {*imported(module)} for module in MODULES}
 
 
 def floor(module: str) -> int:
@@ -62,17 +67,17 @@ def test_every_folder_is_a_room_that_has_its_floor() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*FLOORS}
 
 
-def test_no_room_imports_upward() -> None:
+def test_no_room_imports_upward(imports: dict[str, set[str]]) -> None:
     upward = {
         module: names
         for module in MODULES
-        if (names := [name for name in IMPORTS[module] if floor(name) < floor(module) and room(name) != room(module)])
+        if (names := [name for name in imports[module] if floor(name) < floor(module) and room(name) != room(module)])
     }
     assert upward == {}
 
 
-def test_no_file_imports_in_a_circle() -> None:
-    below = {module: set(names) for module, names in IMPORTS.items()}
+def test_no_file_imports_in_a_circle(imports: dict[str, set[str]]) -> None:
+    below = {module: set(names) for module, names in imports.items()}
     while leaves := [module for module, names in below.items() if not names]:
         for leaf in leaves:
             del below[leaf]

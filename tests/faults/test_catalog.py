@@ -8,6 +8,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -17,7 +18,7 @@ from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, 
 
 from .peer import PATIENCE
 
-TABLE = pa.table({"n": pa.array(range(1 << 20), pa.int64())})
+TABLE = pa.table({"n": pa.array(np.arange(1 << 20))})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,13 +146,14 @@ def test_flight_client_that_takes_nothing(
 STALLED = textwrap.dedent(
     """
     import sys
+    import numpy as np
     import pyarrow as pa
     import dissociated as dis
     import dissociated.catalog.service as service
 
     service._STOP_TIMEOUT = 0.2
     server = dis.Server([])
-    server.publish("large", pa.table({"n": pa.array(range(1 << 22), pa.int64())}))
+    server.publish("large", pa.table({"n": pa.array(np.arange(1 << 22))}))
     print(server.catalog_uri, server.ticket("large").hex(), flush=True)
     sys.stdin.readline()
     server.close()
@@ -175,11 +177,12 @@ def test_process_ends_although_a_flight_client_takes_nothing(spawn: Callable[...
 LARGE = textwrap.dedent(
     """
     import sys
+    import numpy as np
     import pyarrow as pa
     import dissociated as dis
 
     with dis.Server([]) as server:
-        batch = pa.record_batch({"n": pa.array(range(1 << 20), pa.int64())})
+        batch = pa.record_batch({"n": pa.array(np.arange(1 << 20))})
         server.publish("large", pa.Table.from_batches([batch] * 64))
         print(server.catalog_uri, flush=True)
         sys.stdin.readline()

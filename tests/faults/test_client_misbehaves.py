@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -310,7 +311,7 @@ def test_descriptors_that_are_handed_out_cannot_be_written(
 def large(serve: Serve) -> Good:
     """A server whose dataset "large" does not fit in what a connection takes at once."""
     good = serve("shm:", "tcp:", "tls:", stall_timeout=HANDSHAKE)
-    good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
+    good.server.publish("large", pa.table({"n": pa.array(np.arange(1 << 20))}))
     return good
 
 

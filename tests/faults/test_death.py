@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -144,10 +145,11 @@ def test_server_is_killed_after_the_end_of_stream(spawn: Spawn, runtime: str) ->
 SERVER = textwrap.dedent(
     """
     import sys, threading
+    import numpy as np
     import pyarrow as pa
     import dissociated as dis
 
-    numbers = pa.table({"n": pa.array(range(1 << 20), pa.int64())})
+    numbers = pa.table({"n": pa.array(np.arange(1 << 20))})
     stuck = threading.Event()
 
     def source():
@@ -262,7 +264,7 @@ STAGES = list(client_stages("?want_data=1", b""))
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_client_is_killed(serve: Serve, spawn: Spawn, scheme: str, stage: str) -> None:
     good = serve("shm:", "tcp://127.0.0.1:0")
-    good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
+    good.server.publish("large", pa.table({"n": pa.array(np.arange(1 << 20))}))
     (uri,) = (uri for uri in good.server.locations("large", bodies="packed") if uri.startswith(scheme))
     steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["hold"]]
     if stage in ("after want_data", "within the stream"):
@@ -280,7 +282,7 @@ def test_client_is_killed(serve: Serve, spawn: Spawn, scheme: str, stage: str) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_client_is_stopped(serve: Serve, spawn: Spawn, stage: str) -> None:
     good = serve("tcp://127.0.0.1:0", handshake_timeout=1.0, stall_timeout=1.0)
-    good.server.publish("large", pa.table({"n": pa.array(range(1 << 20), pa.int64())}))
+    good.server.publish("large", pa.table({"n": pa.array(np.arange(1 << 20))}))
     (uri,) = good.server.locations("large")
     steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["sleep"]]
     process = spawn(PEER, "client", "tcp", uri.partition("://")[2].partition("?")[0], say=json.dumps(steps))

@@ -40,10 +40,11 @@ WHERE = "fabric:?heartbeat=0.1"
 
 SERVER = """
 import sys
+import numpy as np
 import pyarrow as pa
 import dissociated as dis
 server = dis.Server([sys.argv[1]], catalog=None)
-server.publish("large", pa.table({"n": pa.array(range(1 << 22), pa.int64())}))
+server.publish("large", pa.table({"n": pa.array(np.arange(1 << 22))}))
 print(server.ticket("large").hex(), server.locations("large")[0], flush=True)
 sys.stdin.readline()
 """

@@ -28,10 +28,11 @@ ENOUGH = {"ucx": 150_000, "ucx, none": 150_000, "fabric": 300_000}
 #: Says on request how much memory it ever had, in kB.
 SERVER = """
 import re, sys, threading
+import numpy as np
 import pyarrow as pa
 import dissociated as dis
 
-batch = pa.record_batch({"n": pa.array(range(1 << 21), pa.int64())})
+batch = pa.record_batch({"n": pa.array(np.arange(1 << 21))})
 forever = threading.Event()
 
 def paused():

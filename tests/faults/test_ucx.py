@@ -41,7 +41,7 @@ PEER = str(Path(ucx_peer.__file__))
 SILENCE = 2.0  # seconds, in which a loaded machine still connects
 MODES = ["peer", "none"]
 
-LARGE = pa.table({"n": pa.array(range(1 << 21), pa.int64())})
+LARGE = pa.table({"n": pa.array(np.arange(1 << 21))})
 
 
 #: What UCX makes, and the call that gives it back.
@@ -132,10 +132,11 @@ def test_server_is_stopped(spawn: Spawn, stage: str, mode: str) -> None:
 
 SERVER = """
 import sys
+import numpy as np
 import pyarrow as pa
 import dissociated as dis
 server = dis.Server([sys.argv[1]], catalog=None)
-server.publish("large", pa.table({"n": pa.array(range(1 << 24), pa.int64())}))
+server.publish("large", pa.table({"n": pa.array(np.arange(1 << 24))}))
 print(server.ticket("large").hex(), server.locations("large")[0], flush=True)
 sys.stdin.readline()
 """

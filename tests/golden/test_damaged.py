@@ -39,7 +39,7 @@ GROUPS = [
     for _, ways in groupby(OURS, lambda way: (MORE_MEMORY.get(way, way.split("-")[0]), slow(way) and medium(way)))
 ]
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
-SLOW = 8  # how many times fewer, where each takes long
+SLOW = 16  # how many times fewer, where each takes long
 
 pytestmark = [pytest.mark.skipif(ROOT is None, reason=NO_ROOT), pytest.mark.usefixtures("trusted")]
 
