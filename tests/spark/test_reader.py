@@ -21,7 +21,6 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import OptionError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
-from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import Request, slices
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
@@ -293,7 +292,7 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
 )
 def test_options_that_make_no_sense_are_told(options: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        Request.parse(CatalogConfig("grpc://127.0.0.1:1"), "x", options)
+        Request.parse({"catalog": "grpc://127.0.0.1:1", "path": "x", **options})
 
 
 def test_a_dataset_or_a_transport_that_is_not_there_is_told(spark: SparkSession, server: dis.Server) -> None:

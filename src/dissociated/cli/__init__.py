@@ -26,6 +26,7 @@ COMMANDS = {
     "catalog": "run a catalog for the nodes of many hosts",
     "status": "show what a server is doing",
     "inspect": "show what lies where in an Arrow IPC file",
+    "spark-jar": "print the path of the jar for Spark",
 }
 
 #: What the library says of its own parameters, in the command line's words. Options are found by their names.
@@ -51,7 +52,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if name not in arguments:
             commands.add_parser(name, help=summary)
             continue
-        command = import_module(f"dissociated.cli.{name}")
+        command = import_module(f"dissociated.cli.{name.replace('-', '_')}")
         sub = commands.add_parser(
             name,
             help=summary,

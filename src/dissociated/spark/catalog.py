@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dissociated.access import read_token
 from dissociated.catalog.reader import Client, connect
+from dissociated.errors import CatalogError
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,23 @@ class CatalogConfig:
     token_file: str | None = None
     tls_roots: str | None = None
 
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
+        """From the options of a data source. Raises CatalogError where they do not say where the catalog is."""
+        return cls(
+            required(options, "catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            token_file=options.get("token_file"),
+            tls_roots=options.get("tls_roots"),
+        )
+
     def connect(self, uri: str | None = None) -> Client:
         """A client of the catalog, or of one of its nodes."""
         token = None if self.token_file is None else read_token(self.token_file)
         return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
+
+
+def required(options: Mapping[str, str], key: str, advice: str) -> str:
+    """The option `key`. Raises CatalogError, which begins "say where" and ends with `advice`, where it is not given."""
+    if value := options.get(key):
+        return str(value)
+    raise CatalogError(f"say where {advice}")

@@ -91,6 +91,8 @@ class Columns:
 
         Raises SourceError, naming the column, for a value that Spark cannot hold.
         """
+        if not self.names:
+            return batch.select([])  # the number of rows stays
         arrays = []
         for field in self.schema:
             column = batch.column(field.name)

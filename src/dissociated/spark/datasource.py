@@ -11,8 +11,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from dissociated.errors import CatalogError
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog import CatalogConfig, required
 from dissociated.spark.reader import Request
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter
@@ -30,8 +29,8 @@ class DissociatedDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         return DatasetWriter(
-            self._catalog(),
-            name=self._option("path", 'the dataset goes: .save("NAME")'),
+            CatalogConfig.parse(self.options),
+            name=required(self.options, "path", 'the dataset goes: .save("NAME")'),
             schema=arrow_schema(schema),
             mode="overwrite" if overwrite else "append",
         )
@@ -42,8 +41,8 @@ class DissociatedDataSource(DataSource):
         )
 
         return DatasetStreamWriter(
-            self._catalog(),
-            name=self._option("path", 'the dataset goes: .start("NAME")'),
+            CatalogConfig.parse(self.options),
+            name=required(self.options, "path", 'the dataset goes: .start("NAME")'),
             schema=arrow_schema(schema),
             mode="overwrite" if overwrite else "append",
         )
@@ -51,25 +50,10 @@ class DissociatedDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from dissociated.spark.streaming import DatasetStreamReader, StreamOptions
 
-        return DatasetStreamReader(self._request(), schema, StreamOptions.parse(self.options))
+        return DatasetStreamReader(Request.parse(self.options), schema, StreamOptions.parse(self.options))
 
     def schema(self) -> StructType:
-        return self._request().schema()
+        return Request.parse(self.options).schema()
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return self._request().reader(schema)
-
-    def _request(self) -> Request:
-        return Request.parse(self._catalog(), self._option("path", 'the dataset is: .load("NAME")'), self.options)
-
-    def _catalog(self) -> CatalogConfig:
-        return CatalogConfig(
-            self._option("catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
-            token_file=self.options.get("token_file"),
-            tls_roots=self.options.get("tls_roots"),
-        )
-
-    def _option(self, key: str, advice: str) -> str:
-        if value := self.options.get(key):
-            return str(value)
-        raise CatalogError(f"say where {advice}")
+        return Request.parse(self.options).reader(schema)

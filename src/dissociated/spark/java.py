@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.errors import JavaNotFound
+from dissociated.spark.cache import private_directory
 
 MINIMUM_VERSION = 17
 """Spark 4 needs this Java, or a later one."""
@@ -94,7 +94,7 @@ def _probe(java: Path) -> _Java | None:
 def _wrapped(home: Path) -> Path:
     """A JAVA_HOME whose java is that of `home`, deaf to the one argument it cannot obey."""
     script = WRAPPER.format(module=OPTIONAL_MODULE, java=shlex.quote(str(home / "bin" / "java")))
-    wrapper = _private_directory() / f"java-{hashlib.sha256(script.encode()).hexdigest()[:16]}"
+    wrapper = private_directory() / f"java-{hashlib.sha256(script.encode()).hexdigest()[:16]}"
     if not (wrapper / "bin" / "java").is_file():
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=wrapper.parent))
         java = draft / "bin" / "java"
@@ -106,18 +106,3 @@ def _wrapped(home: Path) -> Path:
         except OSError:
             shutil.rmtree(draft)  # another process was first, with the same script
     return wrapper
-
-
-def _private_directory() -> Path:
-    """Our directory in this user's cache, or in the temporary directory; nobody else can write to it."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    for directory in (Path(cache, "dissociated"), Path(tempfile.gettempdir(), f"dissociated-{os.getuid()}")):
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.lstat()
-        except OSError:
-            continue
-        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-        if ours and os.access(directory, os.W_OK):
-            return directory
-    return Path(tempfile.mkdtemp(prefix="dissociated-"))

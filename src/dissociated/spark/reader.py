@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -28,13 +28,13 @@ from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.conditions import Conditions
 from dissociated.errors import DatasetNotFound, OptionError, WrongKind
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog import CatalogConfig, required
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import parse_filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
-_MAX_ROWS = 10_000  # that Spark is given at once: it takes larger batches more slowly
+_MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Request:
     filters: Conditions | None = None
 
     @classmethod
-    def parse(cls, catalog: CatalogConfig, name: str, options: Any) -> Request:
-        """Raises OptionError for a value that makes no sense."""
+    def parse(cls, options: Any) -> Request:
+        """Raises CatalogError where they do not say what is read, and OptionError for a value that makes no sense."""
         return cls(
-            catalog,
-            name,
+            CatalogConfig.parse(options),
+            required(options, "path", 'the dataset is: .load("NAME")'),
             columns=_columns(options.get("columns")),
             version=_number(options, "version", 0),
             transport=options.get("transport"),
@@ -101,7 +101,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class EndpointPartition(InputPartition):
-    """What one task reads: an endpoint, or a slice of it.
+    """What one task reads: an endpoint, or a slice of it, and the `hosts` that it lies on.
 
     `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned.
     """
@@ -110,6 +110,7 @@ class EndpointPartition(InputPartition):
     number: int
     endpoint: Endpoint | None
     slice: Slice | None
+    hosts: tuple[str, ...] = ()
 
 
 class DatasetReader(DataSourceReader):
@@ -119,13 +120,13 @@ class DatasetReader(DataSourceReader):
         self.request = request
         self.schema = schema
 
-    def partitions(self) -> Sequence[InputPartition]:
+    def partitions(self) -> Sequence[EndpointPartition]:
         """One for each endpoint, or for each slice of one where those can be requested."""
         with self.request.catalog.connect() as client:
             info = self.request.describe(client)
             _BatchFilter(self.request, self.schema, info.schema)  # what does not fit is told before any task
             return [
-                EndpointPartition(info.version, number, None if info.version else endpoint, one)
+                EndpointPartition(info.version, number, None if info.version else endpoint, one, endpoint.hosts)
                 for number, endpoint in enumerate(info.endpoints)
                 for one in self._slices(client, info, endpoint)
             ]
@@ -133,6 +134,10 @@ class DatasetReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the rows of one partition. Closed early, it gives back what it holds."""
         assert isinstance(partition, EndpointPartition), "Spark gives what partitions has made"
+        return self.batches(partition, _MAX_ROWS)
+
+    def batches(self, partition: EndpointPartition, max_rows: int) -> Generator[pa.RecordBatch, None, None]:
+        """The same, in batches of at most so many rows."""
         with self.request.catalog.connect() as client:
             info = self._planned(client, partition.version)
             selected = _BatchFilter(self.request, self.schema, info.schema)
@@ -142,7 +147,7 @@ class DatasetReader(DataSourceReader):
                 wanted = partition.slice.of(wanted)
             reader = client.open_endpoint(info, endpoint, self.request.transport, wanted)
         with closing(reader):
-            for batch in portions(reader):
+            for batch in portions(reader, max_rows):
                 some = selected.of(batch)
                 if some.num_rows:
                     yield some
@@ -223,11 +228,11 @@ def _batch_of(ends: Sequence[int], row: int) -> int:
     return bisect_left(ends, row + 1) - 1
 
 
-def portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches that Spark takes well."""
+def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches that Spark's Python takes well."""
     for batch in batches:
-        for at in range(0, batch.num_rows, _MAX_ROWS):
-            yield batch.slice(at, _MAX_ROWS)
+        for at in range(0, batch.num_rows, max_rows):
+            yield batch.slice(at, max_rows)
 
 
 def _columns(text: str | None) -> tuple[str, ...] | None:

@@ -6,13 +6,16 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dissociated.errors import OptionError
+from dissociated.errors import JarNotMade, OptionError
 from dissociated.host import machine_memory
 from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 
 if TYPE_CHECKING:
@@ -41,9 +44,13 @@ def session(
     builder = SparkSession.builder.appName(app_name)
     builder = builder.master(master) if remote is None else builder.remote(remote)
     started = master if remote is None else remote
-    for key, value in {**_settings(started), **conf}.items():
+    starts = not started.startswith("sc://") and not SparkSession.getActiveSession()
+    settings = {**_settings(started), **conf}
+    if starts and (found := _jar()):
+        settings["spark.jars"] = ",".join(filter(None, (str(settings.get("spark.jars", "")), str(found))))
+    for key, value in settings.items():
         builder = builder.config(key, value)
-    if started.startswith("sc://") or SparkSession.getActiveSession():
+    if not starts:
         return builder.getOrCreate()
     with _launching, _environment(_launch_variables(started)):
         return builder.getOrCreate()
@@ -120,6 +127,15 @@ def _settings(master: str) -> dict[str, str]:
     if master.startswith("local"):
         settings["spark.driver.host"] = settings["spark.driver.bindAddress"] = "127.0.0.1"
     return settings
+
+
+def _jar() -> Path | None:
+    """The data source for Spark's JVM; None, with a warning, where there is none: then the one in Python reads."""
+    try:
+        return jar()
+    except JarNotMade as error:
+        warnings.warn(f"{error}\nThe data source in Python stands in: it is slower, and does the same", stacklevel=3)
+        return None
 
 
 def _heap() -> int:

@@ -1,0 +1,103 @@
+"""The data source for Spark's JVM as a jar: compiled once for a Spark, by the Scala compiler that comes with it.
+
+Spark changes its internal interfaces from one release to the next, and a compiled class fits only one of them. So the
+sources travel in the wheel, and any Java that runs Spark compiles them: no JDK is needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dissociated.errors import JarNotMade
+from dissociated.spark.cache import private_directory
+from dissociated.spark.java import java_home
+
+_SOURCES = Path(__file__).parent / "jvm"
+_TIMEOUT = 600.0  # seconds for the compiler, on a machine that is busy
+#: Where Java looks for data sources by name.
+_SERVICES = {
+    "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister": "org.apache.spark.sql.dissociated.Source\n"
+}
+
+
+def jar() -> Path:
+    """The jar for the Spark that pyspark starts: in this user's cache, where it is made if it is not there.
+
+    Of several processes that come at once, one makes it, and the others wait. Raises JarNotMade, and JavaNotFound.
+    """
+    jars = _spark_home() / "jars"
+    version = _version(jars)
+    sources = sorted(_SOURCES.glob("*.scala"))
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    made = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
+    if not made.is_file():
+        with _lock(made.parent / "jars.lock"):
+            if not made.is_file():
+                _make(made, version, jars, sources)
+    return made
+
+
+def _spark_home() -> Path:
+    from pyspark.find_spark_home import _find_spark_home
+
+    return Path(_find_spark_home())
+
+
+def _version(jars: Path) -> str:
+    """That of Spark, not of pyspark: SPARK_HOME may name another. Raises JarNotMade."""
+    for core in jars.glob("spark-core_2.13-*.jar"):
+        if found := re.fullmatch(r"spark-core_2\.13-([\w.-]+)\.jar", core.name):
+            return found[1]
+    raise JarNotMade(f"there is no Spark for Scala 2.13 in {jars}")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(made: Path, version: str, jars: Path, sources: list[Path]) -> None:
+    print(f"dissociated: compiling the data source for Spark {version}, once, into {made}", file=sys.stderr)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=made.parent))
+    try:
+        _compile(jars, sources, draft)
+        packed = draft / "packed.jar"
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for compiled in sorted(draft.rglob("*.class")):
+                archive.write(compiled, compiled.relative_to(draft))
+            for name, content in _SERVICES.items():
+                archive.writestr(name, content)
+        packed.rename(made)  # whole or not at all
+    except OSError as error:
+        raise JarNotMade(f"{made} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _compile(jars: Path, sources: list[Path], into: Path) -> None:
+    command = [f"{java_home()}/bin/java", "-Xmx1g", "-Xss4m", "-cp", f"{jars}/*", "scala.tools.nsc.Main"]
+    command += ["-usejavacp", "-deprecation:false", "-nowarn", "-d", str(into), *map(str, sources)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JarNotMade(f"Spark's compiler did not run: {error}") from None
+    if run.returncode:
+        raise JarNotMade(f"Spark's compiler refused the data source: {(run.stdout + run.stderr).strip()[-2000:]}")

@@ -1,0 +1,100 @@
+package org.apache.spark.sql.dissociated
+
+import java.io.{BufferedReader, BufferedWriter, IOException, InputStreamReader, OutputStreamWriter}
+import java.nio.charset.StandardCharsets.UTF_8
+import java.util.concurrent.{CompletableFuture, ConcurrentHashMap}
+import java.util.concurrent.atomic.AtomicLong
+
+import scala.jdk.CollectionConverters._
+
+import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
+import org.apache.spark.{SparkEnv, SparkRuntimeException}
+import org.apache.spark.api.python.PythonUtils
+
+object Failure {
+  /** An exception of the kind that Spark hands on from tasks, and that is a PySparkException there. */
+  def apply(message: String): SparkRuntimeException = new SparkRuntimeException(
+    "PYTHON_DATA_SOURCE_ERROR", Map("action" -> "use", "type" -> Source.name, "msg" -> message))
+}
+
+/** Which Python to ask. The driver says so, and executors take the same, as they do for Spark's own workers. */
+case class Python(executable: String, path: String)
+
+object Python {
+  def ofDriver(): Python = {
+    val executable = Option(SparkEnv.get).flatMap(_.conf.getOption("spark.pyspark.python"))
+      .orElse(sys.env.get("PYSPARK_PYTHON")).getOrElse("python3")
+    Python(executable, PythonUtils.mergePythonPaths(PythonUtils.sparkPythonPath, sys.env.getOrElse("PYTHONPATH", "")))
+  }
+}
+
+/**
+ * The Python process beside this JVM, which knows catalogs, tickets and leases: dissociated.spark.sidecar.
+ * Requests and answers are lines of JSON over its pipes. It ends when this JVM does.
+ */
+final class Sidecar private (python: Python) {
+  private val process = {
+    val builder = new ProcessBuilder(python.executable, "-m", "dissociated.spark.sidecar")
+    builder.environment.put("PYTHONPATH", python.path)
+    builder.redirectError(ProcessBuilder.Redirect.INHERIT)
+    try builder.start()
+    catch {
+      case error: IOException => throw Failure(s"there is no Python for dissociated: $error")
+    }
+  }
+  private val output = new BufferedWriter(new OutputStreamWriter(process.getOutputStream, UTF_8))
+  private val waiting = new ConcurrentHashMap[Long, CompletableFuture[JsonNode]]
+  private val numbers = new AtomicLong
+  @volatile private var ended = false
+
+  private val listener = new Thread(() => listen(), "dissociated-sidecar")
+  listener.setDaemon(true)
+  listener.start()
+
+  /** What the function `name` of the sidecar answers. Throws what it raises, with its message. */
+  def call(name: String, arguments: (String, Any)*): JsonNode = {
+    val id = numbers.incrementAndGet()
+    val answer = new CompletableFuture[JsonNode]
+    waiting.put(id, answer)
+    val line = Sidecar.json.writeValueAsString(Map("id" -> id, "call" -> name, "with" -> arguments.toMap.asJava).asJava)
+    try output.synchronized {
+      output.write(line)
+      output.newLine()
+      output.flush()
+    } catch { case _: IOException => ended = true }
+    if (ended) fail()
+    val found = try answer.get() finally waiting.remove(id)
+    if (found.has("error")) throw Failure(found.get("error").asText)
+    found.get("result")
+  }
+
+  private def listen(): Unit = {
+    val input = new BufferedReader(new InputStreamReader(process.getInputStream, UTF_8))
+    try {
+      var line = input.readLine()
+      while (line != null) {
+        val found = Sidecar.json.readTree(line)
+        Option(waiting.get(found.get("id").asLong)).foreach(_.complete(found))
+        line = input.readLine()
+      }
+    } catch { case _: IOException => } finally {
+      ended = true
+      process.destroyForcibly()
+      fail()
+    }
+  }
+
+  private def fail(): Unit = waiting.values.forEach(_.complete(Sidecar.json.createObjectNode().put("error",
+    s"${python.executable} -m dissociated.spark.sidecar has ended: is dissociated installed there? Its stderr says why")))
+}
+
+object Sidecar {
+  val json = new ObjectMapper
+  private var running: Sidecar = _
+
+  /** The one of this JVM, which is started where there is none. */
+  def of(python: Python): Sidecar = synchronized {
+    if (running == null || running.ended) running = new Sidecar(python)
+    running
+  }
+}

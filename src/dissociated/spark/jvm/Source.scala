@@ -1,0 +1,63 @@
+package org.apache.spark.sql.dissociated
+
+import java.util
+
+import org.apache.spark.sql.connector.catalog.{SupportsRead, SupportsWrite, Table, TableCapability, TableProvider}
+import org.apache.spark.sql.connector.expressions.Transform
+import org.apache.spark.sql.connector.read.ScanBuilder
+import org.apache.spark.sql.connector.write.{LogicalWriteInfo, WriteBuilder}
+import org.apache.spark.sql.execution.datasources.v2.python.PythonDataSourceV2
+import org.apache.spark.sql.internal.SQLConf
+import org.apache.spark.sql.sources.DataSourceRegister
+import org.apache.spark.sql.types.{DataType, StructType}
+import org.apache.spark.sql.util.CaseInsensitiveStringMap
+
+/**
+ * The data source `dissociated`. Spark looks for a name here before it does in Python, where a data source of the same
+ * name does what this one cannot.
+ */
+class Source extends TableProvider with DataSourceRegister {
+  override def shortName(): String = Source.name
+
+  override def supportsExternalMetadata(): Boolean = true
+
+  override def inferSchema(options: CaseInsensitiveStringMap): StructType =
+    if (Source.enabled) {
+      val found = Sidecar.of(Python.ofDriver()).call("describe", "options" -> options)
+      DataType.fromJson(found.get("schema").asText).asInstanceOf[StructType]
+    } else Source.inPython().inferSchema(options)
+
+  override def getTable(schema: StructType, by: Array[Transform], properties: util.Map[String, String]): Table =
+    if (Source.enabled) new Dataset(schema, by, properties) else Source.inPython().getTable(schema, by, properties)
+}
+
+object Source {
+  val name = "dissociated"
+
+  /** Whether this source reads and writes; if not, the one in Python does. */
+  def enabled: Boolean = SQLConf.get.getConfString("spark.dissociated.jvm", "true").toBoolean
+
+  def inPython(): PythonDataSourceV2 = {
+    val source = new PythonDataSourceV2
+    source.setShortName(name)
+    source
+  }
+}
+
+/** A dataset, as Spark sees it: `schema` is what there is to read, or what is to be written. */
+class Dataset(override val schema: StructType, by: Array[Transform], options: util.Map[String, String])
+    extends Table with SupportsRead with SupportsWrite {
+  /** For what this JVM does not do itself. */
+  private[dissociated] lazy val inPython =
+    Source.inPython().getTable(schema, by, options).asInstanceOf[Table with SupportsRead with SupportsWrite]
+
+  override def name(): String = Source.name
+
+  override def capabilities(): util.Set[TableCapability] = util.EnumSet.of(
+    TableCapability.BATCH_READ, TableCapability.BATCH_WRITE, TableCapability.MICRO_BATCH_READ,
+    TableCapability.STREAMING_WRITE, TableCapability.TRUNCATE)
+
+  override def newScanBuilder(options: CaseInsensitiveStringMap): ScanBuilder = new DatasetScanBuilder(this, options)
+
+  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = inPython.newWriteBuilder(info)
+}

@@ -1,0 +1,270 @@
+"""The process beside a JVM of Spark that knows catalogs, tickets and leases for it, and finds memory.
+
+The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin, such as
+`{"id": 1, "call": "next", "with": {"stream": 1}}`. Answers are lines on stdout, in any order, with a "result" or an
+"error":
+
+    describe(options)                   on the driver: the schema that there is to read, as Spark's JSON
+    plan(options, schema, columns)      on the driver: {"reader", "partitions": [{"what", "hosts"}]}
+    open(reader, partition)             in a task: the number of a stream
+    next(stream)                        {"regions": new files to map, "batches", "ended"}
+    close(stream)                       gives back what it holds
+
+An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children]]`, as Arrow's C data
+interface has it, but for addresses: a buffer lies in a file that both processes have. That is the memory of the server
+where this process has mapped it, and a memfd to which it is copied otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from dissociated.errors import DissociatedError
+from dissociated.memory.shared import create_memfd
+from dissociated.spark.reader import DatasetReader, Request
+
+_MAX_THREADS = 256  # tasks of one executor
+_MAX_BATCHES = 64  # in one answer
+_MAX_ROWS = 1 << 20  # of one batch
+_MAX_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
+_ALIGNMENT = 64
+
+
+class Sidecar:
+    """What the JVM can ask for."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, _Stream] = {}
+        self._opened = 0
+        self._lock = threading.Lock()
+        self.calls: Mapping[str, Callable[..., Any]] = {
+            "describe": self.describe,
+            "plan": self.plan,
+            "open": self.open,
+            "next": self.next,
+            "close": self.close,
+        }
+
+    def describe(self, options: Mapping[str, str]) -> Any:
+        return {"schema": Request.parse(options).schema().json()}
+
+    def plan(self, options: Mapping[str, str], schema: str, columns: str) -> Any:
+        request = Request.parse(options)
+        request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
+        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)))
+        partitions = [{"what": _pickled(one), "hosts": [*one.hosts]} for one in reader.partitions()]
+        return {"reader": _pickled(reader), "partitions": partitions}
+
+    def open(self, reader: str, partition: str) -> int:
+        stream = _Stream(_unpickled(reader).batches(_unpickled(partition), _MAX_ROWS))
+        with self._lock:
+            self._opened += 1
+            self._streams[self._opened] = stream
+            return self._opened
+
+    def next(self, stream: int) -> Any:
+        return self._streams[stream].next()
+
+    def close(self, stream: int) -> None:
+        self._streams.pop(stream).close()
+
+
+class _Stream:
+    """The batches of one partition, as places. Each is held until the next answer."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self._places = _Places()
+        self._held: list[pa.RecordBatch] = []
+        self._count = 1  # a query with a limit may want no more
+        self._lock = threading.Lock()  # a task that is killed closes what it still waits for
+
+    def next(self) -> Any:
+        with self._lock:
+            self._held.clear()
+            self._places.forget_copies()
+            answer: list[Any] = []
+            ended = False
+            while not ended and len(answer) < self._count and not self._places.copied:
+                batch = next(self._batches, None)
+                ended = batch is None
+                if batch is not None and batch.num_rows:
+                    self._held.append(batch)
+                    answer += [self._place(some) for some in _portions(batch)]
+            self._count = min(2 * self._count, _MAX_BATCHES)
+            return {"regions": self._places.new_regions(), "batches": answer, "ended": ended}
+
+    def _place(self, batch: pa.RecordBatch) -> Any:
+        return {"rows": batch.num_rows, "columns": [self._places.of(column) for column in batch.columns]}
+
+    def close(self) -> None:
+        with self._lock:
+            self._batches.close()  # type: ignore[attr-defined]  # it is a generator
+            self._held.clear()
+            self._places.close()
+
+
+def _portions(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    size = batch.get_total_buffer_size()  # `nbytes` would trust the offsets
+    step = batch.num_rows if size <= _MAX_BYTES else max(1, batch.num_rows * _MAX_BYTES // size)
+    for first in range(0, batch.num_rows, step):
+        yield batch.slice(first, step)
+
+
+class _Places:
+    """Where buffers lie, in files that the JVM can open for as long as this is not closed."""
+
+    def __init__(self) -> None:
+        self._descriptors = ExitStack()
+        self._new: list[str] = []
+        self._count = 0  # of regions
+        self._mapped: list[tuple[int, int, int, int]] = []  # first address, last, region, where in its file
+        self._unmapped: set[int] = set()  # pages that are no mapping of a file
+        self._memfd = -1
+        self._memfd_region = 0
+        self._size = 0
+        #: How much of the memfd is in use.
+        self.copied = 0
+
+    def of(self, array: pa.Array) -> Any:
+        """An array with what is below it."""
+        if isinstance(array, pa.MapArray):
+            count, children = 2, [array.keys, array.items]
+        elif isinstance(array, pa.ListArray):
+            count, children = 2, [array.values]
+        elif isinstance(array, pa.StructArray):
+            count, children = 1, [array.field(index) for index in range(array.type.num_fields)]
+        else:
+            count, children = array.type.num_buffers, []
+        buffers: list[int] = []
+        for buffer in array.buffers()[:count]:
+            buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
+        return [len(array), array.offset, array.null_count, buffers, [self.of(child) for child in children]]
+
+    def new_regions(self) -> list[str]:
+        """The files of the regions that have been added since this was asked last."""
+        new, self._new = self._new, []
+        return new
+
+    def forget_copies(self) -> None:
+        """Nobody looks at what was copied any more."""
+        self.copied = 0
+
+    def close(self) -> None:
+        self._descriptors.close()
+
+    def _locate(self, buffer: pa.Buffer) -> tuple[int, int]:
+        """Its region, and where in it."""
+        first, last = buffer.address, buffer.address + buffer.size
+        for begin, end, region, at in self._mapped:
+            if begin <= first and last <= end:
+                return region, at + first - begin
+        found = None if first >> 12 in self._unmapped else self._find(first, last)
+        if found is None:
+            self._unmapped.add(first >> 12)
+            return self._copy(buffer)
+        self._mapped.append(found)
+        return found[2], found[3] + first - found[0]
+
+    def _find(self, first: int, last: int) -> tuple[int, int, int, int] | None:
+        """The shared mapping of a file that these addresses lie in, as a region."""
+        for begin, end, at, inode, path in _shared_mappings():
+            if begin <= first and last <= end:
+                descriptor = _reopen(inode, path)
+                return None if descriptor is None else (begin, end, self._add(descriptor), at)
+        return None
+
+    def _add(self, descriptor: int) -> int:
+        self._descriptors.callback(os.close, descriptor)
+        self._new.append(f"/proc/{os.getpid()}/fd/{descriptor}")
+        self._count += 1
+        return self._count - 1
+
+    def _copy(self, buffer: pa.Buffer) -> tuple[int, int]:
+        if self._memfd < 0:
+            self._memfd = create_memfd("spark")
+            self._memfd_region = self._add(self._memfd)
+        at = self.copied
+        self.copied = -(-(at + buffer.size) // _ALIGNMENT) * _ALIGNMENT
+        self._size = max(self._size, self.copied)
+        os.ftruncate(self._memfd, self._size)
+        rest = memoryview(buffer)
+        while len(rest):
+            rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
+        return self._memfd_region, at
+
+
+def _shared_mappings() -> Iterator[tuple[int, int, int, int, str]]:
+    """What of files this process has mapped to share it: first address, last, where in the file, inode, path."""
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            extent, mode, at, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            if mode[3] == "s" and path:
+                begin, _, end = extent.partition("-")
+                yield int(begin, 16), int(end, 16), int(at, 16), int(inode), path[0]
+
+
+def _reopen(inode: int, path: str) -> int | None:
+    """A new descriptor of a file that is mapped: Python keeps one for each mapping. None where that is not so."""
+    for number in os.listdir("/proc/self/fd"):
+        here = f"/proc/self/fd/{number}"
+        try:
+            if os.readlink(here) != path or os.stat(here).st_ino != inode:
+                continue
+            descriptor = os.open(here, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue  # it has been closed since; or it is another user's
+        if os.fstat(descriptor).st_ino == inode and os.readlink(f"/proc/self/fd/{descriptor}") == path:
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def _pickled(what: Any) -> str:
+    return base64.b64encode(pickle.dumps(what)).decode()
+
+
+def _unpickled(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what anybody prints is no answer
+    sidecar = Sidecar()
+    writing = threading.Lock()
+
+    def answer(request: Any) -> None:
+        try:
+            said = {"result": sidecar.calls[request["call"]](**request["with"])}
+        except DissociatedError as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:
+            said = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
+        with writing:
+            print(json.dumps({"id": request["id"], **said}), file=answers)
+
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:
+        for line in sys.stdin:
+            threads.submit(answer, json.loads(line))
+        os._exit(0)  # the JVM is gone, and nobody waits for what still runs
+
+
+if __name__ == "__main__":
+    main()
