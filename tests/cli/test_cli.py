@@ -40,23 +40,23 @@ def command(*arguments: str | Path) -> list[str]:
 
 def run(*arguments: str | Path, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
     """The command within this process, which spares half a second. It is given this on its standard input."""
-    streams = [io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") for content in (given, b"", b"")]
+    stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(given)))
+    written = [io.BytesIO(), io.BytesIO()]
+    stdout, stderr = (io.TextIOWrapper(one, encoding="utf-8", write_through=True) for one in written)
     with pytest.MonkeyPatch.context() as patch:
         for name in _ENVIRONMENT:
             patch.delenv(name, raising=False)
         for name, value in environment.items():
             patch.setenv(name, value)
-        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+        for name, stream in {"stdin": stdin, "stdout": stdout, "stderr": stderr}.items():
             patch.setattr(sys, name, stream)
         try:
             status = main([*map(str, arguments)])
         except SystemExit as exit:
             status = int(exit.code or 0)
-    written = []
-    for stream in streams[1:]:
-        stream.flush()
-        written.append(stream.buffer.getvalue().decode(errors="replace"))
-    return subprocess.CompletedProcess([*map(str, arguments)], status, *written)
+    return subprocess.CompletedProcess(
+        [*map(str, arguments)], status, *(one.getvalue().decode(errors="replace") for one in written)
+    )
 
 
 def in_terminal(columns: int, arguments: list[str], **environment: str) -> str:
@@ -93,6 +93,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(TABLE, directory / "flights.parquet")
     with pa.ipc.new_file(directory / "planes.arrow", TABLE.schema) as writer:
         writer.write_table(TABLE, max_chunksize=100)
+    (directory / "other").mkdir()
+    numbers = pa.table({"n": pa.array([0.5], pa.float32())})
+    with pa.ipc.new_file(directory / "other" / "numbers.arrow", numbers.schema) as writer:
+        writer.write_table(numbers)
     return directory
 
 
@@ -302,15 +306,32 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["ls", "127.0.0.1:1234"], "127.0.0.1:1234 has no scheme: write grpc://127.0.0.1:1234, or"),
         (["serve", "/no/such/file"], "there is no such file"),
         (["serve", "/dev/null/..", "."], "dissociated: "),
-        (["serve", "pyproject.toml", "--listen", "tcp://127.0.0.1:1:1"], "is not a URI"),
-        (["serve", "pyproject.toml"], "not an Arrow IPC stream"),
+        (["serve", "FILES/planes.arrow", "--listen", "tcp://127.0.0.1:1:1"], "is not a URI"),
+        (["serve", "pyproject.toml"], "pyproject.toml is text, not Arrow IPC or Parquet: dissociated put takes CSV"),
         (["inspect", "/no/such/file"], "No such file"),
         (["inspect", "/dev/null"], "the file is empty"),
-        (["inspect", "pyproject.toml"], "pyproject.toml: not an Arrow IPC stream"),
+        (["inspect", "pyproject.toml"], "pyproject.toml is text, not Arrow IPC: inspect shows Arrow IPC only"),
+        (["inspect", "FILES/flights.parquet"], "flights.parquet is a Parquet file, not Arrow IPC"),
+        (["inspect", "FILES"], "is a directory"),
+        (["put", "pyproject.toml", "CATALOG/x"], "is text, not Arrow IPC or Parquet: --format csv or jsonl says"),
+        (["put", "FILES", "CATALOG/x"], "it is a directory, and a dataset is made of files: name them"),
+        (["put", "-", "CATALOG/x"], "the standard input is not Arrow IPC or Parquet: --format"),
+        (["put", "FILES/planes.arrow", "CATALOG"], "names no dataset: write CATALOG/NAME"),
+        (
+            ["put", "FILES/planes.arrow", "FILES/other/numbers.arrow", "CATALOG/x"],
+            "numbers.arrow is not of one dataset with",
+        ),
+        (
+            ["put", "FILES/other/numbers.arrow", "CATALOG/planes", "--append"],
+            "'n' is float, not int64; there is no",
+        ),
     ],
 )
-def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, arguments: list[str], sentence: str) -> None:
-    got = run(*(argument.replace("CATALOG", catalog) for argument in arguments))
+def test_what_goes_wrong_is_said_in_a_sentence(catalog: str, files: Path, arguments: list[str], sentence: str) -> None:
+    for place, there in (("CATALOG", catalog), ("FILES", str(files))):
+        arguments = [argument.replace(place, there) for argument in arguments]
+        sentence = sentence.replace(place, there)
+    got = run(*arguments)
     assert got.returncode == 1
     assert got.stdout == ""
     (line,) = got.stderr.splitlines()
@@ -398,6 +419,37 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         assert process.wait(PATIENCE) == 0
 
 
+def test_put_takes_what_get_writes(catalog: str, tmp_path: Path) -> None:
+    """From files and from the standard input, each into a dataset that is the same."""
+    for number, written in enumerate(("arrow", "arrows", "parquet", "csv", "jsonl")):
+        path, name = tmp_path / f"out.{written}", f"{catalog}/put-{number}"
+        assert run("get", f"{catalog}/planes", "-o", path, "-f", written, "--rows", "1:5").returncode == 0
+        assert run("put", path, name).returncode == 0
+        text_format = ["-f", written] if written in ("csv", "jsonl") else []
+        piped = run("put", "-", name, "--append", *text_format, given=path.read_bytes())
+        assert (piped.returncode, piped.stderr.partition(" rows")[0]) == (0, f"put-{number}: 4")
+        shown = run("cat", name, "-f", "jsonl").stdout.splitlines()
+        assert [json.loads(line) for line in shown] == [*TABLE.slice(1, 4).to_pylist()] * 2
+        assert run("drop", name).returncode == 0
+
+
+def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
+    """libarrow would make times of them, without their zone."""
+    line = '{"a": "2013-01-01T10:00:00Z", "b": [{"c": "2013-01-01"}]}\n'
+    assert run("put", "-", f"{catalog}/times", "-f", "jsonl", given=line.encode()).returncode == 0
+    assert run("cat", f"{catalog}/times", "-f", "jsonl").stdout == line
+    assert run("drop", f"{catalog}/times").returncode == 0
+
+
+def test_put_and_get_show_how_far_they_are_on_a_terminal(files: Path, catalog: str, tmp_path: Path) -> None:
+    put = in_terminal(60, command("put", files / "planes.arrow", f"{catalog}/far"), TERM="xterm")
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", put)
+    assert re.search(r"far ━* +100% 1\d\.\d kB, [^ ]+ .?B/s 00:00\r.*\rfar: 1,000 rows in", shown, re.DOTALL)
+    dumb = in_terminal(60, command("get", f"{catalog}/far", "-o", tmp_path / "far.csv"), TERM="dumb")
+    assert re.fullmatch(r"far: 1,000 rows, .*/s\r\n", dumb)
+    assert run("drop", f"{catalog}/far").returncode == 0
+
+
 def test_put_starts_a_node_where_there_is_none(files: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for mode in ("", "--append"):
@@ -425,4 +477,4 @@ def test_sizes_are_written_as_people_do(written: str, size: int) -> None:
 def test_what_is_no_size_is_told(written: str, tmp_path: Path) -> None:
     refused = run("node", "--store", tmp_path / "store", f"--limit={written}")
     assert refused.returncode == 2
-    assert "--limit: invalid" in refused.stderr
+    assert f"--limit: {written!r} is not a size: 8GiB, 500MB, or a number of bytes" in refused.stderr

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dissociated.catalog.records import NodeRecord, Part, ReplicatedPart, VersionRecord
+from dissociated.catalog.schemas import deserialize
 from dissociated.catalog.tables import Tables
+from dissociated.codec.difference import schema_difference
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
 
@@ -87,9 +89,8 @@ class Versions:
         began = [*keys, key][0]
         if append and before is not None:
             if before["schema"] != schema:
-                raise CatalogError(
-                    f"what is to be appended to {name!r} has another schema: the columns are not the same"
-                )
+                difference = schema_difference(deserialize(before["schema"]), deserialize(schema))
+                raise CatalogError(f"all of {name!r} must have one schema, and in what is added {difference}")
             rows, nbytes = _sum_known((before["rows"], rows)), _sum_known((before["nbytes"], nbytes))
             tags, ttl = self.record(before).merged_options(tags, ttl)
             began = before["began"]

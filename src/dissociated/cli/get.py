@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from dissociated.cli import formats, reading, text
 from dissociated.cli.formats import FORMATS
+from dissociated.cli.progress import progress
 from dissociated.errors import OptionError
 from dissociated.store.files import NewFile
 
@@ -47,12 +48,12 @@ def run(arguments: argparse.Namespace) -> None:
     if path is not None and not path.parent.is_dir():
         raise OptionError(f"there is no directory {path.parent}")
     started = time.perf_counter()
-    with reading.opened(arguments, arguments.rows) as found:
+    with reading.opened(arguments, arguments.rows) as found, progress(found.info.name, found.rows) as advance:
         if path is None:
-            rows, nbytes = reading.to_stdout(found.reader, written)
+            rows, nbytes = reading.to_stdout(found.reader, written, advance)
         else:
             with _atomic_file(path) as sink:
-                rows, nbytes = reading.copy(found.reader, sink, written)
+                rows, nbytes = reading.copy(found.reader, sink, written, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
     print(f"{found.info.name}: {rows:,} rows, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s", file=sys.stderr)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dissociated.cli import text
-from dissociated.errors import FormatError
+from dissociated.cli.inputs import check_arrow
+from dissociated.errors import FormatError, SourceError
 from dissociated.format.details import Details, details
 from dissociated.format.index import Entry, Index
 from dissociated.format.message import HeaderType, buffer_extents
@@ -48,6 +49,9 @@ class _Message(NamedTuple):
 def run(arguments: argparse.Namespace) -> None:
     """Print what there is."""
     path: Path = arguments.file
+    if path.is_dir():
+        raise SourceError(f"{path} is a directory: inspect shows one file")
+    check_arrow(path, "inspect shows Arrow IPC only", parquet=False)
     with store_errors(f"opening {path}"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         memory = memoryview(map_read_only(file.fileno(), size))

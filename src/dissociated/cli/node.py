@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
     )
-    parser.add_argument("--limit", type=text.parse_size, metavar="SIZE", help="what it may take, as in 8GiB or 500MB")
+    parser.add_argument("--limit", type=_size, metavar="SIZE", help="what it may take, as in 8GiB or 500MB")
     parser.add_argument(
         "--policy",
         choices=[policy.value for policy in Policy],
@@ -89,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--starter-fd", type=int, metavar="N", help=argparse.SUPPRESS)
+
+
+def _size(written: str) -> int:
+    try:
+        return text.parse_size(written)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(arguments: argparse.Namespace) -> None:

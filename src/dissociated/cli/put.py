@@ -6,25 +6,38 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dissociated.cli import access, target
 from dissociated.cli.describe import tags
+from dissociated.cli.inputs import open_input
+from dissociated.cli.progress import progress
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.difference import schema_difference
+from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.datasets.base import Dataset
 from dissociated.errors import SourceError
 
 DESCRIPTION = """\
-Publish Arrow IPC or Parquet files, all of one schema, as one dataset, whole and at once. The node keeps a copy: the
-dataset stays when this command has ended, and when the files are gone.
+Publish files of one schema as one dataset, whole and at once. The node keeps a copy: the dataset stays when this
+command has ended, and when the files are gone.
 
-A name without a URI is one at this user's node on this host, which is started where there is none."""
+  Arrow IPC, Parquet          are known by what is in them
+  CSV, .csv                   the types of its columns are guessed from the first 16 MB
+  JSON lines, .jsonl .ndjson  the same
+
+"-" is the standard input: an Arrow IPC stream or file, Parquet, or what --format says.
+
+A name without a URI is one at your node on this host, which is started where there is none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `put`."""
-    parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help="an Arrow IPC or Parquet file")
+    parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help='a file, "-" for standard input')
     parser.add_argument("uri", metavar="[URI/]NAME", help="grpc://HOST:PORT/NAME, or NAME alone")
+    parser.add_argument("-f", "--format", choices=("csv", "jsonl"), help="which text it is (default: by the ending)")
     parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")
@@ -34,23 +47,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Publish, and say on stderr what was."""
     from dissociated.catalog.publication import Publication
-    from dissociated.codec.batches import BatchReader
-    from dissociated.codec.split import batches
-    from dissociated.datasets.sources import make_dataset
 
     name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
     asked = Publication(name, mode, tags(arguments.tag), arguments.ttl)
     started = time.perf_counter()
-    sources = [make_dataset(file.name, file) for file in arguments.file]
-    schema = sources[0].schema
-    for file, source in zip(arguments.file, sources, strict=True):
-        if source.schema != schema:
-            raise SourceError(f"{file} has another schema than {arguments.file[0]}, so they are not one dataset")
-    pairs = (pair for source in sources for pair in batches(source.open_reader()))
-    with _catalog(arguments) as catalog, access.client(catalog, arguments) as client:
-        rows = client.put(name, BatchReader(schema, pairs), mode=mode, tags=asked.tags, ttl=asked.ttl)
+    with ExitStack() as owned:
+        sources = [open_input(file, arguments.format, owned) for file in arguments.file]
+        schema = sources[0].schema
+        for file, source in zip(arguments.file, sources, strict=True):
+            if source.schema != schema:
+                difference = schema_difference(schema, source.schema)
+                raise SourceError(f"{file} is not of one dataset with {arguments.file[0]}: {difference}")
+        catalog = owned.enter_context(_catalog(arguments))
+        client = owned.enter_context(access.client(catalog, arguments))
+        advance = owned.enter_context(progress(name, _total(sources)))
+
+        def pairs() -> Iterator[BatchAndMetadata]:
+            for source in sources:
+                for batch, metadata in batches(source.open_reader()):
+                    yield batch, metadata
+                    advance(batch.num_rows, batch.get_total_buffer_size())
+
+        rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=asked.tags, ttl=asked.ttl)
     print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
+
+
+def _total(sources: Sequence[Dataset]) -> int | None:
+    """How many rows they have together, where that is known before they are read."""
+    known = [source.rows for source in sources if source.rows is not None]
+    return sum(known) if len(known) == len(sources) else None
 
 
 @contextmanager

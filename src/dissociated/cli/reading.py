@@ -14,6 +14,7 @@ import pyarrow as pa
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, target
 from dissociated.cli.formats import Format
+from dissociated.cli.progress import Advance
 from dissociated.codec.split import Validator, batches
 from dissociated.errors import OptionError
 
@@ -74,21 +75,27 @@ def _count(there: int | None, rows: range | None) -> int | None:
     return there if there is None or rows is None else len(range(min(rows.start, there), min(rows.stop, there)))
 
 
-def copy(reader: pa.RecordBatchReader, sink: Any, written: Format) -> tuple[int, int]:
-    """Write all of it. Returns how many rows and bytes that were."""
+def copy(
+    reader: pa.RecordBatchReader, sink: Any, written: Format, advance: Advance = lambda more, nbytes: None
+) -> tuple[int, int]:
+    """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were."""
     rows = nbytes = 0
     validator = Validator(reader.schema)
+    has_union = "_union<" in str(reader.schema)  # on whose empty arrays nbytes crashes
     with written.open(sink, reader.schema) as writer:
         for batch, metadata in batches(reader):
             (validator.check if written.is_ipc else validator.check_values)(batch)
             writer.write_batch(batch, **({"custom_metadata": metadata} if written.is_ipc else {}))
-            rows += batch.num_rows
-            nbytes += batch.get_total_buffer_size()  # nbytes crashes on an empty sparse union
+            size = batch.get_total_buffer_size() if has_union else batch.nbytes
+            advance(batch.num_rows, size)
+            rows, nbytes = rows + batch.num_rows, nbytes + size
     return rows, nbytes
 
 
-def to_stdout(reader: pa.RecordBatchReader, written: Format) -> tuple[int, int]:
-    """The same there. Raises OptionError for what is no text, where that is a terminal."""
+def to_stdout(
+    reader: pa.RecordBatchReader, written: Format, advance: Advance = lambda more, nbytes: None
+) -> tuple[int, int]:
+    """The same to the standard output. Raises OptionError for what is no text, where that is a terminal."""
     if not written.is_text and sys.stdout.isatty():
         raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
-    return copy(reader, sys.stdout.buffer, written)
+    return copy(reader, sys.stdout.buffer, written, advance)

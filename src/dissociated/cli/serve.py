@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 from dissociated.cli import access, text
+from dissociated.cli.inputs import check_arrow
 from dissociated.cli.stop import StopSignal
 from dissociated.errors import SourceError
 
@@ -84,6 +85,7 @@ def _sources(paths: list[Path]) -> dict[str, Path]:
         if not files:
             raise SourceError(f"there are no files to serve in {path}: they end in {', '.join(sorted(_ENDINGS))}")
         for file in files:
+            check_arrow(file, "dissociated put takes CSV and JSON lines, and keeps a copy")
             if file.stem in sources:
                 raise SourceError(f"{file} and {sources[file.stem]} would have the same name, {file.stem}")
             sources[file.stem] = file

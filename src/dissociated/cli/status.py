@@ -9,6 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from dissociated.cli import access, target, text
 from dissociated.errors import DissociatedError
@@ -35,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(value: str) -> float:
-    if not 0.1 <= (seconds := float(value)) <= 3600:
-        raise argparse.ArgumentTypeError("from 0.1 to 3600 seconds")
-    return seconds
+    with suppress(ValueError):
+        if 0.1 <= (seconds := float(value)) <= 3600:
+            return seconds
+    raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, not {value!r}")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None) -> Da
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if not path.is_file():
-            raise SourceError(f"cannot publish {path}: there is no such file")
+            raise SourceError(f"cannot publish {path}: {_no_file(path)}")
         if _is_parquet(path):
             return _parquet(name, path, options)
         if options is not None:
@@ -90,6 +90,12 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
     """
     reader = whole.select(Selection(tuple(columns))).open_reader()
     return LiveDataset(whole.name, lambda: reader, one_shot=True)
+
+
+def _no_file(path: Path) -> str:
+    if path.is_dir():
+        return "it is a directory, and a dataset is made of files: name them"
+    return "it is neither a file nor a directory" if path.exists() else "there is no such file"
 
 
 def _is_parquet(path: Path) -> bool:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_columns, select_fields, slice_batches
+from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
 from dissociated.datasets.base import Dataset
@@ -225,7 +226,8 @@ class SegmentsDataset(StaticDataset):
         for other in segments[1:]:
             if other.messages[0].header != first.messages[0].header:
                 raise SourceError(
-                    f"the segments of {name!r} do not have one schema: {other.name} differs from {first.name}"
+                    f"all of {name!r} must have one schema, and in what is added "
+                    f"{schema_difference(first.schema, other.schema)}"
                 )
         super().__init__(name, first.schema)
         self.rows = sum(segment.rows for segment in segments)

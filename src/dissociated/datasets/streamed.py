@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from dissociated.codec.columns import select_columns, select_fields, slice_batches
+from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
@@ -69,7 +70,10 @@ class LiveDataset(StreamedDataset):
             )
         reader = self._open_reader()
         if not reader.schema.equals(self.schema):
-            raise SourceError(f"the source of {self.name!r} now has another schema than when it was published")
+            difference = schema_difference(self.schema, reader.schema)
+            raise SourceError(
+                f"the source of {self.name!r} now has another schema than when it was published: {difference}"
+            )
         return reader
 
     def messages(self) -> Iterator[SplitMessage]:

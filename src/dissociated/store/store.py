@@ -36,6 +36,7 @@ from types import TracebackType
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
+from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
@@ -308,7 +309,8 @@ class Store:
         for other in segments[1:]:
             if other.messages[0].header != segments[0].messages[0].header:
                 raise StoreError(
-                    f"the segments of {name!r} do not have one schema: {other.name} differs from the first"
+                    f"all of {name!r} must have one schema, and in what is added "
+                    f"{schema_difference(segments[0].schema, other.schema)}"
                 )
         number = self.serial()
         return Version(

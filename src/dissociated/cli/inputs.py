@@ -1,0 +1,113 @@
+"""What `put` and `serve` read: files and the standard input, in the formats that `get` writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.cli.formats import FORMATS
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.sources import make_dataset
+from dissociated.errors import OptionError, SourceError
+
+_STDIN = Path("-")
+#: The formats that are text, which a file cannot be told by.
+_TEXTS = {ending: name for name in ("csv", "jsonl") for ending in FORMATS[name].endings}
+_BLOCK = 16 << 20  # bytes of text, from the first of which the types of its columns are guessed
+_MAGIC = {
+    b"PAR1": "a Parquet file",
+    b"ORC": "an ORC file",
+    b"Obj\x01": "an Avro file",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"PK\x03\x04": "a zip archive",
+}
+
+
+def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
+    """What is in a file, or in "-", as a dataset, for as long as `owned` is open.
+
+    `written` says which format a text has; left out, the ending does. Raises SourceError.
+    """
+    written = written or _TEXTS.get(path.suffix)
+    if path == _STDIN:
+        return _open_stdin(written, owned)
+    if written is not None and path.is_file():
+        return make_dataset(path.name, _open_text(path.name, str(path), written))
+    check_arrow(path, "--format csv or jsonl says which text it is")
+    return make_dataset(path.name, path)
+
+
+def check_arrow(path: Path, advice: str, parquet: bool = True) -> None:
+    """Raise SourceError, which says what it is, where a file is no Arrow IPC, and none of Parquet either."""
+    kind = _kind(path)
+    if kind is not None and not (parquet and kind == _MAGIC[b"PAR1"]):
+        raise SourceError(f"{path} is {kind}, not Arrow IPC{' or Parquet' if parquet else ''}: {advice}")
+
+
+def _kind(path: Path) -> str | None:
+    """What a file is that cannot be Arrow IPC, as far as its beginning tells."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        begin = file.read(64)
+    for magic, kind in _MAGIC.items():
+        if begin.startswith(magic):
+            return kind
+    return "text" if begin and not begin.startswith(b"ARROW1") and _is_text(begin) else None
+
+
+def _is_text(begin: bytes) -> bool:
+    return all(byte >= 0x20 or byte in b"\t\r\n" for byte in begin) and begin[:1] != b"\xff"
+
+
+def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
+    if sys.stdin.isatty():
+        raise OptionError('"-" is the standard input, and that is this terminal: pipe something into it')
+    stdin: Any = sys.stdin.buffer
+    if written == "csv":
+        return make_dataset("-", _open_text("the standard input", stdin, written))
+    if written is not None or stdin.peek(8)[:4] in (b"ARRO", b"PAR1"):  # these are read twice, or from their ends
+        memory = owned.enter_context(os.fdopen(os.memfd_create("stdin"), "wb"))
+        shutil.copyfileobj(stdin, memory)
+        memory.flush()
+        path = f"/proc/self/fd/{memory.fileno()}"
+        return make_dataset("-", Path(path) if written is None else _open_text("the standard input", path, written))
+    try:
+        return make_dataset("-", pa.ipc.open_stream(stdin))
+    except pa.ArrowException:
+        raise SourceError(
+            "the standard input is not Arrow IPC or Parquet: --format csv or jsonl says which text it is"
+        ) from None
+
+
+def _open_text(name: str, source: Any, written: str) -> pa.RecordBatchReader:
+    with source_errors(name):
+        if written == "csv":
+            import pyarrow.csv
+
+            return pyarrow.csv.open_csv(source, pyarrow.csv.ReadOptions(block_size=_BLOCK))
+        import pyarrow.json
+
+        options = pyarrow.json.ReadOptions(block_size=_BLOCK)
+        schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
+        parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
+        return pyarrow.json.open_json(source, options, parsing)
+
+
+def _without_times(guessed: pa.DataType) -> pa.DataType:
+    """The same, with texts for times: JSON has no times, and of those that look like one libarrow drops the zone."""
+    if pa.types.is_timestamp(guessed):
+        return pa.string()
+    if pa.types.is_list(guessed):
+        return pa.list_(_without_times(guessed.value_type))
+    if pa.types.is_struct(guessed):
+        return pa.struct([field.with_type(_without_times(field.type)) for field in guessed.fields])
+    return guessed

@@ -1,0 +1,44 @@
+"""In what two schemas differ, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+_MOST = 5  # columns that are named
+
+
+def schema_difference(before: pa.Schema, after: pa.Schema) -> str:
+    """What is other in `after` than in `before`: column 'n' is string, not int64; there is no column 'x'."""
+    found = [*_differences(before, after)]
+    more = [] if len(found) <= _MOST else [f"and {len(found) - _MOST} more"]
+    return "; ".join(found[:_MOST] + more)
+
+
+def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:
+    if len({*before.names}) < len(before) or len({*after.names}) < len(after):
+        yield f"the columns are {', '.join(after.names)}, not {', '.join(before.names)}"
+        return
+    for name in before.names:
+        if name not in after.names:
+            yield f"there is no column {name!r}"
+            continue
+        was, now = before.field(name), after.field(name)
+        if was.type != now.type:
+            yield f"column {name!r} is {now.type}, not {was.type}"
+        elif was.nullable != now.nullable:
+            yield f"column {name!r} may {'' if now.nullable else 'not '}be null"
+        elif not was.equals(now, check_metadata=True):
+            yield f"column {name!r} has other metadata"
+    yield from (f"there is a column {name!r} more" for name in after.names if name not in before.names)
+    if before.names != after.names and {*before.names} == {*after.names}:
+        yield f"the columns come in another order, {', '.join(after.names)}"
+    if before.equals(after) and before.metadata != after.metadata:
+        yield f"the columns are the same, and the metadata of the schema are not{_keys(before, after)}"
+
+
+def _keys(before: pa.Schema, after: pa.Schema) -> str:
+    was, now = before.metadata or {}, after.metadata or {}
+    other = sorted(key.decode(errors="replace") for key in was.keys() | now.keys() if was.get(key) != now.get(key))
+    return f": {', '.join(other)}" if other else ""
