@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+from pathlib import Path
 
 from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
 from dissociated.oserrors import store_errors
 from dissociated.store.eviction import Eviction, Policy
-from dissociated.store.files import open_regular
+from dissociated.store.files import PARTIAL_SUFFIX, copy, open_regular
 from dissociated.store.places import Places, Usage
 
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
@@ -58,6 +60,17 @@ class Quota:
                 self._eviction.make_room(lambda: size - self._places.free())
             if size > self._places.free():
                 raise self._no_space(repr(name), size)
+
+    def copy(self, source: Path, target: Path) -> None:
+        """Copy one file, room for it reserved."""
+        part = self._places.directory.staged(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+        try:
+            part.touch(0o600)
+            self.reserve(part.name, source.stat().st_size, 0)
+            copy(source, part)
+            part.rename(target)
+        finally:
+            part.unlink(missing_ok=True)
 
     def admit(self, what: str, size: int, missing: int) -> None:
         """Make room under the limit for `missing` of the `size` bytes of `what`.

@@ -9,8 +9,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class Directory:
         """What is known of a version that is there has changed."""
         self.describe(version, self.segments / version.id)
 
-    def publish(self, version: Version, draft: Path) -> None:
+    def _publish(self, version: Version, draft: Path) -> None:
         """Make a draft a version: the one step that counts is the rename."""
         self.describe(version, draft)
         for path in draft.iterdir():
@@ -156,6 +156,18 @@ class Directory:
         sync_directory(draft)
         draft.rename(self.segments / version.id)
         sync_directory(self.segments)
+
+    @contextmanager
+    def draft(self, version: Version) -> Iterator[Path]:
+        """A directory for the segments of a version, which is published at the end of the `with`, or removed."""
+        draft = self.staging / f"{version.id}.new"
+        draft.mkdir(mode=0o700)
+        try:
+            yield draft
+            self._publish(version, draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
 
     def remove(self, version: Version) -> None:
         """Make a version disappear in one step, then move its segments to the trash."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.errors import StoreError
@@ -82,6 +84,30 @@ class Places:
         self.contents.put(version, place)
         self.blocks[place].add(place.sizes(version))
 
+    def commit(self, version: Version, paths: Sequence[Path], copy: Callable[[Path, Path], None]) -> None:
+        """Make these segments a version, where they lie.
+
+        What cannot be linked, since it was spilled, or is a memfd among files, is copied by `copy`.
+        """
+        if self.memfds.has(paths):
+            self.memfds.publish(version, paths)
+            self.put(version, self.memfds)
+            return
+        with (
+            store_errors(f"committing {version.name!r} in {self.directory.path}"),
+            self.directory.draft(version) as draft,
+        ):
+            for index, path in enumerate(paths):
+                file = draft / file_name(index)
+                try:
+                    os.link(path, file)
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+                    copy(path, file)
+                os.chmod(file, 0o400)
+        self.put(version, self.directory)
+
     def remove(self, *versions: Version) -> None:
         """Make versions disappear, those that are still there. The one that is named last goes last."""
         for version in versions:
@@ -97,17 +123,11 @@ class Places:
         assert self.disk is not None
         _, place = self.find(version)
         with store_errors(f"moving {version.name!r} to {self.disk.path}"):
-            draft = self.disk.staging / f"{version.id}.new"
-            draft.mkdir(mode=0o700)
-            try:
+            with self.disk.draft(version) as draft:
                 for index, path in enumerate(place.files(version)):
                     file = draft / file_name(index)
                     copy(path, file)
                     os.chmod(file, 0o400)
-                self.disk.publish(version, draft)
-            except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
             self.put(version, self.disk)
             self.cache.pop(version.id)
             self._take_from(place, version)

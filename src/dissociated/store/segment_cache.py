@@ -1,13 +1,17 @@
-"""What of a store is open although nobody reads it: what was read last, so that reading it again costs nothing."""
+"""The segments of a store that are open: those that are read, and what was read last, to be read again at no cost."""
 
 from __future__ import annotations
 
 import resource
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
+from dissociated.oserrors import store_errors
+from dissociated.store.memfds import FD
 from dissociated.store.segment import Segment
 
 _MAX_SEGMENTS = 1 << 12  # segments, each of which has a mapping, of which a process may have 65,530
@@ -46,6 +50,27 @@ class OpenSegments(list[Segment]):
         self._gone = True  # without waiting for one that is being made: that one sees it
         if self._served is not None:
             self._served.drop()
+
+
+class SegmentFiles:
+    """The segments that anybody has open, by their files: one that several versions have is opened once.
+
+    So appending stays cheap. Not safe to use from many threads: the store has a lock.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
+
+    def open(self, path: Path) -> Segment:
+        """The segment there. Raises StoreError."""
+        handed_over = path.parent == FD  # which is a link to a memfd, made by the kernel
+        with store_errors(f"opening {path}"):
+            status = path.stat() if handed_over else path.lstat()
+        file = status.st_dev, status.st_ino
+        found = self._open.get(file)
+        if found is None:
+            self._open[file] = found = Segment.open(path, follow=handed_over)
+        return found
 
 
 class SegmentCache:

@@ -19,14 +19,11 @@ sealed memfds, which have no name, and so go when their owner ends.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import secrets
-import shutil
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -42,13 +39,13 @@ from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.oserrors import store_errors
 from dissociated.store.admission import Quota
-from dissociated.store.directory import Directory, Version, file_name
+from dissociated.store.directory import Directory, Version
 from dissociated.store.eviction import Eviction, Policy
-from dissociated.store.files import PARTIAL_SUFFIX, Reserve, copy
-from dissociated.store.memfds import FD, Memfds
+from dissociated.store.files import Reserve
+from dissociated.store.memfds import Memfds
 from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
-from dissociated.store.segment_cache import OpenSegments
+from dissociated.store.segment_cache import OpenSegments, SegmentFiles
 from dissociated.store.trash import reuse_bytes
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
@@ -87,10 +84,10 @@ class Store:
             self._contents = self._places.contents
             self._cache = self._places.cache
             self.eviction = Eviction(self._places, policy)
-            self._admission = Quota(self._places, self.eviction, limit)
+            self._quota = Quota(self._places, self.eviction, limit)
             self._serial = 0
             undo.callback(self._cache.clear)
-            self._files: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
+            self._files = SegmentFiles()
             self._places.load()
             self.sweep()
             self._undo = undo.pop_all()
@@ -171,27 +168,16 @@ class Store:
             opened = self._cache.get(version.id)
             if opened is None:
                 _, place = self._places.find(version)
-                opened = OpenSegments(self._open(path) for path in place.files(version))
+                opened = OpenSegments(self._files.open(path) for path in place.files(version))
                 if not opened:
                     raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
                 self._cache.put(version.id, opened)
             return opened
 
-    def _open(self, path: Path) -> Segment:
-        """The segment there. One that is open, for another version, is not opened again: so appending stays cheap."""
-        handed = path.parent == FD  # which is a link to a memfd, made by the kernel
-        with store_errors(f"opening {path}"):
-            status = path.stat() if handed else path.lstat()
-        file = status.st_dev, status.st_ino
-        found = self._files.get(file)
-        if found is None:
-            self._files[file] = found = Segment.open(path, follow=handed)
-        return found
-
     def usage(self) -> Usage:
         """What it takes now."""
         with self._lock:
-            return self._admission.usage()
+            return self._quota.usage()
 
     # Writing
 
@@ -212,7 +198,7 @@ class Store:
         where there is no room, and none can be made now.
         """
         with self._lock:
-            return self._admission.reserve(name, size, wish)
+            return self._quota.reserve(name, size, wish)
 
     def ensure_room(self, name: str, size: int) -> None:
         """Make room for so many bytes of `name`, which are about to be written, at once or not at all.
@@ -221,7 +207,7 @@ class Store:
         fit is lost for nothing. Raises StoreFull where there is no room, and none can be made now.
         """
         with self._lock:
-            self._admission.ensure_room(name, size)
+            self._quota.ensure_room(name, size)
 
     def hand_over(self, descriptor: int) -> str:
         """Take a sealed memfd as a segment to be committed, where it lies. Returns its name.
@@ -239,7 +225,7 @@ class Store:
                 )
             try:
                 Segment.open(memfd.path, what)
-                self._admission.admit(what, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
+                self._quota.admit(what, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
                 return self._memfds.stage(memfd)
             except BaseException:
                 os.close(memfd.descriptor)
@@ -273,7 +259,7 @@ class Store:
             if done is not None:
                 self._unstage(staged)
                 return done
-            self._admission.check(name)
+            self._quota.check(name)
             before = self.current(name) if append else None
             paths = [self._memfds.staged(one) or self._directory.staged(one) for one in staged]
             if before is not None:
@@ -285,7 +271,7 @@ class Store:
                 staged = [f"{secrets.token_hex(8)}.arrows"]
                 self.writer(staged[0], schema).close()
                 paths = [self._directory.staged(staged[0])]
-            segments = [self._open(path) for path in paths]
+            segments = [self._files.open(path) for path in paths]
             for segment in segments:
                 segment.check_metadata(max_metadata)
             version = replace(
@@ -293,7 +279,7 @@ class Store:
                 before=() if before is None else (*before.before, before.key),
                 staged=told,
             )
-            self._commit(version, paths)
+            self._places.commit(version, paths, self._quota.copy)
             self._unstage(staged)
             return version
 
@@ -327,41 +313,6 @@ class Store:
             nbytes=sum(segment.nbytes for segment in segments),
             schema=segments[0].schema.serialize().to_pybytes(),
         )
-
-    def _commit(self, version: Version, paths: Sequence[Path]) -> None:
-        if self._memfds.has(paths):
-            self._memfds.publish(version, paths)
-            self._places.put(version, self._memfds)
-            return
-        with store_errors(f"committing {version.name!r} in {self.directory}"):
-            draft = self._directory.staging / f"{version.id}.new"
-            draft.mkdir(mode=0o700)
-            try:
-                for index, path in enumerate(paths):
-                    file = draft / file_name(index)
-                    try:
-                        os.link(path, file)
-                    except OSError as error:  # what was spilled lies in another file system, and a memfd in none
-                        if error.errno != errno.EXDEV:
-                            raise
-                        self._copy(path, file)
-                    os.chmod(file, 0o400)
-                self._directory.publish(version, draft)
-            except BaseException:
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
-        self._places.put(version, self._directory)
-
-    def _copy(self, source: Path, target: Path) -> None:
-        """One file, room for it reserved."""
-        part = self._directory.staging / f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
-        try:
-            part.touch(0o600)
-            self.reserve(part.name, source.stat().st_size)
-            copy(source, part)
-            part.rename(target)
-        finally:
-            part.unlink(missing_ok=True)
 
     def confirm(self, version: Version, whole: bool) -> None:
         """A version that was prepared has been published, as the `whole` dataset or as a part of it."""
