@@ -1,0 +1,133 @@
+"""What `deploy/` has, run as far as a machine without Docker can: units are verified, commands are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from processes import Start, free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+UNITS = sorted(DEPLOY.glob("*.service"))
+TABLE = pa.table({"n": [1, 2, 3]})
+
+
+def unit_command(unit: Path) -> str:
+    text = unit.read_text().replace("\\\n", " ")
+    return re.search(r"^ExecStart=(.*)$", text, re.M)[1]  # type: ignore[index]
+
+
+def compose_command(service: str) -> str:
+    """Without a YAML library: `command: >-` and the lines that are indented below it."""
+    text = (DEPLOY / "compose.yaml").read_text()
+    block = re.search(rf"^  {service}:\n(?:    .*\n)*?    command: >-\n((?:      .*\n)+)", text, re.M)
+    assert block is not None
+    return "dissociated " + " ".join(block[1].split())
+
+
+def image_command() -> str:
+    text = (DEPLOY / "Dockerfile").read_text()
+    parts = [json.loads(re.search(rf"^{word} (.*)$", text, re.M)[1]) for word in ("ENTRYPOINT", "CMD")]  # type: ignore[index]
+    return shlex.join([*parts[0], *parts[1]])
+
+
+def adapted(command: str, directory: Path) -> tuple[list[str], dict[str, str]]:
+    """The arguments of a command with our own directories and free ports, and which ports they stand for."""
+    ports: dict[str, str] = {}
+    for port in dict.fromkeys(re.findall(r":(\d{4})\b", command)):
+        ports[port] = str(free_port())
+        command = re.sub(rf":{port}\b", f":{ports[port]}", command)
+    for place in ("/dev/shm/", "/var/lib/", "/arrow/"):
+        command = command.replace(f" {place}", f" {directory}/")
+    program, *arguments = shlex.split(command.replace("--advertise node", "--advertise 127.0.0.1"))
+    assert Path(program).name == "dissociated"
+    return arguments, ports
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze on this machine")
+    copy = tmp_path / unit.name
+    copy.write_text(re.sub(r"=/opt/\S+", f"={sys.executable}", unit.read_text()).replace("User=arrow", "User=root"))
+    found = subprocess.run(["systemd-analyze", "verify", "--man=no", copy], capture_output=True, text=True, timeout=60)
+    about_it = [line for line in found.stderr.splitlines() if unit.name in line]
+    assert (found.returncode, about_it) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [unit_command(DEPLOY / "dissociated-node.service"), compose_command("node"), image_command()],
+    ids=["systemd", "compose", "image"],
+)
+def test_the_node_of_a_deployment_serves(command: str, tmp_path: Path, start: Start) -> None:
+    (tmp_path / "arrow").mkdir(mode=0o700)
+    arguments, ports = adapted(command, tmp_path)
+    node = start(*arguments)
+    with dis.connect(f"grpc://127.0.0.1:{ports['8815']}") as client:
+        client.put("t", TABLE)
+        assert client.read("t").read_all() == TABLE
+        schemes = {where.partition(":")[0] for end in client.describe("t").endpoints for where in end.locations}
+        assert {"shm", "tcp"} <= schemes
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports['8080']}/healthz", timeout=10) as answer:
+        assert answer.read() == b"ok\n"
+    assert node.terminate() == 0
+
+
+def test_the_catalog_of_a_deployment_has_nodes(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "arrow").mkdir(mode=0o700)
+    arguments, _ = adapted(unit_command(DEPLOY / "dissociated-catalog.service"), tmp_path)
+    catalog = start(*arguments)
+    port = catalog.uri.rpartition(":")[2]
+    node = start(
+        "node", "--store", tmp_path / "store", "--catalog", f"grpc://127.0.0.1:{port}", "--flight", "grpc://127.0.0.1:0"
+    )
+    with dis.connect(f"grpc://127.0.0.1:{port}") as client:
+        client.put("t", TABLE)
+        assert client.read("t").read_all() == TABLE
+    assert (node.terminate(), catalog.terminate()) == (0, 0)
+
+
+def test_the_image_can_be_built(tmp_path: Path) -> None:
+    """Its steps, with a directory of ours in place of the image's root."""
+    text = (DEPLOY / "Dockerfile").read_text()
+    source = tmp_path / "source"
+    for names, place in re.findall(r"^COPY ((?!--).*) (/\S+)$", text, re.M):
+        target = tmp_path / place.strip("/")
+        for name in names.split():
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                target.mkdir(exist_ok=True)
+                shutil.copy(ROOT / name, target)
+    assert (source / "src" / "dissociated").is_dir()
+    steps = [step for step in re.findall(r"^RUN (.*)$", text, re.M) if "/opt/" in step]
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}  # where pip finds what we depend on
+    for step in steps:
+        here = step.replace("/opt/", f"{tmp_path}/opt/").replace("/source", str(source))
+        here = re.sub(r"^python ", f"{sys.executable} ", here)
+        subprocess.run(here, shell=True, check=True, env=environment, timeout=300, capture_output=True)
+    [package] = (tmp_path / "opt/dissociated/lib").glob("python3.*/site-packages/dissociated")
+    assert (package / "monitoring/page/index.html").is_file()
+    told = subprocess.run(
+        [tmp_path / "opt/dissociated/bin/dissociated", "--version"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert told.stdout == f"dissociated {dis.__version__}\n"
