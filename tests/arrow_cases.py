@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 ROWS = 19  # not a multiple of 8, so that bitmaps end within a byte
 
@@ -181,3 +184,22 @@ def batches(arrays: list[pa.Array]) -> list[pa.RecordBatch]:
     names = ["full", "holes"][: len(arrays)]
     whole = pa.record_batch(arrays, names)
     return [whole, whole.slice(0, 0), whole.slice(5, 9), whole.slice(ROWS - 1)]
+
+
+def stream_of(array: pa.Array) -> bytes:
+    """An IPC stream of one batch with this array."""
+    sink = io.BytesIO()
+    batch = pa.record_batch({"x": array})
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def corrupt_parquet(path: Path) -> Path:
+    """A Parquet file whose last row group cannot be read, and whose footer can."""
+    pq.write_table(pa.table({"n": range(1000)}), path, row_group_size=250, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(3).column(0).data_page_offset
+    content[start : start + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    return path

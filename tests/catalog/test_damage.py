@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from contextlib import closing
@@ -14,6 +13,7 @@ import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
+from arrow_cases import stream_of
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.records import NodeRecord, Part
 from dissociated.catalog.service import CatalogService
@@ -23,18 +23,9 @@ GOOD = pa.table({"n": [1, 2, 3]})
 ROWS = 100
 
 
-def stream(array: pa.Array) -> bytes:
-    """An IPC stream of one batch with this array."""
-    sink = io.BytesIO()
-    batch = pa.record_batch({"x": array})
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
-
-
 def damaged(array: pa.Array, buffer: int, *values: int, to: type = np.int32) -> bytes:
     """The same with other values in one of its buffers, which pyarrow makes of no array."""
-    content = bytearray(stream(array))
+    content = bytearray(stream_of(array))
     before = array.buffers()[buffer].to_pybytes()[: np.dtype(to).itemsize * len(values)]
     at = content.rindex(before)
     content[at : at + len(before)] = np.array(values, to).tobytes()

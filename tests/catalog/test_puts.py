@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from arrow_cases import corrupt_parquet
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
 from dissociated.errors import OptionError, SourceError
@@ -159,16 +160,6 @@ def test_a_plain_writer_that_says_the_end_publishes_what_it_wrote(place: tuple[s
         assert client.read("d").read_all() == pa.Table.from_batches([BATCH])
 
 
-def corrupt(path: Path) -> Path:
-    """A Parquet file whose last row group cannot be read, and whose footer can."""
-    pq.write_table(pa.table({"n": range(1000)}), path, row_group_size=250, compression="none", use_dictionary=False)
-    content = bytearray(path.read_bytes())
-    start = pq.read_metadata(path).row_group(3).column(0).data_page_offset
-    content[start : start + 64] = b"\xff" * 64
-    path.write_bytes(content)
-    return path
-
-
 def raising() -> Iterator[pa.RecordBatch]:
     yield from [BATCH] * 3
     raise RuntimeError("no more")
@@ -179,7 +170,7 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
     with dis.connect(place[0]) as client:
         for source, why in (
             (broken, "the source of 'd' failed: RuntimeError: no more"),
-            (corrupt(tmp_path / "broken.parquet"), "the source of 'd' failed: "),
+            (corrupt_parquet(tmp_path / "broken.parquet"), "the source of 'd' failed: "),
             (tmp_path / "nowhere.parquet", "there is no such file"),
             (object(), "cannot publish a object"),
             (pa.Tensor.from_numpy(BATCH["n"].to_numpy()), "Flight has no messages for them"),
@@ -194,7 +185,10 @@ def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[
     uri, stage = place
     put = [sys.executable, "-c", COMMAND, "put"]
     failed = subprocess.run(
-        [*put, corrupt(tmp_path / "broken.parquet"), f"{uri}/d"], capture_output=True, text=True, timeout=PATIENCE
+        [*put, corrupt_parquet(tmp_path / "broken.parquet"), f"{uri}/d"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert failed.returncode == 1
     assert "the source of 'd' failed" in failed.stderr

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+from arrow_cases import corrupt_parquet
 from dissociated.node.launch import ensure, running
 from helpers import PATIENCE, wait_until
 
@@ -79,22 +79,12 @@ def test_get_that_is_killed_leaves_what_was_there(tmp_path: Path, named: bool) -
         assert output.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def corrupt(path: Path) -> Path:
-    """A Parquet file whose last row group cannot be read, and whose footer can."""
-    pq.write_table(pa.table({"n": range(1000)}), path, row_group_size=250, compression="none", use_dictionary=False)
-    content = bytearray(path.read_bytes())
-    start = pq.read_metadata(path).row_group(3).column(0).data_page_offset
-    content[start : start + 64] = b"\xff" * 64
-    path.write_bytes(content)
-    return path
-
-
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with command("put", tmp_path / "nowhere.parquet", "d", "--store", store) as process:
         assert "there is no such file" in ended(process)
     assert not store.exists()
-    with command("put", corrupt(tmp_path / "corrupt.parquet"), "d", "--store", store) as process:
+    with command("put", corrupt_parquet(tmp_path / "corrupt.parquet"), "d", "--store", store) as process:
         assert "the source of 'd' failed" in ended(process)
     wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
     wait_until(lambda: not (store / "node.json").exists(), "it says so")

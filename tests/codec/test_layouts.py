@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from arrow_cases import stream_of
 from dissociated.codec.split import Validator
 from dissociated.errors import SourceError
 from helpers import case
@@ -41,17 +41,9 @@ POSITIONS: dict[str, Callable[[pa.Array], pa.Array]] = {
 }
 
 
-def stream(array: pa.Array) -> bytes:
-    sink = io.BytesIO()
-    batch = pa.record_batch({"x": array})
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
-
-
 def changed(array: pa.Array, before: bytes, after: bytes) -> bytes:
     """An IPC stream of `array` with other bytes in it, of which pyarrow makes no array."""
-    content = stream(array)
+    content = stream_of(array)
     assert content.count(before) == 1
     assert len(after) == len(before)
     return content.replace(before, after)
@@ -91,14 +83,14 @@ def test_lists_and_indices_within_others_are_looked_at_too() -> None:
 #: No value of its type, and each in a place where it harms nobody.
 UNSOUND = {
     **{position: changed(at(WORDS), b"hijklmnopqr", b"\xff" * 11) for position, at in POSITIONS.items()},
-    "date64": stream(pa.array([1, 86_400_000, None, -7]).view(pa.date64())),
-    "time32": stream(pa.array([-1, 1 << 30], pa.int32()).view(pa.time32("s"))),
-    "time64": stream(pa.array([-1, 1 << 60]).view(pa.time64("us"))),
-    "decimal32": stream(pa.array([b"\x7f" * 4, None], pa.binary(4)).view(pa.decimal32(5, 2))),
-    "decimal128": stream(pa.array([b"\x7f" * 16, None], pa.binary(16)).view(pa.decimal128(5, 2))),
-    "decimal256": stream(pa.array([b"\x7f" * 32, None], pa.binary(32)).view(pa.decimal256(5, 2))),
-    "a long view": stream(pa.array([b"\xff" * 20, b"\xfe"], pa.binary_view()).view(pa.string_view())),
-    "a large string": stream(pa.array([b"\xff", None], pa.large_binary()).view(pa.large_string())),
+    "date64": stream_of(pa.array([1, 86_400_000, None, -7]).view(pa.date64())),
+    "time32": stream_of(pa.array([-1, 1 << 30], pa.int32()).view(pa.time32("s"))),
+    "time64": stream_of(pa.array([-1, 1 << 60]).view(pa.time64("us"))),
+    "decimal32": stream_of(pa.array([b"\x7f" * 4, None], pa.binary(4)).view(pa.decimal32(5, 2))),
+    "decimal128": stream_of(pa.array([b"\x7f" * 16, None], pa.binary(16)).view(pa.decimal128(5, 2))),
+    "decimal256": stream_of(pa.array([b"\x7f" * 32, None], pa.binary(32)).view(pa.decimal256(5, 2))),
+    "a long view": stream_of(pa.array([b"\xff" * 20, b"\xfe"], pa.binary_view()).view(pa.string_view())),
+    "a large string": stream_of(pa.array([b"\xff", None], pa.large_binary()).view(pa.large_string())),
 }
 
 

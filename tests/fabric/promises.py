@@ -25,8 +25,8 @@ from dissociated.errors import ConnectionClosed, RemoteProtocolError
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from faults import test_fabric as faults
+from faults.clients import Reading, line
 from faults.peer import PATIENCE
-from faults.test_death import Reading, line
 from helpers import connections_left, leaving_nothing
 from machine import missing
 from transport import test_connections

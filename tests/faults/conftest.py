@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pyarrow as pa
 import pytest
@@ -23,6 +24,11 @@ from . import peer
 from .peer import PATIENCE, RawServer, Script
 
 ROWS = 1000
+
+#: What the fixtures `serve`, `spawn` and `scripted` give.
+Serve: TypeAlias = "Callable[..., Good]"
+Spawn: TypeAlias = Callable[..., subprocess.Popen[str]]
+Scripted: TypeAlias = Callable[[str, Script], RawServer]
 
 
 # What is left behind
@@ -133,7 +139,7 @@ class Good:
 
 
 @pytest.fixture
-def serve(table: pa.Table, trusted: Certificates) -> Iterator[Callable[..., Good]]:
+def serve(table: pa.Table, trusted: Certificates) -> Iterator[Serve]:
     """Start servers that publish `table` as "good"; at the end each must be without connections."""
     servers: list[Good] = []
 
@@ -153,7 +159,7 @@ def serve(table: pa.Table, trusted: Certificates) -> Iterator[Callable[..., Good
 
 
 @pytest.fixture
-def scripted(runtime: str) -> Iterator[Callable[[str, Script], RawServer]]:
+def scripted(runtime: str) -> Iterator[Scripted]:
     """Start raw servers."""
     servers: list[RawServer] = []
 
@@ -171,7 +177,7 @@ def scripted(runtime: str) -> Iterator[Callable[[str, Script], RawServer]]:
 
 
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def spawn() -> Iterator[Spawn]:
     """Start Python processes, that read lines and print lines, and are killed at the end of the test."""
     started: list[subprocess.Popen[str]] = []
 

@@ -1,4 +1,4 @@
-"""How far peers of UCX and libfabric come before their end: the same stages, each in the words of its own peer."""
+"""How far peers come before their end: the same stages over every medium, each in the words of its own peer."""
 
 from __future__ import annotations
 

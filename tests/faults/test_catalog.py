@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DeadlineExceeded, DissociatedError
 
+from .conftest import Spawn
 from .peer import PATIENCE
 
 TABLE = pa.table({"n": pa.array(np.arange(1 << 20))})
@@ -161,7 +161,7 @@ STALLED = textwrap.dedent(
 )
 
 
-def test_process_ends_although_a_flight_client_takes_nothing(spawn: Callable[..., subprocess.Popen[str]]) -> None:
+def test_process_ends_although_a_flight_client_takes_nothing(spawn: Spawn) -> None:
     process = spawn("-c", STALLED)
     assert process.stdout is not None
     uri, ticket = process.stdout.readline().split()
@@ -190,7 +190,7 @@ LARGE = textwrap.dedent(
 )
 
 
-def test_a_server_that_dies_while_flight_carries_a_stream(spawn: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_server_that_dies_while_flight_carries_a_stream(spawn: Spawn) -> None:
     process = spawn("-c", LARGE)
     assert process.stdout is not None
     with dis.connect(process.stdout.readline().strip()) as client:

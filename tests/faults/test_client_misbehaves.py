@@ -21,7 +21,7 @@ import pytest
 import dissociated as dis
 from helpers import case, wait_until
 
-from .conftest import ROWS, Good, descriptors
+from .conftest import ROWS, Good, Serve, Spawn, descriptors
 from .peer import (
     ABORT,
     PATIENCE,
@@ -42,9 +42,6 @@ from .peer import (
     want,
     want_of,
 )
-
-Serve = Callable[..., Good]
-Spawn = Callable[..., subprocess.Popen[str]]
 
 HANDSHAKE = 0.5  # seconds; enough for those who behave, also on a loaded machine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -15,11 +15,9 @@ import dissociated as dis
 from helpers import wait_until
 from memory.maps import shared_bytes
 
-from .conftest import ROWS, Good
+from .conftest import ROWS, Serve
 from .peer import PREAMBLE, RawConnection, connect, frame, free, free_of, head, want, want_of
 from .test_client_misbehaves import read_stream
-
-Serve = Callable[..., Good]
 
 CROWD = 200
 

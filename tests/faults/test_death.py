@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import textwrap
-import threading
-from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +17,8 @@ import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from helpers import wait_until
 
-from .conftest import PEER, Good
+from .clients import CLIENT, COUNTING, ENDING, Reading, line, stop_and_go_on
+from .conftest import PEER, Serve, Spawn
 from .content import BASE, BODY, GOOD, META, SCHEMA
 from .peer import (
     ADDRESSES,
@@ -33,49 +32,35 @@ from .peer import (
     want,
     want_of,
 )
-
-Serve = Callable[..., Good]
-Spawn = Callable[..., subprocess.Popen[str]]
+from .stages import server_stages
 
 SILENCE = 0.2  # seconds
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    said = process.stdout.readline().strip()
-    assert said, "the process ended"
-    return said
 
 
 # Servers
 
 BY_ADDRESS = SCHEMA + META + body(1, addresses((0, 0), (BASE, 8000)), ADDRESSES)
 
-#: How far a server comes before its end, as steps of `peer.play`.
-SERVER_STAGES: dict[str, list[list[object]]] = {
-    "accepted": [],
-    "before want_data": [["send", PREAMBLE.hex()]],
-    "after want_data": [["read", 1]],
-    "after its greeting": [["read", 1], ["send", PREAMBLE.hex()]],
-    "within the schema": [["read", 1], ["send", (PREAMBLE + SCHEMA[:50]).hex()]],
-    "after the schema": [["read", 1], ["send", (PREAMBLE + SCHEMA).hex()]],
-    "between metadata and body": [["read", 1], ["send", (PREAMBLE + SCHEMA + META).hex()]],
-    "within a body": [["read", 1], ["send", (PREAMBLE + SCHEMA + META + body(1, BODY)[:4000]).hex()]],
-    "before the end of stream": [["read", 1], ["send", (PREAMBLE + SCHEMA + META + body(1, BODY)).hex()]],
-    "within the end of stream": [["read", 1], ["send", GOOD[:-3].hex()]],
-    "with its memory shared": [["read", 1], ["send", PREAMBLE.hex()], ["region", BASE, 8192, SEALED]],
-    "with leases": [
-        ["read", 1],
-        ["send", PREAMBLE.hex()],
-        ["region", BASE, 8192, SEALED],
-        ["send", BY_ADDRESS.hex()],
-    ],
-    "with leases of live memory": [
-        ["read", 1],
-        ["send", PREAMBLE.hex()],
-        ["region", BASE, 8192, LIVE],
-        ["send", BY_ADDRESS.hex()],
-    ],
+
+def _send(content: bytes) -> list[object]:
+    return ["send", content.hex()]
+
+
+def _shared(backing: int) -> list[list[object]]:
+    return [["read", 1], _send(PREAMBLE), ["region", BASE, 8192, backing]]
+
+
+#: How far a server comes before its end, as steps of `peer.play`; also within messages, and with its memory.
+SERVER_STAGES = {
+    **server_stages(["read", 1], _send(PREAMBLE + SCHEMA), _send(META), _send(body(1, BODY)), _send(end(2))),
+    "before want_data": [_send(PREAMBLE)],
+    "after its greeting": [["read", 1], _send(PREAMBLE)],
+    "within the schema": [["read", 1], _send(PREAMBLE + SCHEMA[:50])],
+    "within a body": [["read", 1], _send(PREAMBLE + SCHEMA + META + body(1, BODY)[:4000])],
+    "within the end of stream": [["read", 1], _send(GOOD[:-3])],
+    "with its memory shared": _shared(SEALED),
+    "with leases": [*_shared(SEALED), _send(BY_ADDRESS)],
+    "with leases of live memory": [*_shared(LIVE), _send(BY_ADDRESS)],
 }
 
 
@@ -83,26 +68,6 @@ def start_server(spawn: Spawn, scheme: str, runtime: str, stage: str) -> tuple[s
     steps = [*SERVER_STAGES[stage], ["reached"], ["hold"]]
     process = spawn(PEER, "server", scheme, f"{runtime}/peer.sock", say=json.dumps(steps))
     return process, line(process)
-
-
-class Reading:
-    """Reads a whole stream in a thread of its own."""
-
-    def __init__(self, uri: str, timeout: float) -> None:
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(uri, timeout))
-        self._thread.start()
-
-    def _run(self, uri: str, timeout: float) -> None:
-        try:
-            dis.open_stream(uri, b"ticket", timeout=timeout).read_all()
-        except BaseException as error:
-            self._failure = error.with_traceback(None)
-
-    def failure(self) -> BaseException | None:
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-        return self._failure
 
 
 @pytest.mark.parametrize("stage", SERVER_STAGES)
@@ -309,20 +274,6 @@ def test_client_is_killed_while_it_holds_leases(serve: Serve, spawn: Spawn) -> N
     wait_until(good.alone, "the server has noticed")
 
 
-CLIENT = textwrap.dedent(
-    """
-    import os, sys
-    import dissociated as dis
-
-    uri, ticket, batches = sys.argv[1:]
-    reader = dis.open_stream(uri, bytes.fromhex(ticket))
-    held = [reader.read_next_batch() for _ in range(int(batches))]
-    print("reached", flush=True)
-    sys.stdin.read()
-    """
-)
-
-
 @pytest.mark.parametrize("bodies", ["any", "packed"])
 def test_real_clients_are_killed_within_a_live_stream(serve: Serve, spawn: Spawn, bodies: str) -> None:
     # A stream without end, into memory that is full until the client gives something back.
@@ -357,25 +308,18 @@ def test_real_clients_are_killed_within_a_live_stream(serve: Serve, spawn: Spawn
 
 def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:
     good = serve("shm:", "tcp://127.0.0.1:0")
-    script = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
     good.server.publish(
         "large", pa.Table.from_batches([pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})] * 40)
     )
     for uri in good.server.locations("large", bodies="packed"):
-        process = spawn("-c", script, uri, good.server.ticket("large").hex(), "1")
-        assert line(process) == "reached"
-        process.send_signal(signal.SIGSTOP)
-        good.check()
-        process.send_signal(signal.SIGCONT)
-        assert line(process) == str(39 << 16)
-        assert process.wait(PATIENCE) == 0
+        process = spawn("-c", COUNTING, uri, good.server.ticket("large").hex(), "1")
+        stop_and_go_on(good, process, 39 << 16)
 
 
 def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn) -> None:
     good = serve("shm:", "tcp://127.0.0.1:0")
-    script = CLIENT.replace("sys.stdin.read()", "")
     for uri in good.server.locations("good"):
-        process = spawn("-c", script, uri, good.server.ticket("good").hex(), "1")
+        process = spawn("-c", ENDING, uri, good.server.ticket("good").hex(), "1")
         assert line(process) == "reached"
         assert process.wait(PATIENCE) == 0
         wait_until(good.alone, "the server has noticed")
@@ -420,7 +364,7 @@ def test_interpreter_ends_while_two_connections_are_open(serve: Serve, spawn: Sp
     good = serve("shm:")
     good.server.publish("large", pa.Table.from_batches([pa.record_batch({"n": range(1 << 16)})] * 400))
     uris = [good.server.locations("large", streams=one, bodies=bodies)[0] for one in ("metadata", "bodies")]
-    script = CLIENT.replace("sys.stdin.read()", "").replace("(uri,", "(uri.split(),")
+    script = ENDING.replace("(uri,", "(uri.split(),")
     process = spawn("-c", script, " ".join(uris), good.server.ticket("large").hex(), "1")
     assert line(process) == "reached"
     assert process.wait(PATIENCE) == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pyarrow as pa
 import pytest
 
@@ -11,7 +9,7 @@ import dissociated as dis
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.ipc.decoder import Listener, StreamDecoder
 
-from .conftest import Good
+from .conftest import Serve
 
 SIZE = 1 << 26
 
@@ -22,7 +20,7 @@ def bomb(codec: str) -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_what_comes_out_is_bounded_before_it_does(serve: Callable[..., Good], codec: str) -> None:
+def test_what_comes_out_is_bounded_before_it_does(serve: Serve, codec: str) -> None:
     good = serve("shm:", "tcp:")
     batch = bomb(codec)
     options = dis.WriteOptions(codec=codec)

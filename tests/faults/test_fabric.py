@@ -8,9 +8,8 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +23,14 @@ from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import wait_until
 
-from .conftest import Good
+from .clients import CLIENT, Reading, line
+from .conftest import Serve, Spawn
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
 from .stages import server_stages
-from .test_death import CLIENT, Reading, line
 
 pytestmark = pytest.mark.needs("libfabric")
 
-Serve = Callable[..., Good]
-Spawn = Callable[..., subprocess.Popen[str]]
 
 #: Ten missed heartbeats are a second.
 WHERE = "fabric:?heartbeat=0.1"

@@ -18,7 +18,7 @@ from dissociated.transport.native.fabric.provider import PROVIDER
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
-from .conftest import Good
+from .conftest import Serve
 from .peer import PATIENCE
 
 pytestmark = pytest.mark.needs("libfabric")
@@ -117,7 +117,7 @@ def test_an_answer_that_is_given_again_and_again_is_no_sign_of_work() -> None:
         connection.receive(TIMEOUT, lambda tag, length: bytearray(length))
 
 
-def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Callable[..., Good]) -> None:
+def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Serve) -> None:
     """Each place costs 16 MB. 40 are asked for, and nobody ever joins."""
     good = serve("fabric:", handshake_timeout=5.0)
     uri = Uri.parse(good.server.locations("good")[0])
@@ -138,7 +138,7 @@ def test_who_only_says_hello_has_few_places_and_keeps_nobody_out(serve: Callable
     assert 16 <= most <= 18
 
 
-def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Callable[..., Good]) -> None:
+def test_clients_that_do_not_take_an_answer_delay_nobody(serve: Serve) -> None:
     good = serve("fabric:", handshake_timeout=1.0)
     uri = Uri.parse(good.server.locations("good")[0])
     assert uri.host is not None

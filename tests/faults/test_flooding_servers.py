@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Callable
 
 import pytest
 
 from machine import media
 
-from .test_death import line
-
-Spawn = Callable[..., subprocess.Popen[str]]
+from .clients import line
+from .conftest import Spawn
 
 WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-import subprocess
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -14,10 +12,9 @@ import pytest
 import dissociated as dis
 from machine import media
 
+from .clients import line
+from .conftest import Spawn
 from .peer import PATIENCE
-from .test_death import line
-
-Spawn = Callable[..., subprocess.Popen[str]]
 
 WHERE = {"ucx": "ucx:", "ucx, none": "ucx:?err_mode=none", "fabric": "fabric:?heartbeat=0.1"}
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dissociated import errors
 
-Spawn = Callable[..., subprocess.Popen[str]]
+from .conftest import Spawn
 
 COUNT, SEED = (os.environ.get("DISSOCIATED_FUZZ", "600,1") + ",1").split(",")[:2]
 PATIENCE = 30 + int(COUNT) / 50  # seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
-from collections.abc import Callable
 
 import pyarrow as pa
 import pytest
@@ -13,10 +12,8 @@ import pytest
 import dissociated as dis
 from helpers import wait_until
 
-from .conftest import Good
+from .conftest import Good, Serve
 from .peer import TAGGED, UNTAGGED, Frame, RawConnection, connect, is_end, want, want_of
-
-Serve = Callable[..., Good]
 
 BATCHES = 200
 BATCH = pa.record_batch({"n": range(10_000), "s": [f"{n}" for n in range(10_000)]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pyarrow as pa
@@ -18,9 +18,7 @@ from dissociated.transport.framed.framing import PREAMBLE, FrameKind
 from dissociated.uri import Uri
 from helpers import PATIENCE, wait_until
 
-from .conftest import Good
-
-Serve = Callable[..., Good]
+from .conftest import Serve
 
 #: What is said a byte at a time: the beginnings of a message, and of a record of TLS, that are never whole.
 MESSAGE = PREAMBLE + (FrameKind.TAGGED << 56 | 60_000).to_bytes(8, "little") + bytes(200)

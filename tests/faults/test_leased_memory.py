@@ -23,10 +23,7 @@ from helpers import PATIENCE, serving, wait_until
 from memory.maps import shared_bytes
 
 from . import peer
-from .conftest import Good
-
-Serve = Callable[..., Good]
-Spawn = Callable[..., "subprocess.Popen[str]"]
+from .conftest import Good, Serve, Spawn
 
 COLUMNS, ROWS = 64, 64
 ROUNDS = 3
@@ -207,6 +204,13 @@ def is_sent_away(good: Good) -> bool:
     return all(consumer.state == "cut off" for consumer in good.server.status().consumers)
 
 
+def pause(good: Good, child: Child) -> None:
+    """Stop the only client until the server has given up on it."""
+    child.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_sent_away(good), "the server has given up on it")
+    child.process.send_signal(signal.SIGCONT)
+
+
 def is_over(good: Good) -> None:
     wait_until(good.alone, "the connection is over")
     wait_until(lambda: not shared_bytes("live"), "all memory has gone back")
@@ -221,9 +225,7 @@ def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
         publish(good, sent)
         child.open(good)
         assert child("hold 3") == ("", expected[:3])
-        child.process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: is_sent_away(good), "the server has given up on it")
-        child.process.send_signal(signal.SIGCONT)
+        pause(good, child)
         assert child("look") == ("", expected[:3])
         ended, held = child("rest")
         assert held == expected[: len(held)]
@@ -242,9 +244,7 @@ def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:
         publish(good, sent)
         child.open(good)
         assert child("rest") == ("the end", expected)
-        child.process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: is_sent_away(good), "the server has given up on it")
-        child.process.send_signal(signal.SIGCONT)
+        pause(good, child)
         assert child("look") == ("the end", expected)
         assert child("let go")[1] == []
         is_over(good)

@@ -15,11 +15,8 @@ import dissociated as dis
 from helpers import wait_until
 from memory.maps import shared_bytes
 
-from .conftest import Good
+from .conftest import Good, Serve, Spawn
 from .peer import PATIENCE
-
-Serve = Callable[..., Good]
-Spawn = Callable[..., "subprocess.Popen[str]"]
 
 MB = 1 << 20
 LIMIT = 8 * MB

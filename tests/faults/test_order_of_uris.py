@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 import dissociated as dis
 from dissociated.errors import RemoteProtocolError, UriError
 
-from .conftest import Good
+from .conftest import Scripted, Serve
 from .content import BODY, META, SCHEMA, TABLE
-from .peer import PATIENCE, PREAMBLE, RawConnection, RawServer, Script, body, end
+from .peer import PATIENCE, PREAMBLE, RawConnection, Script, body, end
 
 
 def saying(data: bytes) -> Script:
@@ -23,7 +21,7 @@ def saying(data: bytes) -> Script:
     return script
 
 
-def test_uris_that_tell_are_refused_before_anybody_connects(serve: Callable[..., Good]) -> None:
+def test_uris_that_tell_are_refused_before_anybody_connects(serve: Serve) -> None:
     good = serve("tcp://127.0.0.1:0")
     metadata, bodies = (good.server.locations("good", streams=one)[0] for one in ("metadata", "bodies"))
     with pytest.raises(UriError, match="swap them"):
@@ -31,7 +29,7 @@ def test_uris_that_tell_are_refused_before_anybody_connects(serve: Callable[...,
     dis.open_stream([metadata, bodies], good.server.ticket("good")).read_all()
 
 
-def test_other_uris_are_found_out_by_what_arrives(scripted: Callable[[str, Script], RawServer]) -> None:
+def test_other_uris_are_found_out_by_what_arrives(scripted: Scripted) -> None:
     """Such as those of the C++ reference. The deadline is far away: the test would not end in time."""
     said = "of two URIs the first is that of the metadata"
     for metadata, bodies in ((SCHEMA + META + end(2), body(1, BODY)), (SCHEMA + end(1), b"")):

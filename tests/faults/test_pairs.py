@@ -16,11 +16,9 @@ from dissociated.errors import (
     UriError,
 )
 
-from .conftest import Good
+from .conftest import Scripted, Serve
 from .content import BODY, META, SCHEMA, TABLE
-from .peer import ABORT, PREAMBLE, TAGGED, RawConnection, RawServer, Script, body, end, frame, head
-
-Start = Callable[[str, Script], RawServer]
+from .peer import ABORT, PREAMBLE, TAGGED, RawConnection, Script, body, end, frame, head
 
 SILENCE = 0.3  # seconds
 
@@ -68,7 +66,7 @@ PAIRS: dict[str, tuple[bytes, Then, bytes, Then, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_broken_pair(scripted: Start, name: str) -> None:
+def test_broken_pair(scripted: Scripted, name: str) -> None:
     metadata, then, bodies, and_then, error, phrase = PAIRS[name]
     servers = scripted("tcp", saying(metadata, then)), scripted("shm", saying(bodies, and_then))
     with pytest.raises(error, match=phrase) as caught:
@@ -79,21 +77,21 @@ def test_broken_pair(scripted: Start, name: str) -> None:
     del caught
 
 
-def test_good_pair(scripted: Start) -> None:
+def test_good_pair(scripted: Scripted) -> None:
     servers = scripted("tcp", saying(METADATA)), scripted("tcp", saying(BODIES))
     assert dis.open_stream([server.uri for server in servers], b"ticket", timeout=5).read_all().equals(TABLE)
     for server in servers:
         server.wait_done()
 
 
-def test_second_server_is_not_there(scripted: Start, runtime: str) -> None:
+def test_second_server_is_not_there(scripted: Scripted, runtime: str) -> None:
     first = scripted("shm", RawConnection.hold)
     with pytest.raises(TransportError, match="is it on this host, and does it still run"):
         dis.open_stream([first.uri, f"shm://{runtime}/nobody.sock?want_data=1"], b"ticket")
     first.wait_done()
 
 
-def test_second_uri_is_wrong(scripted: Start) -> None:
+def test_second_uri_is_wrong(scripted: Scripted) -> None:
     # Nothing is connected before both are known to be good.
     with pytest.raises(UriError, match="want_data"):
         dis.open_stream(["tcp://127.0.0.1:1?want_data=1", "tcp://127.0.0.1:1"], b"ticket")
@@ -103,7 +101,7 @@ def test_second_uri_is_wrong(scripted: Start) -> None:
         dis.open_stream([], b"ticket")
 
 
-def test_one_of_two_refuses(serve: Callable[..., Good], scripted: Start) -> None:
+def test_one_of_two_refuses(serve: Serve, scripted: Scripted) -> None:
     good = serve("tcp://127.0.0.1:0")
     (metadata,) = good.server.locations("good", streams="metadata")
     (bodies,) = good.server.locations("good", streams="bodies")
@@ -115,7 +113,7 @@ def test_one_of_two_refuses(serve: Callable[..., Good], scripted: Start) -> None
     good.check()
 
 
-def test_reader_is_dropped_half_way(scripted: Start) -> None:
+def test_reader_is_dropped_half_way(scripted: Scripted) -> None:
     # With a body on its way that never ends.
     servers = scripted("tcp", saying(METADATA)), scripted("tcp", saying(BODIES[:4000]))
     reader = dis.open_stream([server.uri for server in servers], b"ticket", timeout=60)

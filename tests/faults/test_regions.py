@@ -9,7 +9,7 @@ import resource
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import RemoteProtocolError, TransportError
 
+from .conftest import Scripted
 from .content import BASE, BODY, META, SCHEMA, TABLE
 from .peer import (
     ADDRESSES,
@@ -35,8 +36,6 @@ from .peer import (
     frame,
     region,
 )
-
-Start = Callable[[str, Script], RawServer]
 
 SIZE = 8192
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -155,13 +154,13 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_unsafe_region(scripted: Start, name: str) -> None:
+def test_unsafe_region(scripted: Scripted, name: str) -> None:
     make, (size, backing), phrase = UNSAFE[name]
     with make() as descriptor:
         refused(scripted("shm", sharing([descriptor], region(BASE, size, backing), GOOD)), phrase)
 
 
-def test_region_that_cannot_be_read(scripted: Start) -> None:
+def test_region_that_cannot_be_read(scripted: Scripted) -> None:
     with write_only() as descriptor:
         refused(
             scripted("shm", sharing([descriptor], region(BASE, SIZE, FILE), GOOD)),
@@ -170,18 +169,18 @@ def test_region_that_cannot_be_read(scripted: Start) -> None:
         )
 
 
-def test_region_without_descriptor(scripted: Start) -> None:
+def test_region_without_descriptor(scripted: Scripted) -> None:
     refused(scripted("shm", sharing([], region(BASE, SIZE, SEALED), GOOD)), "without its descriptor")
 
 
 @pytest.mark.parametrize("payload", [b"", bytes(16), bytes(32)])
-def test_region_without_extent(scripted: Start, payload: bytes) -> None:
+def test_region_without_extent(scripted: Scripted, payload: bytes) -> None:
     with memfd() as descriptor:
         refused(scripted("shm", sharing([descriptor], frame(REGION, payload), GOOD)), "its extent")
 
 
 @pytest.mark.parametrize("base", [BASE, BASE - 1, BASE + SIZE - 1, BASE - SIZE + 1, 0])
-def test_overlapping_regions(scripted: Start, base: int) -> None:
+def test_overlapping_regions(scripted: Scripted, base: int) -> None:
     size = SIZE if base else 2 * BASE
 
     def script(connection: RawConnection) -> None:
@@ -196,7 +195,7 @@ def test_overlapping_regions(scripted: Start, base: int) -> None:
     refused(scripted("shm", script), "overlaps")
 
 
-def test_too_many_regions(scripted: Start) -> None:
+def test_too_many_regions(scripted: Scripted) -> None:
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE)
@@ -220,13 +219,13 @@ LEAVING = {
 
 
 @pytest.mark.parametrize("name", LEAVING)
-def test_address_outside(scripted: Start, name: str) -> None:
+def test_address_outside(scripted: Scripted, name: str) -> None:
     pair, phrase = LEAVING[name]
     with memfd() as descriptor:
         refused(scripted("shm", sharing([descriptor], region(BASE, SIZE, SEALED), stream((0, 0), pair))), phrase)
 
 
-def test_extent_into_the_next_region(scripted: Start) -> None:
+def test_extent_into_the_next_region(scripted: Scripted) -> None:
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE)
@@ -239,7 +238,7 @@ def test_extent_into_the_next_region(scripted: Start) -> None:
     refused(scripted("shm", script), "leaves <Region")
 
 
-def test_descriptors_that_no_region_claims(scripted: Start) -> None:
+def test_descriptors_that_no_region_claims(scripted: Scripted) -> None:
     # A peer must not be able to use up this process's descriptors.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
@@ -252,7 +251,7 @@ def test_descriptors_that_no_region_claims(scripted: Start) -> None:
     refused(scripted("shm", script), "descriptors")
 
 
-def test_good_conversation(scripted: Start) -> None:
+def test_good_conversation(scripted: Scripted) -> None:
     # The cases above are variations of this one. What is read lies in the region, and is given back.
     given_back: list[Frame] = []
 
@@ -273,7 +272,7 @@ def test_good_conversation(scripted: Start) -> None:
     assert given_back == [(2, 9, struct.pack("<Q", BASE))]
 
 
-def test_unaligned_addresses_are_copied(scripted: Start) -> None:
+def test_unaligned_addresses_are_copied(scripted: Scripted) -> None:
     # Legal, though libarrow could not read them where they lie.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
@@ -292,7 +291,7 @@ def test_unaligned_addresses_are_copied(scripted: Start) -> None:
     os.close(descriptor)
 
 
-def test_client_without_descriptors(scripted: Start) -> None:
+def test_client_without_descriptors(scripted: Scripted) -> None:
     # The kernel then drops what the server sends. It is this process that has too few, and the sentence says so.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
@@ -310,7 +309,7 @@ def test_client_without_descriptors(scripted: Start) -> None:
         refused(scripted("shm", script), "ulimit -n", TransportError)
 
 
-def test_memory_that_the_client_cannot_map(scripted: Start) -> None:
+def test_memory_that_the_client_cannot_map(scripted: Scripted) -> None:
     size = 1 << 40  # sparse
 
     def script(connection: RawConnection) -> None:
@@ -328,7 +327,7 @@ def test_memory_that_the_client_cannot_map(scripted: Start) -> None:
         refused(scripted("shm", script), "cannot map the 1099511627776 bytes", TransportError)
 
 
-def test_live_region_may_be_written_meanwhile(scripted: Start) -> None:
+def test_live_region_may_be_written_meanwhile(scripted: Scripted) -> None:
     # Sealed against shrinking only: that is what would crash a reader.
     with memfd(seals=SIZE_SEALS) as descriptor, mmap.mmap(descriptor, SIZE) as memory:
         server = scripted("shm", sharing([descriptor], region(BASE, SIZE, LIVE), GOOD))

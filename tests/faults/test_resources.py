@@ -11,7 +11,7 @@ import stat
 import subprocess
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,12 +31,8 @@ from dissociated.errors import (
 from dissociated.store.segment import Segment, SegmentWriter
 from helpers import rest_of
 
-from .conftest import Good
-from .peer import PATIENCE, RawServer, Script, connect, want, want_of
-
-Serve = Callable[..., Good]
-Spawn = Callable[..., subprocess.Popen[str]]
-Start = Callable[[str, Script], RawServer]
+from .conftest import Scripted, Serve, Spawn
+from .peer import PATIENCE, connect, want, want_of
 
 NUMBERS = pa.table({"n": pa.array(range(1 << 17), pa.int64())})  # 1 MiB
 
@@ -547,7 +543,7 @@ def test_no_threads(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
     run(spawn("-c", THREADS))
 
 
-def test_client_has_no_memory_for_a_body(scripted: Start, table: pa.Table) -> None:
+def test_client_has_no_memory_for_a_body(scripted: Scripted, table: pa.Table) -> None:
     from .content import GOOD
     from .peer import TAGGED, RawConnection, head
 

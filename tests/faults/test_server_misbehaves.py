@@ -13,6 +13,7 @@ import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError
 from helpers import case
 
+from .conftest import Scripted
 from .content import BATCH_HEADER, BODY, BUFFERS, GOOD, META, SCHEMA, SCHEMA_HEADER, TABLE
 from .peer import (
     ABORT,
@@ -34,8 +35,6 @@ from .peer import (
 )
 
 SILENCE = 0.2  # seconds that these clients wait
-
-Start = Callable[[str, Script], RawServer]
 
 
 def read(uri: str, timeout: float = 10.0, **options: Any) -> pa.Table:
@@ -207,14 +206,14 @@ ALL = [
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
-def test_broken_rule(scripted: Start, scheme: str) -> None:
+def test_broken_rule(scripted: Scripted, scheme: str) -> None:
     """All of them once, and a few over what changes nothing about them."""
     for name, data, error, phrase in ALL if scheme == "shm" else ALL[::8]:
         with case(name):
             refused(scripted(scheme, saying(data)), error, phrase)
 
 
-def test_good_conversation(scripted: Start) -> None:
+def test_good_conversation(scripted: Scripted) -> None:
     # The cases above are variations of this one.
     server = scripted("tcp", saying(GOOD))
     assert read(server.uri).equals(TABLE)
@@ -232,13 +231,13 @@ def byte_by_byte(data: bytes) -> Script:
     return script
 
 
-def test_broken_rule_byte_by_byte(scripted: Start) -> None:
+def test_broken_rule_byte_by_byte(scripted: Scripted) -> None:
     for name, data, error, phrase in ALL:
         with case(name):
             refused(scripted("shm", byte_by_byte(data)), error, phrase)
 
 
-def test_region_on_tcp(scripted: Start) -> None:
+def test_region_on_tcp(scripted: Scripted) -> None:
     server = scripted("tcp", saying(PREAMBLE + frame(3, struct.pack("<QQQ", 64, 8192, 1))))
     refused(server, RemoteProtocolError, "shared memory on a connection that cannot")
 
@@ -250,7 +249,7 @@ CUTS = [0, 1, 7, 8, 9, 23, 24, 30, len(GOOD) - 8000, len(GOOD) - 4000, len(GOOD)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
-def test_server_closes_in_the_middle(scripted: Start, scheme: str) -> None:
+def test_server_closes_in_the_middle(scripted: Scripted, scheme: str) -> None:
     for cut in CUTS:
         server = scripted(scheme, saying(GOOD[:cut], RawConnection.close))
         with case(cut), pytest.raises(dis.DissociatedError, match=r"the peer closed|does not speak") as caught:
@@ -260,7 +259,7 @@ def test_server_closes_in_the_middle(scripted: Start, scheme: str) -> None:
         del caught
 
 
-def test_server_falls_silent(scripted: Start) -> None:
+def test_server_falls_silent(scripted: Scripted) -> None:
     for cut in CUTS:
         with case(cut):
             refused(scripted("tcp", saying(GOOD[:cut])), DeadlineExceeded, f"silent for {SILENCE:g} s", SILENCE)
@@ -269,7 +268,7 @@ def test_server_falls_silent(scripted: Start) -> None:
 # Memory
 
 
-def test_enormous_body_is_not_allocated(scripted: Start) -> None:
+def test_enormous_body_is_not_allocated(scripted: Scripted) -> None:
     for length in (2**55, 2**34 + 1):
         before = pa.total_allocated_bytes()
         server = scripted("tcp", saying(PREAMBLE + SCHEMA + head(TAGGED, length, 1)))
@@ -277,7 +276,7 @@ def test_enormous_body_is_not_allocated(scripted: Start) -> None:
         assert pa.total_allocated_bytes() == before
 
 
-def test_flood_of_metadata(scripted: Start) -> None:
+def test_flood_of_metadata(scripted: Scripted) -> None:
     # Each with a flatbuffer that is 64 MiB long, and none with its body.
     def script(connection: RawConnection) -> None:
         connection.read_frame()
@@ -294,7 +293,7 @@ def test_flood_of_metadata(scripted: Start) -> None:
     )
 
 
-def test_max_body(scripted: Start) -> None:
+def test_max_body(scripted: Scripted) -> None:
     server = scripted("tcp", saying(GOOD))
     # Bodies this small come in memory of the transport's own: the metadata has said how long they are.
     assert read(server.uri, max_body=8000).equals(TABLE)

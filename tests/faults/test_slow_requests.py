@@ -16,9 +16,7 @@ from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import wait_until
 
-from .conftest import Good
-
-Serve = Callable[..., Good]
+from .conftest import Good, Serve
 
 HANDSHAKE, PAUSE = 1.0, 0.05  # seconds
 

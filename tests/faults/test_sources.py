@@ -13,10 +13,8 @@ import dissociated as dis
 from dissociated.errors import DissociatedError, RemoteError, SourceError
 from helpers import case, wait_until
 
-from .conftest import Good
+from .conftest import Good, Serve
 from .peer import PATIENCE
-
-Serve = Callable[..., Good]
 
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
 

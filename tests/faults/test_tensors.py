@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +12,7 @@ import dissociated as dis
 from dissociated.errors import RemoteProtocolError
 from tensor_cases import GOLDEN, expected
 
+from .conftest import Scripted
 from .content import META, SCHEMA
 from .peer import (
     ADDRESSES,
@@ -29,8 +29,6 @@ from .peer import (
     metadata,
     region,
 )
-
-Start = Callable[[str, Script], RawServer]
 
 ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 BASE = 1 << 20
@@ -102,7 +100,7 @@ LENGTH_AT = CSR.index(struct.pack("<qq", 80, 40)) + 8  # of the values
     ],
     ids=range(10),
 )
-def test_what_is_no_tensor_is_refused(scripted: Start, scheme: str, data: bytes, phrase: str) -> None:
+def test_what_is_no_tensor_is_refused(scripted: Scripted, scheme: str, data: bytes, phrase: str) -> None:
     refused(scripted(scheme, saying(data)), phrase)
 
 
@@ -115,12 +113,12 @@ def test_what_is_no_tensor_is_refused(scripted: Start, scheme: str, data: bytes,
     ],
     ids=["leaves its end", "begins before it", "are not what they should be"],
 )
-def test_buffers_that_lie_elsewhere_are_refused(scripted: Start, extents: tuple, phrase: str) -> None:
+def test_buffers_that_lie_elsewhere_are_refused(scripted: Scripted, extents: tuple, phrase: str) -> None:
     data = metadata(0, CSR) + body(0, addresses(*extents), ADDRESSES)
     refused(scripted("shm", saying(data, CSR_BODY)), phrase)
 
 
-def test_buffers_may_lie_anywhere(scripted: Start) -> None:
+def test_buffers_may_lie_anywhere(scripted: Scripted) -> None:
     """In any order, aligned to nothing."""
     share = b"?" + CSR_BODY[80:] + b"!" + CSR_BODY[:40] + b"?!" + CSR_BODY[40:80]
     extents = (BASE + 42, 40), (BASE + 84, 40), (BASE + 1, 40)
@@ -132,7 +130,7 @@ def test_buffers_may_lie_anywhere(scripted: Start) -> None:
     server.wait_done()
 
 
-def test_memory_goes_back_while_more_is_read(scripted: Start) -> None:
+def test_memory_goes_back_while_more_is_read(scripted: Scripted) -> None:
     """The reader holds nothing of what it gave. The second tensor is sent only when the first is given back."""
 
     def script(connection: RawConnection) -> None:

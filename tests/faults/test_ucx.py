@@ -26,16 +26,14 @@ from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
 from helpers import wait_until
 
-from .conftest import Good
+from .clients import CLIENT, COUNTING, ENDING, Reading, line, stop_and_go_on
+from .conftest import Serve, Spawn
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
 from .stages import server_stages
-from .test_death import CLIENT, Reading, line
 
 pytestmark = pytest.mark.needs("ucx")
 
-Serve = Callable[..., Good]
-Spawn = Callable[..., subprocess.Popen[str]]
 
 PEER = str(Path(ucx_peer.__file__))
 SILENCE = 2.0  # seconds, in which a loaded machine still connects
@@ -298,23 +296,16 @@ def test_addresses_outside_of_what_the_uri_names_are_not_fetched(serve: Serve) -
 
 def test_client_is_stopped_and_goes_on(serve: Serve, spawn: Spawn) -> None:
     good = serve("ucx:")
-    script = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
     good.server.publish("large", pa.Table.from_batches([pa.record_batch({"n": range(1 << 16)})] * 40))
     (uri,) = good.server.locations("large")
-    process = spawn("-c", script, uri, good.server.ticket("large").hex(), "1")
-    assert line(process) == "reached"
-    process.send_signal(signal.SIGSTOP)
-    good.check()
-    process.send_signal(signal.SIGCONT)
-    assert line(process) == str(39 << 16)
-    assert process.wait(PATIENCE) == 0
+    stop_and_go_on(good, spawn("-c", COUNTING, uri, good.server.ticket("large").hex(), "1"), 39 << 16)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn, mode: str) -> None:
     good = serve(f"ucx:?err_mode={mode}")
     (uri,) = good.server.locations("good")
-    process = spawn("-c", CLIENT.replace("sys.stdin.read()", ""), uri, good.server.ticket("good").hex(), "1")
+    process = spawn("-c", ENDING, uri, good.server.ticket("good").hex(), "1")
     assert line(process) == "reached"
     assert process.wait(PATIENCE) == 0
     wait_until(good.alone, "the server has noticed")

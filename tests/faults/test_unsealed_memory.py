@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import TransportError, UnsafeMemory
 
-from .conftest import mappings
+from .conftest import Spawn, mappings
 from .peer import PATIENCE
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -41,8 +41,6 @@ os.truncate(f"{path}.arrows", 0)
 print("cut short", flush=True)
 sys.stdin.read()
 """
-
-Spawn = Callable[..., subprocess.Popen[str]]
 
 
 class Theirs:

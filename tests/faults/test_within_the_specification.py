@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -18,11 +18,10 @@ from dissociated.format.message import buffer_extents, parse_header
 from dissociated.ipc import CollectListener, DissociatedDecoder
 from dissociated.memory.region import AddressSpace, Region
 
+from .conftest import Scripted
 from .content import BODY, META, SCHEMA, TABLE
-from .peer import ADDRESSES, FREE, PREAMBLE, SEALED, RawConnection, RawServer, Script, addresses, body, end, metadata
+from .peer import ADDRESSES, FREE, PREAMBLE, SEALED, RawConnection, addresses, body, end, metadata
 from .peer import region as region_frame
-
-Start = Callable[[str, Script], RawServer]
 
 BASE = 0x10000
 SIZE = 1 << 20
@@ -97,7 +96,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("how", ["where it lies", "compressed", "unaligned"])
 @pytest.mark.parametrize("name", STREAMS)
-def test_buffers_of_one_message_in_several_regions(scripted: Start, name: str, how: str) -> None:
+def test_buffers_of_one_message_in_several_regions(scripted: Scripted, name: str, how: str) -> None:
     batches = STREAMS[name]
     apart = Apart(batches, "zstd" if how == "compressed" else None, how == "unaligned")
     freed: list[int] = []
@@ -159,7 +158,7 @@ def test_the_decoder_takes_several_regions_too(name: str) -> None:
     assert sorted(freed) == sorted(apart.sent)
 
 
-def test_an_address_for_an_empty_buffer_and_an_empty_body_for_the_schema(scripted: Start) -> None:
+def test_an_address_for_an_empty_buffer_and_an_empty_body_for_the_schema(scripted: Scripted) -> None:
     def script(connection: RawConnection) -> None:
         connection.read_frame()
         connection.send(PREAMBLE)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -27,14 +25,6 @@ from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
 from helpers import PATIENCE
 from nodes import MIB, SCHEMA, put, read, table
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A place in memory for a store."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory) / "store"
-
 
 CHILD = """
 import resource, sys
@@ -222,7 +212,7 @@ def test_readers_that_begin_while_it_goes_get_its_bytes_or_an_error(
 ) -> None:
     """Versions are opened, replaced, dropped, evicted or spilled, and their pages recycled, all at once."""
     monkeypatch.setattr("dissociated.store.segment_cache._MAX_SEGMENTS", 1)
-    store = Store(memory, 6 * MIB, policy, memory.parent / "spilled" if policy is Policy.SPILL else None)
+    store = Store(memory / "store", 6 * MIB, policy, memory / "spilled" if policy is Policy.SPILL else None)
     with Node(store, ["shm:", "tcp://127.0.0.1:0"], retain=0.0) as node, dis.connect(node.uri) as client:
         over = threading.Event()
         readers = [Reading(node.uri, transport, over) for transport in ("shm", "tcp", "grpc")]

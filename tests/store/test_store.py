@@ -7,9 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,13 +24,6 @@ from nodes import kill, small_file_system, spawn
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A place in memory for a store."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory) / "store"
 
 
 def batch(*numbers: int) -> pa.RecordBatch:
@@ -425,9 +416,9 @@ def test_evict_removes_the_oldest_that_nobody_reads(memory: Path) -> None:
         assert store.usage().total <= 14 * MIB
 
 
-def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path, tmp_path: Path) -> None:
-    disk = memory.with_name("store-disk")
-    with Store(memory, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
+def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path) -> None:
+    home, disk = memory / "store", memory / "store-disk"
+    with Store(home, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
         moved: list[str] = []
         store.eviction.on_spilled = lambda version: moved.append(version.name)
         a = store.commit("a", [write_large(store, "a", 5)], key="a")
@@ -448,22 +439,22 @@ def test_spill_moves_the_oldest_to_disk_where_it_is_served_from(memory: Path, tm
         assert store.usage().total <= 14 * MIB
         grown = store.commit("a", [write(store, "more", 1)], key="more", append=True)  # from disk, by a copy
         assert grown.rows == 5 * MIB // 8 + 1
-    with Store(memory, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
+    with Store(home, limit=14 * MIB, policy=Policy.SPILL, spill=disk) as store:
         assert [version.name for version in store.versions()] == ["a", "b", "c", "d", "a"]
         assert numbers(store, a) == [7] * (5 * MIB // 8)
 
 
 def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
-    disk = memory.with_name("store-disk")
-    with Store(memory) as store:
+    home, disk = memory / "store", memory / "store-disk"
+    with Store(home) as store:
         version = put(store, "a", 1, 2)
     for directory in (disk, disk / "segments", disk / "staging"):
         directory.mkdir(0o700)
-    shutil.copytree(memory / "segments" / version.id, disk / "segments" / version.id)  # all but the removal is done
-    with Store(memory, policy=Policy.SPILL, spill=disk) as store:
+    shutil.copytree(home / "segments" / version.id, disk / "segments" / version.id)  # all but the removal is done
+    with Store(home, policy=Policy.SPILL, spill=disk) as store:
         assert store.versions() == [version]
         assert numbers(store, version) == [1, 2]
-        assert not (memory / "segments" / version.id).exists()
+        assert not (home / "segments" / version.id).exists()
 
 
 SMALL = """

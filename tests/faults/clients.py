@@ -1,0 +1,64 @@
+"""Readers that are killed and stopped, in processes and in threads."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+
+import dissociated as dis
+
+from .conftest import Good
+from .peer import PATIENCE
+
+#: Reads the stream TICKET at URI, and holds its first BATCHES until somebody closes its input.
+CLIENT = """
+import os, sys
+import dissociated as dis
+
+uri, ticket, batches = sys.argv[1:]
+reader = dis.open_stream(uri, bytes.fromhex(ticket))
+held = [reader.read_next_batch() for _ in range(int(batches))]
+print("reached", flush=True)
+sys.stdin.read()
+"""
+#: Goes on instead, and says how many rows it got after these; or ends.
+COUNTING = CLIENT.replace("sys.stdin.read()", "print(sum(b.num_rows for b in reader), flush=True)")
+ENDING = CLIENT.replace("sys.stdin.read()", "")
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    said = process.stdout.readline().strip()
+    assert said, "the process ended"
+    return said
+
+
+class Reading:
+    """Reads a whole stream in a thread of its own."""
+
+    def __init__(self, uri: str, timeout: float) -> None:
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(uri, timeout))
+        self._thread.start()
+
+    def _run(self, uri: str, timeout: float) -> None:
+        try:
+            dis.open_stream(uri, b"ticket", timeout=timeout).read_all()
+        except BaseException as error:
+            self._failure = error.with_traceback(None)
+
+    def failure(self) -> BaseException | None:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        return self._failure
+
+
+def stop_and_go_on(good: Good, process: subprocess.Popen[str], rows: int) -> None:
+    """A client that counts is stopped, and keeps nobody from being served; then it gets its other `rows`."""
+    assert line(process) == "reached"
+    process.send_signal(signal.SIGSTOP)
+    good.check()
+    process.send_signal(signal.SIGCONT)
+    assert line(process) == str(rows)
+    assert process.wait(PATIENCE) == 0
