@@ -142,7 +142,8 @@ class Columns:
             return array
         # Never a cast: pyarrow makes invalid lists of list views.
         lengths = pc.list_value_length(array).fill_null(0).cast(pa.int32())
-        offsets = pa.concat_arrays([_ZERO, pc.cumulative_sum_checked(lengths)])
+        zero = pa.array([0], pa.int32())  # made here, since pyarrow then imports pandas, and most tasks have no lists
+        offsets = pa.concat_arrays([zero, pc.cumulative_sum_checked(lengths)])
         values = self._converted(array.flatten(), to.value_type)
         return pa.ListArray.from_arrays(offsets, values, type=to, mask=_nulls(array))
 
@@ -160,9 +161,6 @@ class Columns:
             return array
         children = [self._converted(child, field.type) for child, field in zip(array.flatten(), to, strict=True)]
         return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
-
-
-_ZERO = pa.array([0], pa.int32())
 
 
 @dataclass
