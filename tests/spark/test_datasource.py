@@ -155,7 +155,7 @@ def test_a_task_that_fails_publishes_nothing_and_leaves_nothing(
     with pytest.raises(PySparkException, match="boom"):
         write(broken, "data", catalog)
     assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2]
-    assert staged(stage) == []
+    wait_until(lambda: staged(stage) == [], "what a Python worker still wrote that Spark had given up is gone")
 
 
 def test_a_task_that_succeeds_at_the_second_attempt_counts_once(
@@ -173,7 +173,7 @@ def test_a_task_that_succeeds_at_the_second_attempt_counts_once(
     df = spark.range(0, 30_000, numPartitions=2).mapInArrow(fail_once, "id long")
     write(df, "data", catalog)
     assert client.read("data").read_all()["id"].to_pylist() == list(range(30_000))
-    assert staged(stage) == []
+    wait_until(lambda: staged(stage) == [], "what a Python worker still wrote that Spark had given up is gone")
 
 
 def test_a_commit_that_fails_publishes_nothing_and_leaves_nothing(

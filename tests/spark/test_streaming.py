@@ -191,9 +191,6 @@ class Driver:
     def go_on(self) -> None:
         self._gate.open("w").close()
 
-    def wait(self) -> int:
-        return self._process.wait(200)
-
     def kill(self) -> None:
         """Its JVM and its Python workers too."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -244,18 +241,28 @@ def test_a_driver_killed_between_write_and_commit(
 
 
 def test_a_catalog_killed_before_the_commit_and_started_again(
-    start: Start, outer: Process, memory: Path, tmp_path: Path, driver: list[Driver]
+    spark: SparkSession, start: Start, outer: Process, memory: Path, tmp_path: Path
 ) -> None:
-    store = memory / "store"
+    store, gate = memory / "store", tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def gated(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from batches
+        gate.read_text()  # until somebody opens it for writing
+
     start("node", "--store", store, "--catalog", outer.uri, "--beat", "0.2")
     put(outer.uri, "in", range(50_000))
-    driver.append(Driver(outer.uri, tmp_path / "check", tmp_path / "gate"))
-    wait_for(store, ".part")
-    outer.kill()
-    driver[0].go_on()
-    wait_for(store, ".arrows")
-    start("catalog", "--db", tmp_path / "db", "--listen", outer.uri)
-    assert driver[0].wait() == 0
+    df = stream(spark, outer.uri, "in").mapInArrow(gated, "id long")
+    query = started(df, outer.uri, "out", tmp_path / "check")
+    try:
+        wait_for(store, ".part")
+        outer.kill()
+        gate.open("w").close()
+        wait_for(store, ".arrows")
+        start("catalog", "--db", tmp_path / "db", "--listen", outer.uri)
+        assert query.awaitTermination(200)
+    finally:
+        query.stop()
     assert numbers(outer.uri, "out") == [*range(50_000)]
     wait_until(lambda: staged(store) == [], "nothing is staged")
 
