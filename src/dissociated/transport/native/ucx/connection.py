@@ -344,6 +344,9 @@ class UcxConnection(NativeConnection):
             self._lose()
 
     def _release(self) -> None:
+        if self._endpoint is None or not self._connected:
+            self._destroy()  # at once: UCX 1.22 would go on with connecting, and crash
+            return
         self._close_endpoint()
         end = time.monotonic() + _SETTLE
         while not (over := self._advance_closing()) and time.monotonic() < end:
@@ -355,8 +358,7 @@ class UcxConnection(NativeConnection):
             self._destroy()
 
     def _close_endpoint(self) -> None:
-        # One whose flush has not ended goes with the worker: once closed, UCX 1.22 would go on with that, and crash.
-        if self._endpoint is not None and self._connected and not (self._gone and self._lax):
+        if not (self._gone and self._lax):
             # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
             request = self._lib.ucp_ep_close_nbx(self._endpoint, self._plain if self._lax else self._force)
             if self._ucp.status(request) == c.INPROGRESS:
@@ -365,7 +367,7 @@ class UcxConnection(NativeConnection):
     def _is_shared(self) -> bool:
         """Whether the peer may read memory of this process, or this process reads its memory, as long as it wants."""
         own = bool(self._receiving) or any(message.size for message in self._under_way)
-        return self._lax and self._connected and (self._gone or own)
+        return self._lax and (self._gone or own)
 
     def advance_closing(self) -> bool:
         """Let UCX work. Whether all is given back: the peer knows that this is closed, and nothing is copied."""
