@@ -121,21 +121,21 @@ class Splitter:
         self._validator = Validator(schema)
         packing = Packing(self.options)
         self._pack = packing.pack if packing.needed else None
-        told = self.options.to_pyarrow()
+        ipc_options = self.options.to_pyarrow()
         # libarrow writes the schema together with the first batch. A receiver should not have to wait for that:
         # a writer of its own, closed at once, gives the very same message now.
         eager = _Sink()
         try:
-            pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=told).close()
-            self._sink, self._writer = self._open(told)
+            pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=ipc_options).close()
+            self._sink, self._writer = self._open(ipc_options)
         except pa.ArrowException as error:
             raise _unwritable(error) from None
         self._schema_message = eager.take()[0]
         self._schema_written = False
 
-    def _open(self, told: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
+    def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
         sink = _Sink()
-        return sink, pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema, options=told)
+        return sink, pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema, options=ipc_options)
 
     @property
     def schema_message(self) -> SplitMessage:
@@ -243,10 +243,10 @@ class FileSplitter(Splitter):
         self._metadata = metadata
         super().__init__(schema, options)
 
-    def _open(self, told: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
+    def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
         sink = _Sink(magic=len(encode_magic()))
         file = pa.PythonFile(sink, mode="w")
-        return sink, pa.ipc.new_file(file, self.schema, options=told, metadata=self._metadata)
+        return sink, pa.ipc.new_file(file, self.schema, options=ipc_options, metadata=self._metadata)
 
     def finish(self) -> tuple[list[SplitMessage], bytes]:
         """What is left to write, and the flatbuffer of the footer, whose blocks are those of libarrow's own layout.

@@ -48,13 +48,13 @@ class RecordBatchWriter(ABC):
     @property
     def stats(self) -> WriteStats:
         """What has been written so far."""
-        told = self._splitter.stats
+        splitter_stats = self._splitter.stats
         return WriteStats(
             num_messages=self._messages,
             num_record_batches=self._batches,
             num_dictionary_batches=self._dictionaries,
-            num_dictionary_deltas=told.num_dictionary_deltas,
-            num_replaced_dictionaries=told.num_replaced_dictionaries,
+            num_dictionary_deltas=splitter_stats.num_dictionary_deltas,
+            num_replaced_dictionaries=splitter_stats.num_replaced_dictionaries,
             total_raw_body_size=self._raw,
             total_serialized_body_size=self._serialized,
         )

@@ -24,7 +24,7 @@ import pyarrow as pa
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.datasets.live import Live
-from dissociated.datasets.live_message import OVERHEAD, SMALL_BODY, LiveMessage
+from dissociated.datasets.live_message import QUEUED_OVERHEAD, SMALL_BODY, LiveMessage
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import DissociatedError, SourceError, peer_message
 from dissociated.format.layout import dictionary_of
@@ -257,7 +257,7 @@ class Fanout:
                 if self._follows(message):
                     return True
                 if self._wait_for_consumers():
-                    self._wait_for_room(len(message.header) + length + OVERHEAD)
+                    self._wait_for_room(len(message.header) + length + QUEUED_OVERHEAD)
                     self._hand_out(message, LiveMessage.inline(message))
                 return not self._over
         with self.changed:
@@ -277,7 +277,7 @@ class Fanout:
             extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
             body = region.body(region.offset, length)
             placed = region.lease(length, extents, len(self._active_consumers))
-            queued = len(message.header) + OVERHEAD
+            queued = len(message.header) + QUEUED_OVERHEAD
             self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, placed))
             return True
 

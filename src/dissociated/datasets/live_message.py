@@ -13,7 +13,7 @@ from dissociated.memory.live import LiveRegion
 #: Bodies of up to this many bytes travel inline: to share one costs more than to copy it, and takes whole pages.
 SMALL_BODY = 1 << 14
 #: Bytes that keeping a message takes beside its own.
-OVERHEAD = 256
+QUEUED_OVERHEAD = 256
 #: So many messages go together at most, and so many bytes where there is more than one.
 MAX_SEND_MESSAGES = 1 << 13
 MAX_SEND_BYTES = 1 << 20
@@ -42,7 +42,7 @@ class LiveMessage(NamedTuple):
         size = len(header) + parsed.body_length
         parts = None if body is None else (b"".join(body),) if body else ()
         may_be_followed = parts and parsed.type is HeaderType.RECORD_BATCH and size <= _MAX_ALIKE
-        return cls(header, parsed, parts, size + OVERHEAD, repeats=[] if may_be_followed else None)
+        return cls(header, parsed, parts, size + QUEUED_OVERHEAD, repeats=[] if may_be_followed else None)
 
     def append_alike(self, message: SplitMessage) -> bool:
         """Take `message` for the next, if it is alike."""

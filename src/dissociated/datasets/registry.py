@@ -81,10 +81,10 @@ class Registry:
     def withdraw_parts(self, parts: Iterable[str]) -> None:
         """Serve the parts of these ids no more, as far as they are served."""
         with self._lock:
-            gone = [self._by_part.pop(part, None) for part in parts]
-        for one in gone:
-            if one is not None:
-                self.withdraw(one)
+            datasets = [self._by_part.pop(part, None) for part in parts]
+        for dataset in datasets:
+            if dataset is not None:
+                self.withdraw(dataset)
 
     def find_name(self, name: str) -> Dataset | None:
         """What is published under `name`, if anything is."""
@@ -132,8 +132,8 @@ class Registry:
         """All that is served, by name, sorted; older versions that still are with the present one."""
         found: dict[str, list[Dataset]] = {}
         with self._lock:
-            for held in self._by_identifier.values():
-                found.setdefault(held.name, []).append(held)
+            for dataset in self._by_identifier.values():
+                found.setdefault(dataset.name, []).append(dataset)
         return dict(sorted(found.items()))
 
     def close(self) -> list[Dataset]:

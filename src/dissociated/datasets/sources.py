@@ -33,10 +33,10 @@ def make_dataset(name: str, source: Source, options: WriteOptions | None = None)
     """
     if options is not None:
         check_options(options, WriteOptions)
-    made = _make_dataset(name, source, options)
+    dataset = _make_dataset(name, source, options)
     if options is not None:
-        options.check_depth(made.schema)
-    return made
+        options.check_depth(dataset.schema)
+    return dataset
 
 
 def _make_dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
@@ -122,8 +122,8 @@ def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
         return pa.RecordBatchReader.from_batches(schema, file.iter_batches(columns=schema.names))
 
     try:
-        made = LiveDataset(name, open_reader, options, open_columns=open_columns)
-        made.rows = pyarrow.parquet.read_metadata(path).num_rows
+        dataset = LiveDataset(name, open_reader, options, open_columns=open_columns)
+        dataset.rows = pyarrow.parquet.read_metadata(path).num_rows
     except (OSError, pa.ArrowInvalid) as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    return made
+    return dataset

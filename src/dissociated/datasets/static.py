@@ -62,8 +62,8 @@ class StaticDataset(Dataset):
         with self._lock:
             if key not in self._encoded:
                 self._encoded[key] = encode()
-            made: T = self._encoded[key]
-            return made
+            encoded: T = self._encoded[key]
+            return encoded
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         with self._lock:
@@ -109,14 +109,14 @@ class StaticColumns(StaticDataset):
             if mapped not in self._chosen:
                 try:
                     projection = Projection(messages[0].header, self._indices)
-                    some = [messages[0]._replace(header=projection.header)]
+                    projected = [messages[0]._replace(header=projection.header)]
                     for message in messages[1:]:
                         chosen = projection.project(message.header, message.parsed)
                         if chosen is not None:
-                            some.append(_chosen(message, chosen))
+                            projected.append(_chosen(message, chosen))
                 except FormatError as error:
                     raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
-                self._chosen[mapped] = some
+                self._chosen[mapped] = projected
             return self._chosen[mapped]
 
 
@@ -140,16 +140,16 @@ class _StaticBatches(StaticDataset):
 
     def _slice_messages(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
         first, stop = self._place
-        some = [messages[0]]  # the schema
+        sliced = [messages[0]]  # the schema
         number = 0
         for message in messages[1:]:
             if number == stop:
                 break
             is_batch = message.parsed.type is HeaderType.RECORD_BATCH
             if number >= first or not is_batch:
-                some.append(message)
+                sliced.append(message)
             number += is_batch
-        return some
+        return sliced
 
 
 def _chosen(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
@@ -288,21 +288,21 @@ class StoredDataset(Dataset):
         self._dropped = False
 
     def open(self) -> SegmentsDataset:
-        kept = self._exposed  # what a client was told of its memory is true of this one alone
-        if kept is not None:
-            return kept
-        found = self._open()
+        exposed = self._exposed  # what a client was told of its memory is true of this one alone
+        if exposed is not None:
+            return exposed
+        opened = self._open()
         # By names, since an extension type may have been registered since the schema was read.
-        if (found.rows, found.nbytes, found.schema.names) != (self.rows, self.nbytes, self.schema.names):
+        if (opened.rows, opened.nbytes, opened.schema.names) != (self.rows, self.nbytes, self.schema.names):
             raise SourceError(f"{self.name!r} is not what was committed: its segments have been changed since")
-        return found
+        return opened
 
     def open_exposed(self) -> SegmentsDataset:
-        found = self.open()  # without the lock, since a store that removes this calls `drop`
+        opened = self.open()  # without the lock, since a store that removes this calls `drop`
         with self._lock:
             if self._exposed is None and not self._dropped:
-                self._exposed = found
-            return self._exposed or found
+                self._exposed = opened
+            return self._exposed or opened
 
     def accept(self, visitor: SendVisitor[S]) -> S:
         return self.open().accept(visitor)

@@ -31,7 +31,7 @@ _SCHEMA_HEADER = 1  # of the union MessageHeader
 _u32 = struct.Struct("<I").unpack_from
 _i16 = struct.Struct("<h").unpack_from
 #: No file is larger. So ends can be added up without an overflow.
-_MAX_SIZE = 1 << 60
+_MAX_FILE_SIZE = 1 << 60
 
 
 class Footer(NamedTuple):
@@ -89,10 +89,10 @@ def _blocks(footer: Buffer, root: int, field: int) -> np.ndarray:
     blocks = np.frombuffer(footer, BLOCK, count, vector + 4) if count else np.empty(0, BLOCK)
     sensible = (
         (blocks["offset"] >= 0)
-        & (blocks["offset"] < _MAX_SIZE)
+        & (blocks["offset"] < _MAX_FILE_SIZE)
         & (blocks["metadata_length"] > 0)
         & (blocks["body_length"] >= 0)
-        & (blocks["body_length"] < _MAX_SIZE)
+        & (blocks["body_length"] < _MAX_FILE_SIZE)
     )
     if not sensible.all():
         raise FormatError(f"the Arrow IPC file has a footer with a block {blocks[~sensible][0]} that can be in no file")

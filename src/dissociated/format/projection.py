@@ -183,8 +183,8 @@ def _encode(
     for at, structs in ((nodes_at, nodes), (buffers_at, buffers)):
         builder.vector(at, len(structs), struct.pack(f"<{2 * len(structs)}q", *chain.from_iterable(structs)))
     if compressed:
-        told = batch.table(3, 2)
-        builder.table(compression, [("b", told.scalar(0, "b")), ("b", told.scalar(1, "b"))])
+        encoding = batch.table(3, 2)
+        builder.table(compression, [("b", encoding.scalar(0, "b")), ("b", encoding.scalar(1, "b"))])
     if variadic:
         builder.vector(variadic_at, len(variadic), struct.pack(f"<{len(variadic)}q", *variadic))
     if pairs:

@@ -28,7 +28,7 @@ MAX_DIMENSIONS = 32
 #: "align [...] to be multiples of 64 bytes": metadata, body, and each buffer in it
 ALIGNMENT = 64
 
-_MAX_SIZE = 1 << 63
+_MAX_TENSOR_SIZE = 1 << 63
 _INT, _FLOATING_POINT = 2, 3  # the union Type of Schema.fbs
 _FLOATS = ("<f2", "<f4", "<f8")  # the enum Precision
 _COO, _CSX, _CSF = 1, 2, 3  # the union SparseTensorIndex
@@ -182,7 +182,7 @@ def _type_and_shape(tensor: Table) -> tuple[str, tuple[int, ...], tuple[str, ...
         raise FormatError(f"a tensor of {len(dimensions)} dimensions; at most {MAX_DIMENSIONS} are taken")
     shape = tuple(dimension.scalar(0, "q") for dimension in dimensions)
     # Beside empty dimensions, too, the others must be such that strides can be computed.
-    if min(shape, default=0) < 0 or size_in_bytes([size or 1 for size in shape], type_) >= _MAX_SIZE:
+    if min(shape, default=0) < 0 or size_in_bytes([size or 1 for size in shape], type_) >= _MAX_TENSOR_SIZE:
         raise FormatError(f"a tensor of the impossible shape {shape}")
     return type_, shape, tuple(dimension.text(1) for dimension in dimensions)
 

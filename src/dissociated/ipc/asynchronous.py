@@ -80,8 +80,8 @@ class _AsyncReader(ABC):
             raise StoreError("this reader is closed")
         return self._reader
 
-    def _begin(self, steps: Iterator[ReadStep], wanted: ReadAheadOptions, at_once: int) -> AsyncBatches:
-        batches = AsyncBatches(steps, self._threads, wanted, at_once)
+    def _begin(self, steps: Iterator[ReadStep], readahead_options: ReadAheadOptions, at_once: int) -> AsyncBatches:
+        batches = AsyncBatches(steps, self._threads, readahead_options, at_once)
         self._begun.add(batches)
         return batches
 
@@ -145,8 +145,8 @@ class AsyncFileReader(_AsyncReader):
         share memory. With `custom_metadata`, it gives pairs of a batch and the metadata of its message.
         """
         cache = (cache_options or pa.CacheOptions()) if coalesce else None
-        wanted = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
-        return self._begin(_steps_of(self._open(), cache, max(1, readahead)), wanted, _THREADS)
+        readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
+        return self._begin(_steps_of(self._open(), cache, max(1, readahead)), readahead_options, _THREADS)
 
 
 def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Iterator[ReadStep]:
@@ -227,8 +227,10 @@ def async_batches(
     It reads in a thread of its own, which ends with the last batch, or with `aclose`. The reader stays the caller's,
     who does not read from it meanwhile.
     """
-    wanted = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
-    return AsyncBatches(repeat(ReadStep(_RemainingBatches(reader).take)), Threads(1), wanted, 1, owns_threads=True)
+    readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
+    return AsyncBatches(
+        repeat(ReadStep(_RemainingBatches(reader).take)), Threads(1), readahead_options, 1, owns_threads=True
+    )
 
 
 async def open_async(

@@ -154,8 +154,8 @@ class AsyncBatches(AsyncIterator[Any]):
         ahead = sum(job.left for job in self._jobs) - self._asked
         if ahead < 0:
             return True
-        held = sum(job.nbytes for job in self._jobs if job.left)
-        return ahead < self._wanted.readahead and held < self._wanted.readahead_bytes
+        nbytes = sum(job.nbytes for job in self._jobs if job.left)
+        return ahead < self._wanted.readahead and nbytes < self._wanted.readahead_bytes
 
     def _progressed(self) -> None:
         self._progress.set()

@@ -40,24 +40,24 @@ class Ledger:
         Raises RemoteProtocolError for an address that the peer does not hold (unknown, or freed already); what
         stands before it in `addresses` has then been released.
         """
-        held = self._held
-        gone = []
+        counts = self._held
+        released = []
         for address in addresses:
-            count = held.get(address, 0)
+            count = counts.get(address, 0)
             if count > 1:
-                held[address] = count - 1
+                counts[address] = count - 1
             elif count:
-                del held[address]
-                gone.append(address)
+                del counts[address]
+                released.append(address)
             elif address:
                 raise RemoteProtocolError(f"the client freed the address {address:#x}, which it does not hold")
-        return gone
+        return released
 
     def release_all(self) -> list[int]:
         """The peer is gone: everything it held is free."""
-        gone = list(self._held)
+        released = list(self._held)
         self._held.clear()
-        return gone
+        return released
 
 
 #: What comes back of an address that a forked process still maps. No buffer has this address.

@@ -157,6 +157,6 @@ def _spanning(regions: Sequence[Region]) -> pa.Buffer:
 
     So libarrow, which reads one body and slices it, needs no copy of buffers that lie far apart.
     """
-    kept = [region.memory for region in regions]
-    start = min(memory.address for memory in kept) & -_ALIGNMENT
-    return pa.foreign_buffer(start, max(memory.address + memory.size for memory in kept) - start, kept)
+    memories = [region.memory for region in regions]
+    start = min(memory.address for memory in memories) & -_ALIGNMENT
+    return pa.foreign_buffer(start, max(memory.address + memory.size for memory in memories) - start, memories)

@@ -118,12 +118,12 @@ def write_parts(descriptor: int, parts: Sequence[Buffer], offset: int | None = N
     """
     written = 0
     for first in range(0, len(parts), _IOV_MAX):
-        some = [memoryview(part).cast("B") for part in parts[first : first + _IOV_MAX] if len(part)]
-        while some:
-            count = os.writev(descriptor, some) if offset is None else os.pwritev(descriptor, some, offset + written)
+        views = [memoryview(part).cast("B") for part in parts[first : first + _IOV_MAX] if len(part)]
+        while views:
+            count = os.writev(descriptor, views) if offset is None else os.pwritev(descriptor, views, offset + written)
             written += count
-            while some and count >= len(some[0]):
-                count -= len(some.pop(0))
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
             if count:
-                some[0] = some[0][count:]
+                views[0] = views[0][count:]
     return written

@@ -128,10 +128,10 @@ class ConnectionStats:
     def fields(self) -> dict[str, Any]:
         """What a line of the log says beside its message."""
         now = self.status()
-        told = {"connection": now.connection, "transport": now.transport, "peer": now.peer}
+        fields = {"connection": now.connection, "transport": now.transport, "peer": now.peer}
         if now.dataset is None:
-            return told
-        return told | {
+            return fields
+        return fields | {
             "dataset": now.dataset,
             "seconds": round(now.seconds, 3),
             "messages": now.messages,
@@ -235,9 +235,9 @@ class Activity:
         """How everything stands now. `datasets` has all that is served under each name, the latest last."""
         with self._lock:
             statistics = list(self._open.values())
-            asked = [stats for stats in statistics if stats.dataset is not None]
+            requested = [stats for stats in statistics if stats.dataset is not None]
             at = Counter(stats.listener for stats in statistics)
-            everything = self._ended.plus(asked)
+            everything = self._ended.plus(requested)
             consumers = tuple(stats.status() for stats in statistics)
             return ServerStatus(
                 __version__,
@@ -254,7 +254,7 @@ class Activity:
                     **{outcome: self._outcomes[outcome] for outcome in OUTCOMES},
                 ),
                 tuple(ListenerStatus(uri, at[uri], self._accepted[uri], self._refused[uri]) for uri in listeners),
-                tuple(self._dataset(versions, asked) for versions in datasets.values()),
+                tuple(self._dataset(versions, requested) for versions in datasets.values()),
                 consumers,
                 tuple(nodes),
                 store,
@@ -262,11 +262,11 @@ class Activity:
                 ChangeCounts(**self.changes.counts()),
             )
 
-    def _dataset(self, versions: Sequence[Dataset], asked: Sequence[ConnectionStats]) -> DatasetStatus:
+    def _dataset(self, versions: Sequence[Dataset], requested: Sequence[ConnectionStats]) -> DatasetStatus:
         total = _Sums()
         for one in versions:
             known = self._of_datasets.get(one, _Sums())
-            total.include(known.plus(stats for stats in asked if stats.dataset is one))
+            total.include(known.plus(stats for stats in requested if stats.dataset is one))
         latest = versions[-1]
         return DatasetStatus(
             latest.name,

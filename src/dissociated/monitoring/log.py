@@ -63,8 +63,8 @@ class TextFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
-        told = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
-        return _UNPRINTABLE.sub(_escaped, " ".join((super().formatMessage(record), *told)))
+        fields = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
+        return _UNPRINTABLE.sub(_escaped, " ".join((super().formatMessage(record), *fields)))
 
 
 def _escaped(found: re.Match[str]) -> str:

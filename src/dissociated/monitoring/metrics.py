@@ -51,11 +51,11 @@ class _Collector:
         now = self._status()
 
         def family(kind: Any, name: str, text: str, labels: list[str], *values: tuple[list[str], float | None]) -> Any:
-            made = kind(f"dissociated_{name}", text, labels=labels)
+            family = kind(f"dissociated_{name}", text, labels=labels)
             for label, value in values:
                 if value is not None:
-                    made.add_metric(label, value)
-            return made
+                    family.add_metric(label, value)
+            return family
 
         totals = vars(now.totals)
         yield family(GaugeMetricFamily, "uptime_seconds", "Since the server began", [], ([], now.seconds))

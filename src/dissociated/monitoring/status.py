@@ -152,7 +152,7 @@ class ServerStatus:
     def parse(cls, plain: Any) -> ServerStatus:
         """The opposite of `plain`. What it does not know it leaves out. Raises FormatError."""
         try:
-            made = _from_plain(cls, plain)
+            status = _from_plain(cls, plain)
             parts: dict[str, Any] = {"totals": _from_plain(Totals, plain["totals"])}
             if plain["store"] is not None:
                 parts["store"] = _from_plain(StoreStatus, plain["store"])
@@ -166,7 +166,7 @@ class ServerStatus:
                 parts[name] = tuple(_from_plain(kind, one) for one in plain[name])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise FormatError(f"this is not the status of a server: {error!r}") from None
-        return cls(**{**vars(made), **parts})
+        return cls(**{**vars(status), **parts})
 
 
 def _from_plain(kind: type[T], plain: Mapping[str, Any]) -> T:

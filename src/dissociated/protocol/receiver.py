@@ -23,7 +23,7 @@ from dissociated.protocol.tags import SEQUENCE_MASK, BodyKind, parse_body_tag
 MAX_WAITING_BYTES = 1 << 32
 MAX_WAITING_METADATA = 1 << 28
 #: What keeping a message takes beside its own bytes, which counts as well: so their number is bounded, too.
-OVERHEAD = 512
+WAITING_OVERHEAD = 512
 
 _NO_ADDRESSES = bytes(16)  # an address list of no buffers
 
@@ -68,9 +68,9 @@ class Receiver:
 
         As much may wait, too; and where that is less than the caps above, as much as they say.
         """
-        made = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
-        made._machine.move(Step.WANT, LocalProtocolError)
-        return made
+        receiver = cls(max_metadata, max(MAX_WAITING_BYTES, max_body), max(MAX_WAITING_METADATA, max_metadata))
+        receiver._machine.move(Step.WANT, LocalProtocolError)
+        return receiver
 
     @property
     def state(self) -> State:
@@ -123,7 +123,7 @@ class Receiver:
             self._schema_known = True
             if sequence in self._bodies:
                 self._take_spare(*self._take_body(sequence))
-        self._waiting_metadata += len(header) + OVERHEAD
+        self._waiting_metadata += len(header) + WAITING_OVERHEAD
         if self._waiting_metadata > self._max_waiting_metadata and sequence != self._next:
             raise RemoteProtocolError(
                 f"metadata of {self._waiting_metadata} bytes waits for message {self._next}; "
@@ -138,7 +138,7 @@ class Receiver:
             return self._take_spare(kind, body)
         self._machine.move(Step.BODY, RemoteProtocolError)
         sequence = self._place(wire_sequence, self._bodies, "body")
-        self._waiting_bytes += len(body) + OVERHEAD
+        self._waiting_bytes += len(body) + WAITING_OVERHEAD
         if self._waiting_bytes > self._max_waiting_bytes and sequence != self._next:
             raise RemoteProtocolError(
                 f"bodies of {self._waiting_bytes} bytes wait for message {self._next}; "
@@ -150,7 +150,7 @@ class Receiver:
     def _take_body(self, sequence: int) -> tuple[BodyKind, Buffer]:
         """A body that waits, no more."""
         kind, content = self._bodies.pop(sequence)
-        self._waiting_bytes -= len(content) + OVERHEAD
+        self._waiting_bytes -= len(content) + WAITING_OVERHEAD
         return kind, content
 
     def _take_spare(self, kind: BodyKind, body: Buffer) -> None:
@@ -236,7 +236,7 @@ class Receiver:
                 )
         self._check_buffers(header, parsed, sequence)
         del self._headers[sequence]
-        self._waiting_metadata -= len(header) + OVERHEAD
+        self._waiting_metadata -= len(header) + WAITING_OVERHEAD
         self._next = sequence + 1
         if self._next == self._count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)

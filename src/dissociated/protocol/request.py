@@ -22,7 +22,7 @@ from typing import Any
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
 #: How every identifier with a selection begins, and no ticket.
-MAGIC = b"DISSCOL\x01"
+SELECTION_MAGIC = b"DISSCOL\x01"
 #: The parameter by which a URI says that its server takes selections.
 PARAMETER = ("select", "1")
 #: How long an identifier may be, in bytes.
@@ -62,7 +62,7 @@ class Selection:
     def identifier(self, ticket: bytes) -> bytes:
         """The identifier that requests them of the stream `ticket`; the ticket alone where that would be too long."""
         wanted = {kind: value for kind, value in vars(self).items() if value is not None}
-        encoded = MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()
+        encoded = SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()
         return encoded if len(encoded) <= MAX_IDENTIFIER else ticket
 
 
@@ -71,11 +71,11 @@ def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
 
     Raises RemoteProtocolError where it begins like a selection and is none.
     """
-    if not identifier.startswith(MAGIC):
+    if not identifier.startswith(SELECTION_MAGIC):
         return identifier, None
     try:
-        ticket_at = len(MAGIC) + _length.size
-        ticket_end = ticket_at + _length.unpack_from(identifier, len(MAGIC))[0]
+        ticket_at = len(SELECTION_MAGIC) + _length.size
+        ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
         wanted = json.loads(identifier[ticket_end:])
     except (struct.error, ValueError, RecursionError):
         raise _unreadable() from None

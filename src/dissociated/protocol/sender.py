@@ -62,10 +62,10 @@ class Sender:
     @classmethod
     def ahead(cls, streams: Streams) -> Sender:
         """One of a stream that nobody has asked for yet: what it makes is sent to whoever does, see `sent`."""
-        made = cls(Tags({}))
-        made._machine.move(Step.WANT, LocalProtocolError)
-        made.streams = streams
-        return made
+        sender = cls(Tags({}))
+        sender._machine.move(Step.WANT, LocalProtocolError)
+        sender.streams = streams
+        return sender
 
     @property
     def state(self) -> State:

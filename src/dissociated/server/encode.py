@@ -52,8 +52,8 @@ def _encode(
         outgoing: list[Message] = []
         leased: list[int] = []
         # A group ends where a segment does, so that what it holds lies in one piece.
-        some = [m for m in messages[first : first + _GROUP] if m.segment == messages[first].segment]
-        for message in some:
+        group = [m for m in messages[first : first + _GROUP] if m.segment == messages[first].segment]
+        for message in group:
             body = None
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
@@ -62,5 +62,5 @@ def _encode(
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += sender.send(message.header, body)
         bodies = bool(streams & Streams.BODIES)
-        nbytes = sum(message.parsed.body_length for message in some) if bodies else 0
-        yield Group(connection.prepare(outgoing), first, len(some), leased if bodies else (), nbytes)
+        nbytes = sum(message.parsed.body_length for message in group) if bodies else 0
+        yield Group(connection.prepare(outgoing), first, len(group), leased if bodies else (), nbytes)

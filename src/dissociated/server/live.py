@@ -49,13 +49,13 @@ class _LiveSending(Sending):
         """
         messages: list[Message | Run] = []
         for header, group in groupby(parts, _run_key):
-            some = [*group]
-            bodies = [one for part in some for one in part.bodies] if header is not None else []
+            grouped = [*group]
+            bodies = [one for part in grouped for one in part.bodies] if header is not None else []
             if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
                 self._check(header)
                 messages.append(self._sender.send_alike(header, bodies))
                 continue
-            for part in [one for several in some for one in several.each()]:
+            for part in [one for several in grouped for one in several.each()]:
                 messages += self._encode_message(part.header, body(part))
         nbytes = sum([part.nbytes for part in parts])
         with self._stats.sending(self._connection, nbytes):
@@ -194,15 +194,15 @@ class BroadcastSending(_LiveSending):
         # One that maps nothing holds up others only by not taking what is being sent.
         cut = self._connection.wake if self._mapped else self._connection.interrupt
         self._consumer = consumer = self._wanted.join(self._connection.wake, cut)
-        paced = 0.0  # until when small messages wait for more
+        coalesce_until = 0.0  # by time.monotonic
         while not consumer.finished:
             self._take_frees()
-            if (pause := paced - time.monotonic()) > 0:
+            if (pause := coalesce_until - time.monotonic()) > 0:
                 time.sleep(pause)
             parts = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES)
             if parts:
                 count, nbytes = self._send_parts(consumer, parts)
-                paced = (
+                coalesce_until = (
                     time.monotonic() + COALESCE_INTERVAL if count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY else 0.0
                 )
             else:
@@ -239,19 +239,19 @@ class BroadcastSending(_LiveSending):
 
     def _send_parts(self, consumer: Consumer, parts: Sequence[LiveMessage]) -> tuple[int, int]:
         """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
-        given = {address for part in parts for address in part.addresses}
-        unsent, written = {*given}, self._connection.written
+        leased = {address for part in parts for address in part.addresses}
+        unsent, written = {*leased}, self._connection.written
         mapped = self._mapped and not self._half_closed
         try:
             count = sum([part.messages for part in parts])
-            chosen = [part for part in map(self._wanted.project, parts) if part is not None]
-            nbytes = self._send_together(chosen, lambda part: self._body(part, mapped, unsent))
+            projected = [part for part in map(self._wanted.project, parts) if part is not None]
+            nbytes = self._send_together(projected, lambda part: self._body(part, mapped, unsent))
             self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
             if self._connection.written == written:  # nothing of it has left: the client will never give it back
-                self._ledger.release([*given - unsent])
-                unsent = given
+                self._ledger.release([*leased - unsent])
+                unsent = leased
             raise
         finally:
             consumer.free(unsent)

@@ -30,7 +30,7 @@ from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ServerStatus
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import MAGIC
+from dissociated.protocol.request import SELECTION_MAGIC
 from dissociated.server.admission import Limits
 from dissociated.server.connections import Connections
 from dissociated.server.endpoints import Endpoints
@@ -212,19 +212,19 @@ class Server:
         these options, OptionError where `options` or `live` are something else.
         """
         check_name(name)
-        made = (
+        dataset = (
             make_dataset(name, source, options)
             if live is None
             else Broadcast(name, source, live, self.limits.live_limit, options)
         )
         if ticket is not None:
-            if ticket.startswith(MAGIC):
+            if ticket.startswith(SELECTION_MAGIC):
                 raise DissociatedError(
-                    f"a ticket may not begin with {MAGIC!r}: by that, selections of columns are told"
+                    f"a ticket may not begin with {SELECTION_MAGIC!r}: by that, selections of columns are told"
                 )
-            made.ticket = ticket
+            dataset.ticket = ticket
         with self._changing:
-            self._publish(made)
+            self._publish(dataset)
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
         """A writer straight into shared memory, whose batches are published under `name` on `close`, whole and at once.
@@ -262,9 +262,9 @@ class Server:
                 self.registry.withdraw(old)
                 self._record_change("retired", old, "it was replaced")
 
-    def _record_change(self, kind: str, it: Dataset, why: str) -> None:
+    def _record_change(self, kind: str, dataset: Dataset, why: str) -> None:
         """What becomes of datasets without a catalog, which gives them no number."""
-        self.activity.changes.add(Change(kind, it.name, None, it.rows, it.nbytes, why))
+        self.activity.changes.add(Change(kind, dataset.name, None, dataset.rows, dataset.nbytes, why))
 
     def drop(self, name: str) -> None:
         """Make `name` unavailable; streams of it go on, but for a live one. Raises DatasetNotFound.
@@ -390,13 +390,13 @@ class Server:
         self._connections.stop_listening()
         datasets = self.registry.close()
         end = time.monotonic() + _JOIN_TIMEOUT
-        for one in datasets:
-            one.close()
+        for dataset in datasets:
+            dataset.close()
         self._connections.interrupt()
         self._connections.join(max(0.0, end - time.monotonic()))
         end = min(end, time.monotonic() + _PUMP_TIMEOUT)
-        for one in datasets:
-            one.wait_closed(max(0.0, end - time.monotonic()))
+        for dataset in datasets:
+            dataset.wait_closed(max(0.0, end - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

@@ -54,10 +54,10 @@ class Session:
             if request is None:
                 return
             ticket, selection = parse_identifier(request.identifier)
-            found, whole = self._registry.resolve_ticket(ticket)
-            self._stats.dataset = found
-            with found.reading():
-                wanted = self._select(whole.open(), selection)  # counted first: so it is not evicted
+            published, granted = self._registry.resolve_ticket(ticket)
+            self._stats.dataset = published
+            with published.reading():
+                wanted = self._select(granted.open(), selection)  # counted first: so it is not evicted
                 self._sending = wanted.accept(_SendingVisitor(self._client(request)))
                 self._serve_request(self._sending)
             if self._sender.state is State.ENDING:
@@ -95,15 +95,15 @@ class Session:
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
             raise
 
-    def _client(self, asked: StreamRequested) -> ClientRequest:
+    def _client(self, request: StreamRequested) -> ClientRequest:
         return ClientRequest(
             self._connection,
             self._sender,
             self._limits,
             self._admission,
             self._stats,
-            asked.streams,
-            wants_packed(asked.tag),
+            request.streams,
+            wants_packed(request.tag),
         )
 
     def _serve_request(self, sending: Sending) -> None:

@@ -41,8 +41,8 @@ class Eviction:
         Nothing goes where all that may go would not be enough.
         """
         self._places.empty_trash()
-        while (lack := lacking()) > 0 and (going := self._choose_evictions(lack)):
-            for version in going:
+        while (missing := lacking()) > 0 and (chosen := self._choose_evictions(missing)):
+            for version in chosen:
                 if self.policy is Policy.SPILL and not self._places.contents.is_replaced(version):
                     self._places.spill(version)
                     self.on_spilled(version)
@@ -56,22 +56,22 @@ class Eviction:
         self.on_evicted(version)
         self._places.empty_trash()
 
-    def _choose_evictions(self, lack: int) -> list[Version]:
+    def _choose_evictions(self, missing: int) -> list[Version]:
         """The versions to give up, in this order, to get so many bytes back; none where that cannot be."""
-        going: dict[str, Version] = {}
-        gone: dict[Place, Counter[int]] = defaultdict(Counter)
-        for version in self._eviction_candidates(going):
+        chosen: dict[str, Version] = {}
+        counts: dict[Place, Counter[int]] = defaultdict(Counter)
+        for version in self._eviction_candidates(chosen):
             _, place = self._places.find(version)
-            going[version.id] = version
+            chosen[version.id] = version
             for inode in place.sizes(version):
-                gone[place][inode] += 1
-                lack -= self._places.blocks[place].freed(inode, gone[place][inode])
-            if lack <= 0:
-                return [*going.values()]
+                counts[place][inode] += 1
+                missing -= self._places.blocks[place].freed(inode, counts[place][inode])
+            if missing <= 0:
+                return [*chosen.values()]
         return []
 
-    def _eviction_candidates(self, going: Mapping[str, Version]) -> Iterator[Version]:
-        """What may go, the first first. What is taken of it is in `going` when the next is asked for."""
+    def _eviction_candidates(self, chosen: Mapping[str, Version]) -> Iterator[Version]:
+        """What may go, the first first. What is taken of it is in `chosen` when the next is asked for."""
         contents = self._places.contents
         for version in contents.replaced():
             if self._is_evictable(version):
@@ -79,9 +79,9 @@ class Eviction:
         if self.policy is Policy.REFUSE:
             return
         for version in contents:
-            if version.id in going or version.prepared or not self._is_evictable(version):
+            if version.id in chosen or version.prepared or not self._is_evictable(version):
                 continue
-            others = (one for one in contents.named(version.name) if one.id not in going and one != version)
+            others = (other for other in contents.named(version.name) if other.id not in chosen and other != version)
             if self.policy is Policy.SPILL or not any(others):  # else, after a restart, an older one would be the last
                 yield version
 

@@ -148,8 +148,8 @@ class Memfds:
             self._inodes[memfd.inode] += 1
         self._uses[memfd] += 1
 
-    def _release(self, some: Iterable[Memfd]) -> None:
-        for memfd in some:
+    def _release(self, memfds: Iterable[Memfd]) -> None:
+        for memfd in memfds:
             self._uses[memfd] -= 1
             if not self._uses[memfd]:
                 del self._uses[memfd]
@@ -160,8 +160,8 @@ class Memfds:
         """Let go of everything."""
         for memfd in (*self._uses, *self._trash):
             os.close(memfd.descriptor)
-        for held in (self._staged, self._committed, self._uses, self._paths, self._trash, self._inodes):
-            held.clear()
+        for collection in (self._staged, self._committed, self._uses, self._paths, self._trash, self._inodes):
+            collection.clear()
 
 
 def _is_unused(descriptor: int) -> bool:

@@ -159,13 +159,13 @@ class Places:
         staged = {inode: size for inode, size in sizes(self.directory.staging).items() if inode not in committed}
         removed = {inode: size for inode, size in sizes(self.directory.trash).items() if inode not in committed}
         removed = {inode: size for inode, size in removed.items() if inode not in staged}
-        held = self.blocks[self.memfds]
-        handed, kept = self.memfds.uncommitted(held)
+        memfd_blocks = self.blocks[self.memfds]
+        memfds_staged, memfds_removed = self.memfds.uncommitted(memfd_blocks)
         return Usage(
             limit,
-            committed.total + held.total,
-            sum(staged.values()) + handed,
-            sum(removed.values()) + kept,
+            committed.total + memfd_blocks.total,
+            sum(staged.values()) + memfds_staged,
+            sum(removed.values()) + memfds_removed,
             self.blocks[self.disk].total if self.disk else 0,
         )
 

@@ -104,7 +104,7 @@ class SegmentCache:
     def put(self, id: str, opened: OpenSegments) -> None:
         """The version that is read now."""
         self.pop(id)
-        gone = []
+        evicted = []
         cap = self.cap
         with self._lock:
             self._known[id] = opened
@@ -112,9 +112,9 @@ class SegmentCache:
             while self._count > cap and len(self._known) > 1:
                 _, oldest = self._known.popitem(last=False)
                 self._count -= len(oldest)
-                gone.append(oldest)
-        for one in gone:
-            one.release()
+                evicted.append(oldest)
+        for segments in evicted:
+            segments.release()
 
     def pop(self, id: str) -> None:
         """Whoever reads this version keeps it; nobody else does."""
@@ -127,8 +127,8 @@ class SegmentCache:
     def clear(self) -> None:
         """The same, of all."""
         with self._lock:
-            gone = [*self._known.values()]
+            versions = [*self._known.values()]
             self._known.clear()
             self._count = 0
-        for one in gone:
-            one.release()
+        for segments in versions:
+            segments.release()

@@ -215,8 +215,8 @@ class Store:
         The descriptor stays yours. The memory counts against the limit, and goes when this store is closed. Raises
         StoreError where it is not sealed or holds no Arrow IPC stream or file, and where there is no room.
         """
-        what = "the memory that was handed over"
-        with self._lock, store_errors(what):
+        description = "the memory that was handed over"
+        with self._lock, store_errors(description):
             memfd = self._memfds.open(descriptor)
             if memfd is None:
                 raise StoreError(
@@ -224,8 +224,8 @@ class Store:
                     "shrinking and growing are taken"
                 )
             try:
-                Segment.open(memfd.path, what)
-                self._quota.admit(what, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
+                Segment.open(memfd.path, description)
+                self._quota.admit(description, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
                 return self._memfds.stage(memfd)
             except BaseException:
                 os.close(memfd.descriptor)
@@ -251,20 +251,20 @@ class Store:
         and of other segments, it is forgotten: whoever wrote it tries again from the beginning. Raises StoreError.
         """
         with self._lock:
-            told = _digest(staged)
-            done = self.by_key(key)
-            if done is not None and done.prepared and done.staged != told:
-                self.eviction.evict(done)
-                done = None
-            if done is not None:
+            digest = _digest(staged)
+            existing = self.by_key(key)
+            if existing is not None and existing.prepared and existing.staged != digest:
+                self.eviction.evict(existing)
+                existing = None
+            if existing is not None:
                 self._unstage(staged)
-                return done
+                return existing
             self._quota.check(name)
-            before = self.current(name) if append else None
+            previous = self.current(name) if append else None
             paths = [self._memfds.staged(one) or self._directory.staged(one) for one in staged]
-            if before is not None:
-                _, place = self._places.find(before)
-                paths = [*place.files(before), *paths]
+            if previous is not None:
+                _, place = self._places.find(previous)
+                paths = [*place.files(previous), *paths]
             if not paths:
                 if schema is None:
                     raise StoreError(f"{name!r} would have neither segments nor a schema")
@@ -276,8 +276,8 @@ class Store:
                 segment.check_metadata(max_metadata)
             version = replace(
                 self._make_version(name, segments, key, prepared, tags or {}, ttl),
-                before=() if before is None else (*before.before, before.key),
-                staged=told,
+                before=() if previous is None else (*previous.before, previous.key),
+                staged=digest,
             )
             self._places.commit(version, paths, self._quota.copy)
             self._unstage(staged)
@@ -317,9 +317,9 @@ class Store:
     def confirm(self, version: Version, whole: bool) -> None:
         """A version that was prepared has been published, as the `whole` dataset or as a part of it."""
         with self._lock:
-            there, place = self._places.find(version)
-            if there.prepared or there.whole != whole:
-                confirmed = replace(there, prepared=False, whole=whole)
+            current, place = self._places.find(version)
+            if current.prepared or current.whole != whole:
+                confirmed = replace(current, prepared=False, whole=whole)
                 with store_errors(f"confirming {version.name!r} in {self.directory}"):
                     place.confirm(confirmed)
                 self._contents.put(confirmed, place)
