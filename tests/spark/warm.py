@@ -4,6 +4,7 @@ Spark's own imports nothing, so that each worker of each query takes half a seco
 a Spark of its own run with that one.
 """
 
+import gc
 from importlib import import_module
 
 import pyspark.daemon
@@ -24,6 +25,8 @@ for name in (
     "pyspark.worker",
 ):
     import_module(name)
+gc.collect()
+gc.freeze()  # a worker looks for garbage after each task, and all of this is none
 
 if __name__ == "__main__":
     pyspark.daemon.manager()
