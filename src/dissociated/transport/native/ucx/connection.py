@@ -343,6 +343,11 @@ class UcxConnection(NativeConnection):
             self._status = status
             self._lose()
 
+    def close(self) -> None:
+        if not self._connected:
+            self._interrupted = True  # there is nobody to wait for, and UCX would go on with connecting
+        super().close()
+
     def _release(self) -> None:
         if self._endpoint is None or not self._connected:
             self._destroy()  # at once: UCX 1.22 would go on with connecting, and crash
