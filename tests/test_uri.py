@@ -132,6 +132,8 @@ def test_want_data_is_required_only_to_request_a_stream() -> None:
     assert Uri.parse("tcp://h:1?want_data=0").require_want_data() == 0
     with pytest.raises(UriError, match=r"tcp://h:1 has no want_data"):
         Uri.parse("tcp://h:1").require_want_data()
+    with pytest.raises(UriError, match=r"at grpc://h:1 a catalog answers"):
+        Uri.parse("grpc://h:1").require_want_data()
 
 
 def test_uri_errors_are_ours_and_value_errors() -> None:

@@ -114,6 +114,8 @@ class Uri:
 
     def require_want_data(self) -> int:
         """The tag that requests a stream. Raises UriError where the URI has none."""
+        if self.want_data is None and self.scheme.startswith("grpc"):
+            raise UriError(f"at {self} a catalog answers, which gives no stream itself: connect(...) asks it")
         if self.want_data is None:
             raise UriError(f"{self} has no want_data parameter, which is required to request a stream")
         return self.want_data

@@ -214,8 +214,10 @@ def test_flight_info(server: dis.Server, plain: flight.FlightClient) -> None:
         info = plain.get_flight_info(descriptor)
         (endpoint,) = info.endpoints
         told = [location.uri.decode() for location in endpoint.locations]
-        assert told == [*server.locations("static"), REUSE_CONNECTION]
-        assert all(Uri.parse(uri).want_data is not None for uri in told[:-1])
+        assert told == [server.catalog_uri, *server.locations("static"), REUSE_CONNECTION]
+        assert all(Uri.parse(uri).want_data is not None for uri in told[1:-1])
+        with flight.connect(endpoint.locations[0]) as there:  # as Flight's own documentation does it
+            assert there.do_get(endpoint.ticket).read_all() == TABLE
         assert info.ordered
         assert json.loads(info.app_metadata).keys() >= {"host", "boot_id", "version", "tags"}
         assert plain.get_schema(descriptor).schema == TABLE.schema
@@ -228,8 +230,9 @@ def test_flight_info(server: dis.Server, plain: flight.FlightClient) -> None:
 )
 def test_flight_names_what_does_not_exist(plain: flight.FlightClient, descriptor: Any) -> None:
     for ask in (plain.get_flight_info, plain.get_schema):
-        with pytest.raises(KeyError, match="no dataset 'no' is published here"):
+        with pytest.raises(KeyError, match="no dataset 'no' is published here") as refused:
             ask(descriptor)
+        assert "Traceback" not in str(refused.value)
 
 
 def test_flight_takes_names_of_one_part(plain: flight.FlightClient) -> None:
@@ -238,8 +241,34 @@ def test_flight_takes_names_of_one_part(plain: flight.FlightClient) -> None:
 
 
 def test_flight_knows_no_other_tickets(plain: flight.FlightClient) -> None:
-    with pytest.raises(KeyError, match="no dataset has this ticket"):
+    with pytest.raises(KeyError, match="no dataset has this ticket") as refused:
         plain.do_get(flight.Ticket(b"guessed")).read_all()
+    assert "Traceback" not in str(refused.value)
+
+
+def test_flight_says_what_is_not_answered(plain: flight.FlightClient) -> None:
+    with pytest.raises(pa.ArrowNotImplementedError, match="GetFlightInfo and DoGet read, DoPut publishes") as refused:
+        plain.do_exchange(flight.FlightDescriptor.for_path("static"))[1].read_all()
+    assert "Traceback" not in str(refused.value)
+
+
+def test_what_is_not_understood_is_refused(server: dis.Server, plain: flight.FlightClient) -> None:
+    """A key that was misspelt would be read over: another version than was asked for, or a list of everything."""
+
+    def ask(**asked: Any) -> None:
+        plain.get_flight_info(flight.FlightDescriptor.for_command(json.dumps(asked)))
+
+    for asked, why in (
+        ({"verzion": 1}, "'verzion': there are name, version, host"),
+        ({"version": "1"}, "a whole number"),
+    ):
+        with pytest.raises(flight.FlightServerError, match=why):
+            ask(name="static", **asked)
+    with pytest.raises(flight.FlightServerError, match="nothing is known here of 'prefx': there are prefix, tags"):
+        list(plain.list_flights(b'{"prefx": "s"}'))
+    with pytest.raises(flight.FlightServerError, match="not what it takes"):
+        list(plain.do_action(flight.Action("drop", b'{"name": "static", "version": 1}')))
+    assert "static" in server.names()
 
 
 # Locations

@@ -167,7 +167,7 @@ def test_endpoints_of_the_catalog_in_a_server_expire_and_are_renewed_where_it_re
         (endpoint,) = plain.get_flight_info(path("d")).endpoints
         server.publish("d", TABLE.slice(2))
         assert plain.do_get(endpoint.ticket).read_all() == TABLE  # again and again, until it is over
-        assert dis.open_stream(endpoint.locations[0].uri.decode(), endpoint.ticket.ticket).read_all() == TABLE
+        assert dis.open_stream(endpoint.locations[1].uri.decode(), endpoint.ticket.ticket).read_all() == TABLE
         renewed = flight.FlightEndpoint.deserialize(act(plain, "RenewFlightEndpoint", request(endpoint.serialize())))
         for one in (endpoint, renewed):
             assert RETAIN - 10 < one.expiration_time.as_py().timestamp() - time.time() <= RETAIN
@@ -220,6 +220,7 @@ def test_a_time_to_live(plain: flight.FlightClient) -> None:
     [
         (command(name="d", mode="sideways"), "neither overwrite nor append"),
         (command(mode="append"), "or JSON with its name"),
+        (command(name="d", mod="append"), "nothing is known here of 'mod': there are name, mode, tags, ttl"),
         (flight.FlightDescriptor.for_path("a", "b"), "a path of one part"),
         (flight.FlightDescriptor.for_command("{nonsense"), "a command is a name, or JSON"),
     ],
@@ -307,7 +308,7 @@ def test_locations_are_ordered_for_who_asks(cluster: tuple[CatalogService, list[
             return [location.uri.decode().partition(":")[0] for location in endpoint.locations]
 
         reuse = REUSE_CONNECTION.partition(":")[0]
-        assert schemes() == ["shm", "tcp", "grpc", reuse]
+        assert schemes() == ["grpc", "shm", "tcp", reuse]
         assert schemes(host="here", boot_id=boot_id()) == ["shm", "tcp", "grpc", reuse]
         assert schemes(host="far", boot_id="another") == ["tcp", "grpc", reuse]
 

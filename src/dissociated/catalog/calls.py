@@ -75,6 +75,8 @@ class CatalogConnection:
         except self.flight.FlightTimedOutError:
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (self.flight.FlightUnauthenticatedError, self.flight.FlightUnauthorizedError) as error:
+            if "middleware" not in self._parameters and isinstance(error, self.flight.FlightUnauthenticatedError):
+                raise AccessDenied(f"the catalog at {self.uri} asks for a token: connect(uri, token=...)") from None
             raise AccessDenied(_server_message(error)) from None
         except pa.ArrowKeyError as error:
             raise DatasetNotFound(_server_message(error)) from None

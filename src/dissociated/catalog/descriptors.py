@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow.flight as flight
 
 from dissociated.errors import CatalogError
 
+_JSON_TYPES: Mapping[type, str] = {str: "a text", int: "a whole number", bool: "true or false", dict: "an object"}
 _FIRST_FIELD = 0x0A  # of a protobuf message, as bytes
 
 
-def parse_descriptor(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
+#: What a command may say, beside its name, and of which type: what is unknown was misspelt, or is not understood here.
+_CALLER: Mapping[str, type] = {"host": str, "boot_id": str}
+_GET: Mapping[str, type] = {"version": int, **_CALLER}
+_PUBLICATION: Mapping[str, type] = {"mode": object, "tags": object, "ttl": object}  # which checks them itself
+_PUT: Mapping[str, type] = {**_PUBLICATION, "key": str, "end": bool, "nbytes": int, "staged": bool}
+_LIST: Mapping[str, type] = {"prefix": str, "tags": dict, **_CALLER}
+
+
+def parse_criteria(criteria: bytes) -> dict[str, Any]:
+    """What is asked of a list: everything where that is empty."""
+    if not criteria:
+        return {}
+    return _checked(_parse_json(criteria, 'the criteria are JSON: {"prefix": "...", "tags": {...}}'), _LIST)
+
+
+def parse_get(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
+    """What a descriptor asks to read."""
+    return _parse(descriptor, _GET)
+
+
+def parse_put(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
+    """What a descriptor asks to publish."""
+    return _parse(descriptor, _PUT)
+
+
+def _parse(descriptor: flight.FlightDescriptor, known: Mapping[str, type]) -> dict[str, Any]:
     """What a descriptor asks for: a name, and whatever else its command says."""
     if descriptor.descriptor_type == flight.DescriptorType.PATH and len(descriptor.path) == 1:
         return {"name": descriptor.path[0].decode(errors="replace")}
     if descriptor.descriptor_type == flight.DescriptorType.CMD:
         if not descriptor.command.lstrip().startswith(b"{"):
             return {"name": descriptor.command.decode(errors="replace")}
-        asked = parse_json(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
+        asked = _parse_json(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
         if isinstance(asked.get("name"), str):
-            return asked
+            return _checked(asked, {"name": str, **known})
     raise CatalogError("a dataset is described by a path of one part, or a command: its name, or JSON with its name")
 
 
-def parse_json(text: bytes, otherwise: str) -> dict[str, Any]:
+def _checked(asked: dict[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
+    for key, value in asked.items():
+        if key not in known:
+            raise CatalogError(f"nothing is known here of {key!r}: there are {', '.join(known)}")
+        if value is not None and not isinstance(value, known[key]):
+            raise CatalogError(f"{key!r} is {_JSON_TYPES[known[key]]}, not {json.dumps(value)}")
+    return asked
+
+
+def _parse_json(text: bytes, otherwise: str) -> dict[str, Any]:
     """An object in JSON. Raises CatalogError that says `otherwise`."""
     try:
         found = json.loads(text)

@@ -14,7 +14,7 @@ import pyarrow.flight as flight
 
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.chunks import generate_get
-from dissociated.catalog.descriptors import first_field, parse_descriptor
+from dissociated.catalog.descriptors import first_field, parse_put
 from dissociated.catalog.guard import require_peer
 from dissociated.codec.split import batches
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, peer_message
@@ -27,23 +27,45 @@ _Body = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
+class _WithoutTraceback(Exception):
+    """pyarrow tells the client the traceback of what is no error of Flight, unless that cannot be formatted.
+
+    Flight's own errors have no code for "not found", nor for "not implemented".
+    """
+
+    __str__ = Exception.__str__  # KeyError would print the repr
+
+    @property
+    def __cause__(self) -> BaseException | None:  # type: ignore[override]  # what formats it asks for that first
+        raise AttributeError("the traceback is not for clients")
+
+
+class NotFound(_WithoutTraceback, KeyError):
+    """Arrives as NOT_FOUND."""
+
+
+class NotAnswered(_WithoutTraceback, NotImplementedError):
+    """Arrives as UNIMPLEMENTED."""
+
+
 @contextmanager
 def flight_errors() -> Iterator[None]:
-    """Turn our errors into those that Flight carries to the client: a KeyError arrives as "not found"."""
+    """Turn our errors into those that Flight carries to the client."""
     try:
         yield
     except DatasetNotFound as error:
-        raise KeyError(str(error)) from None
+        raise NotFound(str(error)) from None
     except AccessDenied as error:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
         _log.info("%s", error)
         raise flight.FlightServerError(peer_message(error)) from None
-    except (pa.ArrowException, flight.FlightError):  # of what the client sent, or that it is gone
+    except flight.FlightError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is None:  # libarrow's, of the same
-            raise
+        of_libarrow = isinstance(error, OSError) and error.errno is None
+        if of_libarrow or isinstance(error, pa.ArrowException):  # of what the client sent, or that it is gone
+            raise flight.FlightServerError(str(error)) from None
         _log.exception("a call failed for a reason of ours")
         raise flight.FlightServerError("the catalog failed for a reason that its log tells") from None
 
@@ -99,8 +121,11 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
         with flight_errors():
-            told = self._catalog.put(parse_descriptor(descriptor), reader, context.is_cancelled)
+            told = self._catalog.put(parse_put(descriptor), reader, context.is_cancelled)
             writer.write(pa.py_buffer(json.dumps(told).encode()))
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        raise NotAnswered("there is no DoExchange here: GetFlightInfo and DoGet read, DoPut publishes")
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         actions: Mapping[str, tuple[Any, str]] = {**self._actions, **self._binary}
@@ -143,13 +168,13 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
             "remove segments that will not be committed",
         ),
         "committed": (
-            lambda body: {"committed": catalog.committed(str(body["key"]))},
+            lambda body: {"committed": catalog.committed(_only(body, "key"))},
             "whether there was a commit with this key",
         ),
-        "abort": (lambda body: catalog.abort(str(body["key"])), "a commit that shall not come, and its segments"),
-        "drop": (lambda body: catalog.drop(str(body["name"])), "make a dataset unavailable"),
+        "abort": (lambda body: catalog.abort(_only(body, "key")), "a commit that shall not come, and its segments"),
+        "drop": (lambda body: catalog.drop(_only(body, "name")), "make a dataset unavailable"),
         "versions": (
-            lambda body: {"versions": catalog.versions(str(body["name"]))},
+            lambda body: {"versions": catalog.versions(_only(body, "name"))},
             "what of a dataset can still be read",
         ),
         "nodes": (lambda body: {"nodes": catalog.nodes()}, "who holds parts of datasets"),
@@ -163,6 +188,13 @@ def _actions(catalog: Catalog) -> dict[str, tuple[Callable[[_Body], Any], str]]:
         "heartbeat": (catalog.heartbeat, "between catalogs and nodes: a node lives"),
         "leave": (lambda body: catalog.deregister(str(body["node"])), "between catalogs and nodes: a node ends"),
     }
+
+
+def _only(body: _Body, key: str) -> str:
+    """The value of the one key that there is: who says more means something else."""
+    if [*body] != [key]:
+        raise ValueError(f"{key} alone")
+    return str(body[key])
 
 
 def _cancel(request: bytes) -> bytes:

@@ -48,7 +48,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
         if self._authorize is None:
             return None
         if not tokens:
-            raise _unauthenticated(info, "the catalog asks for a token: connect(uri, token=...)")
+            raise _unauthenticated(info, "the catalog asks for a token: send the header 'authorization: Bearer TOKEN'")
         for token in tokens:
             try:
                 owner = self._authorize(token)

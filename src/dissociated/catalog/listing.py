@@ -67,23 +67,26 @@ class Listing:
         expires: float | None,
         columns: tuple[str, ...] | None = None,
     ) -> flight.FlightEndpoint:
-        """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out."""
+        """One part, and where it can be had, the nearest to who asks first. Dead nodes are told, and left out.
+
+        Who does not say on which host it is (our clients do) may know Flight alone, and take the first location.
+        """
         host, boot = asking.get("host"), asking.get("boot_id")
         mine = self._registry.lookup(part.ticket)
 
         def distance(node: NodeRecord) -> int:
             return 0 if node.boot_id == boot else 1 if node.host == host else 2
 
-        locations: list[str] = []
         own = self._holdings.backend.id
-        for node in sorted(part.nodes, key=distance):
-            if node.alive:
-                near = boot is None or node.boot_id == boot
-                here = mine if node.id == own else None
-                offered = node.locations if here is None else self._holdings.endpoints.dataset_locations(here)
-                locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
-                if node.id != own:
-                    locations.append(node.flight)
+        nodes = sorted((node for node in part.nodes if node.alive), key=distance)
+        locations = [node.flight for node in nodes] if boot is None else []
+        for node in nodes:
+            near = boot is None or node.boot_id == boot
+            here = mine if node.id == own else None
+            offered = node.locations if here is None else self._holdings.endpoints.dataset_locations(here)
+            locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
+            if boot is not None and node.id != own:
+                locations.append(node.flight)
         if locations:
             locations.append(REUSE_CONNECTION)
         about = [

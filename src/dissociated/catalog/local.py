@@ -22,7 +22,7 @@ from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.chunks import upload
 from dissociated.catalog.database import FOREVER, Database
-from dissociated.catalog.descriptors import first_field, parse_descriptor, parse_json
+from dissociated.catalog.descriptors import first_field, parse_criteria, parse_get
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.messages import announced_from_json, node_from_json, node_to_json, part_from_json
@@ -61,13 +61,13 @@ class LocalCatalog(Catalog):
     # What there is
 
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        asked = parse_json(criteria, 'the criteria are JSON: {"prefix": "...", "tags": {...}}') if criteria else {}
+        asked = parse_criteria(criteria)
         tags = {str(key): str(value) for key, value in dict(asked.get("tags") or {}).items()}
         for record in self._database.datasets(str(asked.get("prefix") or ""), tags):
             yield self._listing.info(record, asked)
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        asked = parse_descriptor(descriptor)
+        asked = parse_get(descriptor)
         expires = self._ticket_expiry()
         record = self._find(asked, self.retain)
         plainly = descriptor.descriptor_type == flight.DescriptorType.CMD and len(asked) == 1
@@ -75,12 +75,11 @@ class LocalCatalog(Catalog):
         return reference or self._listing.info(record, asked, expires)
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
-        return schemas.deserialize(self._find(parse_descriptor(descriptor)).schema)
+        return schemas.deserialize(self._find(parse_get(descriptor)).schema)
 
     def _find(self, asked: Mapping[str, Any], retain: float = 0.0) -> VersionRecord:
         """The version that a descriptor speaks of. Raises DatasetNotFound."""
-        version = asked.get("version")
-        return self._database.find(asked["name"], None if version is None else int(version), retain)
+        return self._database.find(asked["name"], asked.get("version"), retain)
 
     def _ticket_expiry(self) -> float | None:
         """When a ticket that is given out now ends at the soonest; None where nothing is promised."""

@@ -17,7 +17,7 @@ import pyarrow.flight as flight
 from dissociated.access import Security
 from dissociated.catalog.backend import Prepared
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.descriptors import parse_descriptor
+from dissociated.catalog.descriptors import parse_get
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.messages import announced_to_json, node_to_json
 from dissociated.catalog.peer import TIMEOUT, Peer
@@ -55,11 +55,11 @@ class UpstreamCatalog(Catalog):
         yield from self._upstream.forward(lambda client: [*client.list_flights(criteria)])
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        parse_descriptor(descriptor)
+        parse_get(descriptor)
         return self._upstream.forward(lambda client: client.get_flight_info(descriptor))
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
-        parse_descriptor(descriptor)
+        parse_get(descriptor)
         return self._upstream.forward(lambda client: client.get_schema(descriptor)).schema
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
