@@ -34,6 +34,7 @@ CONF = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
     "spark.executor.cores": 1,
+    "spark.python.daemon.module": "warm",
     "spark.speculation": "true",
     "spark.speculation.interval": "50ms",
     "spark.speculation.quantile": "0.5",
@@ -81,7 +82,7 @@ def environment(java: str, home: Path, host: str = "") -> dict[str, str]:
         "SPARK_HOME": str(home / "spark"),
         "SPARK_DAEMON_MEMORY": "256m",
         "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": str(Path(dis.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(map(str, (Path(dis.__file__).parents[1], Path(__file__).parent))),
         "DISSOCIATED_NODE": f"--store {store(home, host)} --beat 1 {where}",
         **named,
     }
@@ -237,25 +238,26 @@ def two_hosts(java: str, home: Path) -> Iterator[Cluster]:
             yield cluster
 
 
-@pytest.fixture(params=["one_host", "two_hosts"])
-def cluster(request: pytest.FixtureRequest) -> Cluster:
-    found: Cluster = request.getfixturevalue(request.param)
-    return found
-
-
-@pytest.mark.parametrize("whom", ["worker", "executor"])
+@pytest.mark.parametrize(
+    ("hosts", "first", "second"), [("one_host", "worker", "executor"), ("two_hosts", "executor", "worker")]
+)
 def test_what_is_killed_within_a_task_is_done_again_once(
-    cluster: Cluster, home: Path, tmp_path: Path, whom: str
+    request: pytest.FixtureRequest, home: Path, tmp_path: Path, hosts: str, first: str, second: str
 ) -> None:
-    name = f"killed {whom}"
-    first, second = tmp_path / "first", tmp_path / "second"
-    told = {"whom": whom, "stores": str(home)}
-    cluster.run("killed_within", name, rows=400_000, partitions=2, mode="overwrite", killed=str(first), **told)
-    assert cluster.read(name) == [*range(400_000)]
-    assert len(cluster.segments(name)) == 2
-    cluster.run("killed_within", name, rows=300_000, partitions=3, mode="append", killed=str(second), **told)
-    assert cluster.read(name) == sorted([*range(400_000), *range(300_000)])
-    assert not any(Path("/proc", one.read_text()).exists() for one in (first, second))
+    """On one host and on two each kind of process once; within an overwrite and within an append each kind once."""
+    cluster: Cluster = request.getfixturevalue(hosts)
+
+    def lose(whom: str, mode: str, rows: int, partitions: int) -> None:
+        killed = tmp_path / mode
+        told = {"whom": whom, "stores": str(home), "killed": str(killed)}
+        cluster.run("killed_within", "killed", rows=rows, partitions=partitions, mode=mode, **told)
+        assert not Path("/proc", killed.read_text()).exists()
+
+    lose(first, "overwrite", 400_000, 2)
+    assert cluster.read("killed") == [*range(400_000)]
+    assert len(cluster.segments("killed")) == 2
+    lose(second, "append", 300_000, 3)
+    assert cluster.read("killed") == sorted([*range(400_000), *range(300_000)])
     cluster.leaves_nothing()
 
 

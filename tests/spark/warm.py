@@ -1,7 +1,7 @@
 """Spark's daemon of Python workers, which has imported what every one of them needs: a fork of it begins at once.
 
-Spark's own imports nothing, so that each worker of each query takes half a second. test_cluster.py and what else starts
-a Spark of its own run with that one.
+Spark's own imports nothing, so that each worker of each query takes half a second. What else starts a Spark of its own,
+but for the clusters, runs with that one.
 """
 
 import gc
