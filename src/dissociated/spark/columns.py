@@ -93,9 +93,21 @@ class Columns:
         """
         if not self.names:
             return batch.select([])  # the number of rows stays
+        return pa.RecordBatch.from_arrays(self._arrays(batch, _never), schema=self.schema)
+
+    def select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The same, but for columns that Spark's JVM can read as they are: those do not change their types."""
+        if not self.names:
+            return batch.select([])
+        return pa.RecordBatch.from_arrays(self._arrays(batch, is_readable), self.names)
+
+    def _arrays(self, batch: pa.RecordBatch, stays: Callable[[pa.DataType], bool]) -> list[pa.Array]:
         arrays = []
         for field in self.schema:
             column = batch.column(field.name)
+            if stays(column.type):
+                arrays.append(_validated(column, field.name))
+                continue
             try:
                 arrays.append(self._converted(column, field.type))
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -108,7 +120,7 @@ class Columns:
                     f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
                     f"{field.type}: {error}{advice}"
                 ) from None
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return arrays
 
     def _converted(self, array: pa.Array, to: pa.DataType) -> pa.Array:
         here = array.type
@@ -251,6 +263,47 @@ def _fits(here: pa.Field, to: pa.Field) -> bool:
 
 def _describe_field(field: StructField) -> str:
     return field.dataType.simpleString() + ("" if field.nullable else " without nulls")
+
+
+_READABLE: Sequence[Callable[[pa.DataType], bool]] = (
+    lambda type_: types.is_integer(type_) and type_ != pa.uint64(),
+    lambda type_: types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_),
+    types.is_large_string,
+    types.is_large_binary,
+    types.is_string_view,
+    types.is_binary_view,
+    types.is_fixed_size_binary,
+    types.is_struct,
+    types.is_map,
+)
+
+
+def is_readable(type_: pa.DataType) -> bool:
+    """Whether Spark's JVM reads this type as it is, beside those that Spark has itself."""
+    if types.is_dictionary(type_):
+        return not types.is_nested(type_.value_type) and is_readable(type_.value_type)
+    if not any(is_one(type_) for is_one in _READABLE):
+        return bool(type_.equals(_own(type_))) and not types.is_time(type_)
+    return all(is_readable(type_.field(index).type) for index in range(type_.num_fields))
+
+
+def _own(type_: pa.DataType) -> pa.DataType | None:
+    try:
+        return _spark_type(type_)
+    except _UnsupportedType:
+        return None
+
+
+def _validated(column: pa.Array, name: str) -> pa.Array:
+    try:
+        column.validate()
+    except pa.ArrowInvalid as error:
+        raise SourceError(f"column {name!r} is damaged: {error}") from None
+    return column
+
+
+def _never(type_: pa.DataType) -> bool:
+    return False
 
 
 def _nulls(array: pa.Array) -> pa.Array | None:

@@ -93,7 +93,15 @@ def _make(made: Path, version: str, jars: Path, sources: list[Path]) -> None:
 
 
 def _compile(jars: Path, sources: list[Path], into: Path) -> None:
-    command = [f"{java_home()}/bin/java", "-Xmx1g", "-Xss4m", "-cp", f"{jars}/*", "scala.tools.nsc.Main"]
+    command = [
+        f"{java_home()}/bin/java",
+        "-Xmx1g",
+        "-Xss4m",
+        "-XX:TieredStopAtLevel=1",
+        "-cp",
+        f"{jars}/*",
+        "scala.tools.nsc.Main",
+    ]
     command += ["-usejavacp", "-deprecation:false", "-nowarn", "-d", str(into), *map(str, sources)]
     try:
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT)

@@ -103,7 +103,8 @@ class Slice(NamedTuple):
 class EndpointPartition(InputPartition):
     """What one task reads: an endpoint, or a slice of it, and the `hosts` that it lies on.
 
-    `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned.
+    `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned. `rows` is 0 where
+    nobody knows.
     """
 
     version: int
@@ -111,6 +112,7 @@ class EndpointPartition(InputPartition):
     endpoint: Endpoint | None
     slice: Slice | None
     hosts: tuple[str, ...] = ()
+    rows: int = 0
 
 
 class DatasetReader(DataSourceReader):
@@ -120,13 +122,23 @@ class DatasetReader(DataSourceReader):
         self.request = request
         self.schema = schema
 
-    def partitions(self) -> Sequence[EndpointPartition]:
-        """One for each endpoint, or for each slice of one where those can be requested."""
+    def partitions(self, version: int = 0) -> Sequence[EndpointPartition]:
+        """One for each endpoint, or for each slice of one where those can be requested.
+
+        They are those of this `version`, if it is not 0. Raises DatasetNotFound where it is there no more.
+        """
         with self.request.catalog.connect() as client:
-            info = self.request.describe(client)
+            info = self._planned(client, version) if version else self.request.describe(client)
             _BatchFilter(self.request, self.schema, info.schema)  # what does not fit is told before any task
             return [
-                EndpointPartition(info.version, number, None if info.version else endpoint, one, endpoint.hosts)
+                EndpointPartition(
+                    info.version,
+                    number,
+                    endpoint=None if info.version else endpoint,
+                    slice=one,
+                    hosts=endpoint.hosts,
+                    rows=(endpoint.rows or 0) if one is None else one.rows,
+                )
                 for number, endpoint in enumerate(info.endpoints)
                 for one in self._slices(client, info, endpoint)
             ]
@@ -136,8 +148,10 @@ class DatasetReader(DataSourceReader):
         assert isinstance(partition, EndpointPartition), "Spark gives what partitions has made"
         return self.batches(partition, _MAX_ROWS)
 
-    def batches(self, partition: EndpointPartition, max_rows: int) -> Generator[pa.RecordBatch, None, None]:
-        """The same, in batches of at most so many rows."""
+    def batches(
+        self, partition: EndpointPartition, max_rows: int, in_place: bool = False
+    ) -> Generator[pa.RecordBatch, None, None]:
+        """The same, in batches of at most so many rows; and `in_place`, with types as `Columns.select` leaves them."""
         with self.request.catalog.connect() as client:
             info = self._planned(client, partition.version)
             selected = _BatchFilter(self.request, self.schema, info.schema)
@@ -148,7 +162,7 @@ class DatasetReader(DataSourceReader):
             reader = client.open_endpoint(info, endpoint, self.request.transport, wanted)
         with closing(reader):
             for batch in portions(reader, max_rows):
-                some = selected.of(batch)
+                some = selected.of(batch, in_place)
                 if some.num_rows:
                     yield some
 
@@ -194,10 +208,10 @@ class _BatchFilter:
         #: The columns to be requested; None for all there are.
         self.requested = None if {*names} == {*source.names} else names
 
-    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def of(self, batch: pa.RecordBatch, in_place: bool) -> pa.RecordBatch:
         """The wanted columns of the rows that pass."""
         if self._filters is None:
-            return self._columns.convert(batch)
+            return self._columns.select(batch) if in_place else self._columns.convert(batch)
         mask = self._filters.mask(self._decisive.convert(batch))
         return self._columns.convert(batch).filter(mask)
 

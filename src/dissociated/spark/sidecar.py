@@ -4,15 +4,16 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
 `{"id": 1, "call": "next", "with": {"stream": 1}}`. Answers are lines on stdout, in any order, with a "result" or an
 "error":
 
-    describe(options)                   on the driver: the schema that there is to read, as Spark's JSON
-    plan(options, schema, columns)      on the driver: {"reader", "partitions": [{"what", "hosts"}]}
-    open(reader, partition)             in a task: the number of a stream
-    next(stream)                        {"regions": new files to map, "batches", "ended"}
-    close(stream)                       gives back what it holds
+    describe(options)                       on the driver: {"schema", "version"}, and "rows" and "nbytes" if known
+    plan(options, schema, columns, version) on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}
+    open(reader, partition)                 in a task: the number of a stream
+    next(stream)                            {"regions": new files to map, "batches", "ended"}
+    close(stream)                           gives back what it holds
 
-An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children]]`, as Arrow's C data
-interface has it, but for addresses: a buffer lies in a file that both processes have. That is the memory of the server
-where this process has mapped it, and a memfd to which it is copied otherwise.
+Schemas are Spark's JSON, and "rows" of a partition is 0 where nobody knows.
+An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children], kind, width]`, as
+Arrow's C data interface has it, but for addresses: a buffer lies in a file that both processes have. That is the memory
+of the server where this process has mapped it, and a memfd to which it is copied otherwise.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.types as types
 from pyspark.sql.types import StructType
 
 from dissociated.errors import DissociatedError
 from dissociated.memory.shared import create_memfd
+from dissociated.spark.columns import spark_schema
 from dissociated.spark.reader import DatasetReader, Request
 
 _MAX_THREADS = 256  # tasks of one executor
@@ -60,17 +63,25 @@ class Sidecar:
         }
 
     def describe(self, options: Mapping[str, str]) -> Any:
-        return {"schema": Request.parse(options).schema().json()}
+        request = Request.parse(options)
+        with request.catalog.connect() as client:
+            info = request.describe(client)
+        sizes = {"rows": info.rows, "nbytes": info.nbytes} if request.filters is None else {}
+        known = {name: size for name, size in sizes.items() if size is not None}
+        return {"schema": spark_schema(info.schema, request.columns).json(), "version": info.version, **known}
 
-    def plan(self, options: Mapping[str, str], schema: str, columns: str) -> Any:
+    def plan(self, options: Mapping[str, str], schema: str, columns: str, version: int) -> Any:
         request = Request.parse(options)
         request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)))
-        partitions = [{"what": _pickled(one), "hosts": [*one.hosts]} for one in reader.partitions()]
+        partitions = [
+            {"what": _pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
+            for one in reader.partitions(version)
+        ]
         return {"reader": _pickled(reader), "partitions": partitions}
 
     def open(self, reader: str, partition: str) -> int:
-        stream = _Stream(_unpickled(reader).batches(_unpickled(partition), _MAX_ROWS))
+        stream = _Stream(_unpickled(reader).batches(_unpickled(partition), _MAX_ROWS, in_place=True))
         with self._lock:
             self._opened += 1
             self._streams[self._opened] = stream
@@ -142,18 +153,22 @@ class _Places:
 
     def of(self, array: pa.Array) -> Any:
         """An array with what is below it."""
+        found, children = array.buffers(), []
         if isinstance(array, pa.MapArray):
-            count, children = 2, [array.keys, array.items]
-        elif isinstance(array, pa.ListArray):
-            count, children = 2, [array.values]
+            found, children = found[:2], [array.keys, array.items]
+        elif isinstance(array, pa.ListArray | pa.LargeListArray):
+            found, children = found[:2], [array.values]
+        elif isinstance(array, pa.FixedSizeListArray):
+            found, children = found[:1], [array.values]
         elif isinstance(array, pa.StructArray):
-            count, children = 1, [array.field(index) for index in range(array.type.num_fields)]
-        else:
-            count, children = array.type.num_buffers, []
+            found, children = found[:1], [array.field(index) for index in range(array.type.num_fields)]
+        elif isinstance(array, pa.DictionaryArray):
+            found, children = found[:2], [array.dictionary]
         buffers: list[int] = []
-        for buffer in array.buffers()[:count]:
+        for buffer in found:
             buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
-        return [len(array), array.offset, array.null_count, buffers, [self.of(child) for child in children]]
+        below = [self.of(child) for child in children]
+        return [len(array), array.offset, array.null_count, buffers, below, *_kind(array.type)]
 
     def new_regions(self) -> list[str]:
         """The files of the regions that have been added since this was asked last."""
@@ -206,6 +221,21 @@ class _Places:
         while len(rest):
             rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
         return self._memfd_region, at
+
+
+def _kind(type_: pa.DataType) -> tuple[str, int]:
+    """How an array differs from what Spark's type is in Arrow, and a width."""
+    if types.is_large_string(type_) or types.is_large_binary(type_) or types.is_large_list(type_):
+        return "large", 0
+    if types.is_string_view(type_) or types.is_binary_view(type_):
+        return "view", 0
+    if types.is_unsigned_integer(type_):
+        return "unsigned", 0
+    if types.is_fixed_size_binary(type_):
+        return "fixed", type_.byte_width
+    if types.is_fixed_size_list(type_):
+        return "fixed", type_.list_size
+    return ("dictionary", type_.index_type.byte_width) if types.is_dictionary(type_) else ("", 0)
 
 
 def _shared_mappings() -> Iterator[tuple[int, int, int, int, str]]:

@@ -4,23 +4,59 @@ import java.util.OptionalLong
 
 import scala.jdk.CollectionConverters._
 
+import com.fasterxml.jackson.databind.JsonNode
+import org.apache.spark.sql.catalyst.InternalRow
+import org.apache.spark.sql.connector.expressions.aggregate.{Aggregation, CountStar}
 import org.apache.spark.sql.connector.read._
 import org.apache.spark.sql.connector.read.streaming.MicroBatchStream
-import org.apache.spark.sql.types.StructType
+import org.apache.spark.sql.types.{LongType, StructField, StructType}
 import org.apache.spark.sql.util.CaseInsensitiveStringMap
 
 /** Takes what Spark tells of a query before it is planned. */
 class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
-    extends ScanBuilder with SupportsPushDownRequiredColumns {
+    extends ScanBuilder with SupportsPushDownRequiredColumns with SupportsPushDownLimit with SupportsPushDownAggregates {
   private var columns = dataset.schema
+  private var limit = Long.MaxValue
+  private var counts = 0
 
   override def pruneColumns(required: StructType): Unit = columns = required
 
-  override def build(): Scan = new DatasetScan(dataset, options, columns)
+  /** The first partitions that have so many rows; Spark takes the rows. */
+  override def pushLimit(limit: Int): Boolean = {
+    this.limit = limit
+    true
+  }
+
+  override def isPartiallyPushed(): Boolean = true
+
+  /** Of all rows, how many there are. Spark asks where it has no filter of its own. */
+  override def supportCompletePushDown(aggregation: Aggregation): Boolean =
+    aggregation.groupByExpressions.isEmpty && aggregation.aggregateExpressions.forall(_.isInstanceOf[CountStar]) &&
+      dataset.known(options).has("rows")
+
+  override def pushAggregation(aggregation: Aggregation): Boolean = {
+    val can = supportCompletePushDown(aggregation)
+    if (can) counts = aggregation.aggregateExpressions.length
+    can
+  }
+
+  override def build(): Scan =
+    if (counts == 0) new DatasetScan(dataset, options, columns, limit)
+    else new CountScan(dataset.known(options).get("rows").asLong, counts)
+}
+
+/** The number of rows, as often as it was asked for. */
+class CountScan(rows: Long, counts: Int) extends LocalScan {
+  override def readSchema(): StructType =
+    StructType(Seq.tabulate(counts)(number => StructField(s"count_$number", LongType, nullable = false)))
+
+  override def rows(): Array[InternalRow] = Array(InternalRow.fromSeq(Seq.fill(counts)(rows)))
 }
 
 /** Some columns of a dataset. */
-class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType) extends Scan with Batch {
+class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long)
+    extends Scan with Batch with SupportsReportStatistics {
+  private val python = Python.ofDriver()
   private var streams = false
 
   override def readSchema(): StructType = columns
@@ -37,13 +73,28 @@ class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: 
   override def columnarSupportMode(): Scan.ColumnarSupportMode =
     if (streams) Scan.ColumnarSupportMode.PARTITION_DEFINED else Scan.ColumnarSupportMode.SUPPORTED
 
-  private val python = Python.ofDriver()
-  private lazy val plan = Sidecar.of(python).call("plan",
-    "options" -> options, "schema" -> dataset.schema.json, "columns" -> columns.json)
+  override def estimateStatistics(): Statistics = {
+    val known = dataset.known(options)
+    new Statistics {
+      override def numRows(): OptionalLong = number("rows", 1)
+      override def sizeInBytes(): OptionalLong =
+        number("nbytes", (columns.defaultSize + 8.0) / (dataset.schema.defaultSize + 8.0))
 
-  override def planInputPartitions(): Array[InputPartition] = plan.get("partitions").elements.asScala.map { one =>
-    DatasetPartition(one.get("what").asText, one.get("hosts").elements.asScala.map(_.asText).toArray)
-  }.toArray
+      private def number(name: String, part: Double) =
+        if (known.has(name)) OptionalLong.of((known.get(name).asLong * part).toLong) else OptionalLong.empty
+    }
+  }
+
+  private lazy val plan = Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
+    "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong)
+
+  override def planInputPartitions(): Array[InputPartition] = {
+    var rows = 0L
+    plan.get("partitions").elements.asScala.takeWhile { _ => rows < limit }.map { one =>
+      rows += one.get("rows").asLong
+      DatasetPartition(one.get("what").asText, one.get("hosts").elements.asScala.map(_.asText).toArray)
+    }.toArray[InputPartition]
+  }
 
   override def createReaderFactory(): PartitionReaderFactory =
     new DatasetReaderFactory(python, plan.get("reader").asText, columns)

@@ -2,6 +2,9 @@ package org.apache.spark.sql.dissociated
 
 import java.util
 
+import scala.collection.mutable
+
+import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.sql.connector.catalog.{SupportsRead, SupportsWrite, Table, TableCapability, TableProvider}
 import org.apache.spark.sql.connector.expressions.Transform
 import org.apache.spark.sql.connector.read.ScanBuilder
@@ -50,6 +53,13 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
   /** For what this JVM does not do itself. */
   private[dissociated] lazy val inPython =
     Source.inPython().getTable(schema, by, options).asInstanceOf[Table with SupportsRead with SupportsWrite]
+
+  private val described = mutable.Map.empty[CaseInsensitiveStringMap, JsonNode]
+
+  /** What the sidecar says of it: its version, and how large that is. All queries read the version of the first. */
+  private[dissociated] def known(options: CaseInsensitiveStringMap): JsonNode = synchronized {
+    described.getOrElseUpdate(options, Sidecar.of(Python.ofDriver()).call("describe", "options" -> options))
+  }
 
   override def name(): String = Source.name
 

@@ -10,7 +10,7 @@ import org.apache.spark.unsafe.types.UTF8String
 
 /**
  * Where an Arrow array lies, as the sidecar tells it: [length, offset, nulls, [region, at, size of each buffer],
- * [children]]. Nothing checks bounds later, so whatever is asked for here is checked, once a batch.
+ * [children], kind, width]. Nothing checks bounds later, so whatever is asked for here is checked, once a batch.
  */
 final class ArrayPlace(told: JsonNode, regions: Regions, val column: String, from: Int, val length: Int) {
   private val there = told.get(0).asInt
@@ -20,12 +20,27 @@ final class ArrayPlace(told: JsonNode, regions: Regions, val column: String, fro
   if (from < 0 || length < 0 || from > there - length || nulls < 0 || offset < from)
     damaged(s"$there values, of which $length from $from are wanted")
 
+  /** How it differs from what Spark's type is in Arrow; and how wide its offsets, its indices, or its values are. */
+  val kind: String = told.get(5).asText
+  val width: Int = told.get(6).asInt
+
   /** Values of an array below this one. */
   def child(index: Int, from: Int, length: Int): ArrayPlace =
     new ArrayPlace(told.get(4).get(index), regions, column, from, length)
 
   /** Of a struct, whose values lie where its own do. */
   def field(index: Int): ArrayPlace = child(index, from, length)
+
+  /** Of lists of one size, whose first is that of this array. */
+  def items: ArrayPlace = {
+    if ((offset + length) * width > Int.MaxValue) damaged(s"$length lists of $width")
+    child(0, (offset * width).toInt, length * width)
+  }
+
+  /** The values of a dictionary. */
+  def dictionary: ArrayPlace = child(0, 0, told.get(4).get(0).get(0).asInt)
+
+  def buffers: Int = told.get(3).size / 3
 
   def damaged(how: String): Nothing = throw Failure(s"column '$column' is damaged: $how")
 
@@ -45,21 +60,31 @@ final class ArrayPlace(told: JsonNode, regions: Regions, val column: String, fro
   def bits(buffer: Int): Bits =
     new Bits(address(buffer, offset >> 3, ((offset & 7) + length + 7) >> 3), (offset & 7).toInt)
 
-  /** The address of offsets, which ascend, and stay within `limit`. */
-  def offsets(limit: Long): Long = if (length == 0) 0 else {
-    val at = address(1, offset * 4, (length + 1L) * 4)
-    var last = Platform.getInt(null, at)
-    var wrong = last < 0
-    var index = 1
-    while (index <= length) {
-      val next = Platform.getInt(null, at + 4L * index)
-      wrong |= next < last
-      last = next
-      index += 1
-    }
-    if (wrong || last > limit) damaged(s"its offsets do not ascend within $limit")
-    at
+  /** Of strings or lists: where each begins. */
+  def offsets: Offsets = {
+    val wide = if (kind == "large") 8 else 4
+    new Offsets(if (length == 0) 0 else address(1, offset * wide, (length + 1L) * wide), length, wide == 8, this)
   }
+}
+
+/** Where each of `length` strings or lists begins, and the last ends. They ascend: that is looked at. */
+final class Offsets(address: Long, length: Int, wide: Boolean, place: ArrayPlace) {
+  @inline def apply(row: Int): Long =
+    if (wide) Platform.getLong(null, address + 8L * row) else Platform.getInt(null, address + 4L * row)
+
+  val first: Long = if (length == 0) 0 else apply(0)
+  /** How many bytes or values there are between the first and the last. */
+  val count: Long = if (length == 0) 0 else apply(length) - first
+  private var wrong = first < 0
+  private var index = 0
+  while (index < length) {
+    wrong |= apply(index + 1) < apply(index)
+    index += 1
+  }
+  if (wrong) place.damaged("its offsets do not ascend")
+
+  /** The same as numbers of values, which Spark counts by Int. */
+  def from: Int = if (first + count <= Int.MaxValue) first.toInt else place.damaged(s"${first + count} values")
 }
 
 /** Bits in memory, from one within the byte at `address` on. */
@@ -72,7 +97,17 @@ final class Bits(address: Long, first: Int) {
 
 object Vectors {
   /** The array as a column of Spark's. Throws where it is damaged. */
-  def of(wanted: DataType, place: ArrayPlace): ColumnVector = wanted match {
+  def of(wanted: DataType, place: ArrayPlace): ColumnVector = (place.kind, wanted) match {
+    case ("" | "large", _) => plain(wanted, place)
+    case ("unsigned", ShortType | IntegerType | LongType) => new UnsignedVector(wanted, place)
+    case ("dictionary", _) => new DictionaryVector(wanted, place)
+    case ("view", _: StringType | BinaryType) => new ViewVector(wanted, place)
+    case ("fixed", BinaryType) => new FixedBinaryVector(place)
+    case ("fixed", ArrayType(element, _)) => new FixedListVector(wanted, place, element)
+    case (kind, _) => place.damaged(s"$kind ${wanted.simpleString}")
+  }
+
+  private def plain(wanted: DataType, place: ArrayPlace): ColumnVector = wanted match {
     case NullType => new NullVector(place)
     case BooleanType => new BooleanVector(place)
     case ByteType => new FixedVector(wanted, place, 1)
@@ -86,6 +121,12 @@ object Vectors {
     case MapType(key, value, _) => new MapVector(wanted, place, key, value)
     case StructType(fields) => new StructVector(wanted, place, fields.map(_.dataType))
     case _ => place.damaged(s"there is no reader for ${wanted.simpleString}")
+  }
+
+  def bytes(at: Long, length: Int): Array[Byte] = {
+    val copy = new Array[Byte](length)
+    Platform.copyMemory(null, at, copy, Platform.BYTE_ARRAY_OFFSET, length)
+    copy
   }
 }
 
@@ -155,50 +196,114 @@ final class DecimalVector(wanted: DecimalType, place: ArrayPlace) extends ArrowV
 
 /** Strings and binaries, which are handed out where they lie. */
 final class BytesVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
-  private val offsets = place.offsets(place.size(2))
-  private val data = if (place.length == 0) 0 else {
-    val first = Platform.getInt(null, offsets)
-    place.address(2, first, Platform.getInt(null, offsets + 4L * place.length) - first) - first
-  }
+  private val offsets = place.offsets
+  private val data = place.address(2, offsets.first, offsets.count) - offsets.first
 
   override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else {
-    val from = Platform.getInt(null, offsets + 4L * row)
-    UTF8String.fromAddress(null, data + from, Platform.getInt(null, offsets + 4L * row + 4) - from)
+    val from = offsets(row)
+    UTF8String.fromAddress(null, data + from, (offsets(row + 1) - from).toInt)
   }
 
-  override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else {
-    val from = Platform.getInt(null, offsets + 4L * row)
-    val bytes = new Array[Byte](Platform.getInt(null, offsets + 4L * row + 4) - from)
-    Platform.copyMemory(null, data + from, bytes, Platform.BYTE_ARRAY_OFFSET, bytes.length)
-    bytes
+  override def getBinary(row: Int): Array[Byte] =
+    if (isNullAt(row)) null else Vectors.bytes(data + offsets(row), (offsets(row + 1) - offsets(row)).toInt)
+}
+
+/** Strings and binaries of which each says where it lies: within its 16 bytes if it has up to 12. */
+final class ViewVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
+  private val views = place.values(1, 16)
+  private val sizes = Array.tabulate(place.buffers - 2)(index => place.size(index + 2))
+  private val data = Array.tabulate(sizes.length)(index => place.address(index + 2, 0, sizes(index)))
+  for (row <- 0 until place.length if !isNullAt(row) && size(row) > 12) {
+    val (buffer, from) = (Platform.getInt(null, views + 16L * row + 8), Platform.getInt(null, views + 16L * row + 12))
+    if (buffer < 0 || buffer >= sizes.length || from < 0 || from > sizes(buffer) - size(row))
+      place.damaged(s"a view of ${size(row)} bytes at $from of buffer $buffer")
   }
+
+  private def size(row: Int) = {
+    val found = Platform.getInt(null, views + 16L * row)
+    if (found < 0) place.damaged(s"a view of $found bytes") else found
+  }
+
+  private def at(row: Int): Long = if (size(row) <= 12) views + 16L * row + 4 else
+    data(Platform.getInt(null, views + 16L * row + 8)) + Platform.getInt(null, views + 16L * row + 12)
+
+  override def getUTF8String(row: Int): UTF8String =
+    if (isNullAt(row)) null else UTF8String.fromAddress(null, at(row), size(row))
+  override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else Vectors.bytes(at(row), size(row))
+}
+
+final class FixedBinaryVector(place: ArrayPlace) extends ArrowVector(BinaryType, place) {
+  private val at = place.values(1, place.width)
+  override def getBinary(row: Int): Array[Byte] =
+    if (isNullAt(row)) null else Vectors.bytes(at + row.toLong * place.width, place.width)
+}
+
+/** Numbers without a sign, which have the next wider type in Spark. */
+final class UnsignedVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
+  private val at = place.values(1, wanted.defaultSize / 2)
+  override def getShort(row: Int): Short = (Platform.getByte(null, at + row) & 0xff).toShort
+  override def getInt(row: Int): Int = Platform.getShort(null, at + 2L * row) & 0xffff
+  override def getLong(row: Int): Long = Platform.getInt(null, at + 4L * row) & 0xffffffffL
+}
+
+/** Values by their number in a dictionary, which may have nulls, too. */
+final class DictionaryVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
+  private val width = place.width
+  private val at = place.values(1, width)
+  private val values = Vectors.of(wanted, place.dictionary)
+  private val limit = place.dictionary.length
+  for (row <- 0 until place.length)
+    if (!super.isNullAt(row) && (key(row) < 0 || key(row) >= limit)) place.damaged(s"${key(row)} is not in a dictionary of $limit")
+
+  /** Read without a sign: a number below 0 is too large then, but for 8 bytes, where one that is too large is below 0. */
+  private def key(row: Int): Long = width match {
+    case 1 => Platform.getByte(null, at + row) & 0xff
+    case 2 => Platform.getShort(null, at + 2L * row) & 0xffff
+    case 4 => Platform.getInt(null, at + 4L * row) & 0xffffffffL
+    case _ => Platform.getLong(null, at + 8L * row)
+  }
+  private def of(row: Int): Int = key(row).toInt
+
+  override def isNullAt(row: Int): Boolean = super.isNullAt(row) || values.isNullAt(of(row))
+  override def hasNull: Boolean = super.hasNull || values.hasNull
+  override def getBoolean(row: Int): Boolean = values.getBoolean(of(row))
+  override def getByte(row: Int): Byte = values.getByte(of(row))
+  override def getShort(row: Int): Short = values.getShort(of(row))
+  override def getInt(row: Int): Int = values.getInt(of(row))
+  override def getLong(row: Int): Long = values.getLong(of(row))
+  override def getFloat(row: Int): Float = values.getFloat(of(row))
+  override def getDouble(row: Int): Double = values.getDouble(of(row))
+  override def getDecimal(row: Int, precision: Int, scale: Int): Decimal =
+    if (isNullAt(row)) null else values.getDecimal(of(row), precision, scale)
+  override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else values.getUTF8String(of(row))
+  override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else values.getBinary(of(row))
 }
 
 final class ListVector(wanted: DataType, place: ArrayPlace, element: DataType) extends ArrowVector(wanted, place) {
-  private val lists = new Lists(place)
-  private val values = Vectors.of(element, place.child(0, lists.first, lists.count))
+  private val lists = place.offsets
+  private val first = lists.from
+  private val values = Vectors.of(element, place.child(0, first, lists.count.toInt))
+
+  override def getArray(row: Int): ColumnarArray = if (isNullAt(row)) null else
+    new ColumnarArray(values, (lists(row) - first).toInt, (lists(row + 1) - lists(row)).toInt)
+}
+
+final class FixedListVector(wanted: DataType, place: ArrayPlace, element: DataType) extends ArrowVector(wanted, place) {
+  private val values = Vectors.of(element, place.items)
 
   override def getArray(row: Int): ColumnarArray =
-    if (isNullAt(row)) null else new ColumnarArray(values, lists.start(row), lists.size(row))
+    if (isNullAt(row)) null else new ColumnarArray(values, row * place.width, place.width)
 }
 
 final class MapVector(wanted: DataType, place: ArrayPlace, key: DataType, value: DataType)
     extends ArrowVector(wanted, place) {
-  private val lists = new Lists(place)
-  private val keys = Vectors.of(key, place.child(0, lists.first, lists.count))
-  private val values = Vectors.of(value, place.child(1, lists.first, lists.count))
+  private val lists = place.offsets
+  private val first = lists.from
+  private val keys = Vectors.of(key, place.child(0, first, lists.count.toInt))
+  private val values = Vectors.of(value, place.child(1, first, lists.count.toInt))
 
-  override def getMap(row: Int): ColumnarMap =
-    if (isNullAt(row)) null else new ColumnarMap(keys, values, lists.start(row), lists.size(row))
-}
-
-/** Where each list of an array begins, counted from its `first` value, and how many it has. */
-final class Lists(place: ArrayPlace) {
-  private val offsets = place.offsets(Int.MaxValue)
-  val first: Int = if (offsets == 0) 0 else Platform.getInt(null, offsets)
-  val count: Int = if (offsets == 0) 0 else Platform.getInt(null, offsets + 4L * place.length) - first
-  def start(row: Int): Int = Platform.getInt(null, offsets + 4L * row) - first
-  def size(row: Int): Int = Platform.getInt(null, offsets + 4L * row + 4) - Platform.getInt(null, offsets + 4L * row)
+  override def getMap(row: Int): ColumnarMap = if (isNullAt(row)) null else
+    new ColumnarMap(keys, values, (lists(row) - first).toInt, (lists(row + 1) - lists(row)).toInt)
 }
 
 final class StructVector(wanted: DataType, place: ArrayPlace, types: Array[DataType])

@@ -1,0 +1,117 @@
+"""What is special where Spark reads in its own JVM. That it reads the same, the other tests say: they do so, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+
+import dissociated as dis
+from dissociated.spark import read
+from helpers import connections_left, wait_until
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+ROWS = 1000
+TABLE = pa.table(
+    {
+        "n": pa.array(range(ROWS)),
+        "s": [f"{n:08}" for n in range(ROWS)],
+        "l": [[n, n, n] for n in range(ROWS)],
+        "d": pa.array([f"{n % 100}" for n in range(ROWS)]).dictionary_encode(),
+        "v": pa.array([f"{n:016}" for n in range(ROWS)], pa.string_view()),
+    }
+)
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        yield server
+
+
+@pytest.fixture
+def in_python(spark: SparkSession) -> Iterator[None]:
+    """The data source in Python reads."""
+    spark.conf.set("spark.dissociated.jvm", "false")
+    yield
+    spark.conf.unset("spark.dissociated.jvm")
+
+
+def plan(df: DataFrame) -> str:
+    return str(df._jdf.queryExecution().executedPlan().toString())
+
+
+def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
+    spark: SparkSession, server: dis.Server
+) -> None:
+    parts = [TABLE.select(["n", "s"]).slice(first, 100) for first in range(0, ROWS, 100)]
+    server.publish("data", pa.concat_tables(parts))
+    df = read(spark, "data", server.catalog_uri, partitions=10, transport="tcp")
+
+    def moved(df: DataFrame) -> int:
+        before = server.status().totals.bytes
+        df.collect()
+        wait_until(lambda: connections_left(server) == 0, "all have left")
+        return server.status().totals.bytes - before
+
+    assert 8 * ROWS <= moved(df.selectExpr("sum(n)")) < 9 * ROWS  # bodies are padded
+    assert moved(df.selectExpr("count(*)", "count(1)")) == 0
+    assert df.selectExpr("count(*)", "count(1)").first() == (ROWS, ROWS)
+    assert df.where("n % 2 = 0").count() == ROWS / 2
+    assert df.select("n").limit(150).rdd.getNumPartitions() <= 2
+    assert len(df.select("n").limit(150).collect()) == 150
+    small = read(spark, "data", server.catalog_uri).join(df, "n")
+    assert "BroadcastHashJoin" in plan(small)  # it knows how large they are
+
+
+@pytest.mark.usefixtures("in_python")
+def test_the_source_in_python_reads_where_it_is_asked_to(spark: SparkSession, server: dis.Server) -> None:
+    server.publish("data", TABLE)
+    df = read(spark, "data", server.catalog_uri)
+    assert "(Python)" in plan(df)
+    assert df.toArrow().select(["n", "s"]) == TABLE.select(["n", "s"])
+
+
+def changed(content: bytes, values: np.ndarray, place: int, value: int) -> bytes:
+    """The bytes with another value at a place among these, which are there once."""
+    found = content.index(values.tobytes()) + place * values.itemsize
+    assert content.count(values.tobytes()) == 1
+    return content[:found] + np.array([value], values.dtype).tobytes() + content[found + values.itemsize :]
+
+
+def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(
+    spark: SparkSession, server: dis.Server, tmp_path: Path
+) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    content = sink.getvalue().to_pybytes()
+    strings, lists = np.arange(ROWS + 1, dtype=np.int32) * 8, np.arange(ROWS + 1, dtype=np.int32) * 3
+    keys = np.arange(ROWS, dtype=np.int32) % 100
+    (views,) = (buffer for buffer in TABLE["v"].chunk(0).buffers()[1:2])
+    offsets = np.frombuffer(views, np.int32)
+    damaged = {
+        "s descends": ("s", changed(content, strings, 500, 3)),
+        "s ends beyond its bytes": ("s", changed(content, strings, ROWS, 1 << 30)),
+        "s begins before them": ("s", changed(content, strings, 0, -8)),
+        "l ends beyond its values": ("l", changed(content, lists, ROWS, 1 << 30)),
+        "d has no such value": ("d", changed(content, keys, 700, 100)),
+        "d has less than none": ("d", changed(content, keys, 700, -1)),
+        "v lies beyond its buffer": ("v", changed(content, offsets, 4 * 900 + 3, 1 << 30)),
+        "v has no such buffer": ("v", changed(content, offsets, 4 * 900 + 2, 7)),
+    }
+    for what, (column, bytes_) in damaged.items():
+        path = tmp_path / f"{what}.arrows"
+        path.write_bytes(bytes_)
+        server.publish(what, path)
+        with pytest.raises(PySparkException, match=f"column '{column}' is damaged"):
+            read(spark, what, server.catalog_uri).collect()
+        others = [name for name in TABLE.column_names if name != column]
+        assert len(read(spark, what, server.catalog_uri).select(others).collect()) == ROWS, what
