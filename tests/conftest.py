@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -102,6 +103,17 @@ def _sockets_of_the_run() -> Iterator[None]:
 def _sockets_of_the_test(_sockets_of_the_run: None) -> Iterator[None]:
     """A place of its own: a server that makes a socket knocks at those beside it, to see who still lives."""
     yield from _sockets()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """Commands that a test calls in this process set the log up."""
+    logger = logging.getLogger("dissociated")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    if logger.level != level:
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
@@ -17,7 +18,7 @@ from helpers import leaving_nothing, rest_of
 
 A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
 B = NodeRecord("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
-SCHEMA = b"schema"
+SCHEMA, OTHER_SCHEMA = (bytes(pa.schema([("n", kind)]).serialize()) for kind in (pa.int64(), pa.string()))
 
 
 class Clock:
@@ -95,8 +96,8 @@ def test_append_keeps_the_parts_and_wants_the_schema(database: Database) -> None
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
     assert database.find("d").rows == 2
     assert database.unreferenced_parts("a") == []
-    with pytest.raises(CatalogError, match="another schema"):
-        database.publish("d", "3", b"other", [part("3")], append=True)
+    with pytest.raises(CatalogError, match="must have one schema, and in what is added"):
+        database.publish("d", "3", OTHER_SCHEMA, [part("3")], append=True)
     assert tickets(database, "d") == [b"ticket 1", b"ticket 2"]
 
 

@@ -94,7 +94,7 @@ def failing() -> Any:
         (None, "cannot publish a NoneType: give a Table"),
         (failing, "the source of 'data' failed: RuntimeError: no more"),
         ("/no/such/file", "/no/such/file: there is no such file"),
-        ("/", "cannot publish /: there is no such file"),
+        ("/", "cannot publish /: it is a directory"),
     ],
 )
 def test_what_cannot_be_published(source: Any, problem: str) -> None:

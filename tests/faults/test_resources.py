@@ -419,7 +419,7 @@ def test_files_that_hold_something_else(serve: Serve, tmp_path: Path) -> None:
             publish("bad", path)
     with pytest.raises(SourceError, match="there is no such file"):
         publish("bad", tmp_path / "nothing")
-    with pytest.raises(SourceError, match="there is no such file"):
+    with pytest.raises(SourceError, match="it is a directory"):
         publish("bad", tmp_path)
     with pytest.raises((StoreError, SourceError), match="/proc/self/mem"):
         publish("bad", "/proc/self/mem")

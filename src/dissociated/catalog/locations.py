@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -247,8 +247,9 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         raise CatalogError(
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )
-    return sorted(
-        found,
-        key=lambda uris: (registry.transport(uris[-1].scheme).locality, uris[-1].remote_handle is not None),
-        reverse=True,  # which leaves those that are equally near in their order
-    )
+    return sorted(found, key=_preference, reverse=True)  # which leaves those that are alike in their order
+
+
+def _preference(uris: Sequence[Uri]) -> tuple[int, bool, bool]:
+    medium = registry.transport(uris[-1].scheme)
+    return medium.locality, medium.encrypted, uris[-1].remote_handle is not None

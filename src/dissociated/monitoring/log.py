@@ -39,12 +39,17 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure(format: str = "text", level: str = "info") -> None:
-    """Write what is logged from `level` on to stderr. Raises OptionError for a format or level there is not."""
+    """Write what is logged from `level` on to stderr, in place of what this wrote before.
+
+    Raises OptionError for a format or level there is not.
+    """
     if format not in FORMATS or level not in LEVELS:
         raise OptionError(f"a log is {' or '.join(FORMATS)}, from {', '.join(LEVELS)} on; not {format}, {level}")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger = logging.getLogger("dissociated")
+    for before in [one for one in logger.handlers if isinstance(one.formatter, TextFormatter | JsonFormatter)]:
+        logger.removeHandler(before)
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False

@@ -253,6 +253,8 @@ class Transport(ABC):
 
     #: The nearest transport that reaches a peer is the best: 0 any host, 1 this host, 2 this process.
     locality: int = 0
+    #: Whether what it carries is encrypted. Of two that are equally near, the one that is goes first.
+    encrypted: bool = False
     #: Whether its connections can share regions of memory.
     shares_memory: bool = False
     nearness = Renamed("locality")

@@ -205,6 +205,8 @@ class _TlsListener(SocketListener):
 class TlsTransport(Transport):
     """See the module."""
 
+    encrypted = True
+
     def connect(self, uri: Uri, timeout: float) -> Connection:
         context = _client_context(uri.parameters.get("roots"))
         sock, where = connected(uri, timeout)
