@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import dissociated as dis
 import ucx_peer
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
+from dissociated.store.files import claim_unused
 from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
 from helpers import wait_until
@@ -203,6 +205,49 @@ def close_within_a_stream() -> None:
     with pytest.raises((ConnectionClosed, RemoteProtocolError), match="closed"):
         got.extend((batch["n"].to_numpy().min(), batch["n"].to_numpy().max()) for batch in reader)
     assert got == [(number, number) for number in range(2, len(got) + 2)]
+
+
+#: Says the least and largest number of each batch that it reads, and what ended that.
+FETCHING = """
+import sys
+import dissociated as dis
+
+reader = dis.open_stream(sys.argv[1], bytes.fromhex(sys.argv[2]), allow_rma=True)
+print("reached", flush=True)
+sys.stdin.readline()
+try:
+    for batch in reader:
+        print(batch["n"].to_numpy().min(), batch["n"].to_numpy().max(), flush=True)
+except dis.errors.DissociatedError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.parametrize("rma", [True, False], ids=["fetched", "sent"])
+def test_what_a_stopped_client_may_still_read_is_not_written_over(memory: Path, spawn: Spawn, rma: bool) -> None:
+    """Over shared memory lanes the client reads by itself what lies in a file, also when the server has closed."""
+    path = memory / "data.arrows"
+    batches = [pa.record_batch({"n": np.full(1 << 17, number)}) for number in range(4)]
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, batches[0].schema) as writer:
+        writer.write_table(pa.Table.from_batches(batches))
+    with dis.Server(["ucx:?err_mode=none"], catalog=None, allow_rma=rma) as server:
+        server.publish("data", path)
+        client = spawn("-c", FETCHING, server.locations("data")[0], server.ticket("data").hex())
+        assert line(client) == "reached"
+        client.send_signal(signal.SIGSTOP)
+    assert claim_unused(path) is None, "the file could be written over"
+    client.send_signal(signal.SIGCONT)
+    said, _ = client.communicate("\n", PATIENCE)
+    got = [one for one in said.splitlines() if one not in ("ConnectionClosed", "RemoteProtocolError")]
+    assert got == [f"{number} {number}" for number in range(len(got))]
+
+    def unused() -> bool:
+        descriptor = claim_unused(path)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is not None
+
+    wait_until(unused, "nobody has it any more")
 
 
 def client_stages(uri: str, ticket: bytes) -> dict[str, list[list[object]]]:

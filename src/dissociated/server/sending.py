@@ -140,6 +140,9 @@ class StaticSending(Sending):
             for segment in wanted.mapped()[1]:
                 region = segment.region
                 connection.share(segment.descriptor, region.base, region.size, segment.backing)
+        elif mapped:
+            for segment in wanted.mapped()[1]:
+                connection.retain(segment.region)
         for group in groups(wanted, connection, self._streams, mapped, self._limits.inline_limit or 0):
             self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
             with self._stats.sending(connection, group.nbytes):

@@ -205,6 +205,9 @@ class Connection(ABC):
         """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""
         raise TransportError(f"{type(self).__name__} cannot share memory")
 
+    def retain(self, region: Region) -> None:  # noqa: B027  # most media let nobody fetch
+        """Keep memory that the peer may fetch from until it can do so no more, also beyond `close`."""
+
     def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
         """Fetch (address, length, where in `memory`) from the peer, one-sided. Within `memory` they must stay.
 

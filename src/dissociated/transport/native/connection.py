@@ -26,6 +26,7 @@ from dissociated.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate, Connection
@@ -86,6 +87,7 @@ class NativeConnection(Connection):
         self._interrupted = False
         self._closed = False
         self._remote: RemoteAddressSpace | None = None
+        self._retained: list[Region] = []  # which the peer may fetch from
         self._waker = Waker()
 
     def __repr__(self) -> str:
@@ -204,6 +206,9 @@ class NativeConnection(Connection):
                 self._read(span, address, length, view, at, timeout)
             self._settle_until(lambda: not self._under_way, timeout)
 
+    def retain(self, region: Region) -> None:
+        self._retained.append(region)
+
     def arrived(self) -> bool:
         with self._lock:
             if self._closed:
@@ -254,6 +259,7 @@ class NativeConnection(Connection):
                 self._release()
             finally:
                 self._under_way.clear()
+                self._retained.clear()
                 self._arrived.clear()
                 self._waker.close()
 

@@ -1,8 +1,9 @@
 """Connections over UCX that are closed, and whose memory is still in use.
 
-Where two processes of one host share memory (error mode none), each reads the other's bodies by itself, when it comes
-to it, and nothing can stop it. So what a peer may still read stays until it has noticed that the connection is closed,
-or is gone. And what this process reads has to end before its worker does, or UCX aborts the process.
+Where two processes of one host share memory (error mode none), each reads the other's bodies, and what it may fetch, by
+itself, when it comes to it, and nothing can stop it. So what a peer may still read stays until it has noticed that the
+connection is closed, or is gone. And what this process reads has to end before its worker does, or UCX aborts the
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dissociated.once import once
 
 _log = logging.getLogger(__name__)
 
-_MAX_CLOSING = 64  # connections: each has a worker, and up to 64 MB or one message
+_MAX_CLOSING = 64  # connections: each has a worker, up to 64 MB or one message, and a dataset that may be fetched from
 _INTERVAL = 0.05  # seconds between two looks
 
 

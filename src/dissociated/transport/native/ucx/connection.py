@@ -21,6 +21,7 @@ from dissociated.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
@@ -92,7 +93,7 @@ class UcxConnection(NativeConnection):
         self._keys: dict[Span, Any] = {}
         self._endpoint: Any = None
         self._close_request: Any = None
-        self._kept: list[UnderWay] = []  # what the peer may still read when this is closed
+        self._kept: list[UnderWay | Region] = []  # what the peer may still read when this is closed
         try:
             if self._lax:
                 closing_connections().check_room()
@@ -357,7 +358,7 @@ class UcxConnection(NativeConnection):
         while not (over := self._advance_closing()) and time.monotonic() < end:
             self._sleep(_SETTLE / 20)
         if not over and self._is_shared():
-            self._kept = list(self._under_way)
+            self._kept = [*self._under_way, *self._retained]
             closing_connections().add(self)
         else:
             self._destroy()
@@ -371,7 +372,7 @@ class UcxConnection(NativeConnection):
 
     def _is_shared(self) -> bool:
         """Whether the peer may read memory of this process, or this process reads its memory, as long as it wants."""
-        own = bool(self._receiving) or any(message.size for message in self._under_way)
+        own = bool(self._receiving or self._retained) or any(message.size for message in self._under_way)
         return self._lax and (self._gone or own)
 
     def advance_closing(self) -> bool:
