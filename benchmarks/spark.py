@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from examples.tpch.data import generate
 from examples.tpch.memory import own_memory
+from examples.tpch.queries import QUERIES
 
 import dissociated as dis
 from benchmarks.rounds import medians
@@ -35,6 +36,15 @@ if TYPE_CHECKING:
 _CONTEXT = multiprocessing.get_context("spawn")
 _NARROW_ROWS = 10_000_000  # at scale 1
 _HEAP = 4  # GiB for Java, and as many more for each unit of the scale: what is cached, and what toArrow collects
+#: What reading is measured by, and the columns that each uses; all of them where there is no query.
+_QUERIES: dict[str, list[str] | None] = {
+    "q1": [
+        *("l_returnflag", "l_linestatus", "l_quantity", "l_extendedprice"),
+        *("l_discount", "l_tax", "l_shipdate"),
+    ],
+    "q6": ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"],
+    "all": None,
+}
 _PANDAS = 1  # the largest scale at which toPandas is measured: its decimals are Python objects
 
 #: What is measured, against what, at most so many times as long.
@@ -60,6 +70,8 @@ def run(scale: float, rounds: int) -> None:
         measured = {"lineitem": lineitem, "narrow": narrow}
         for name, frame in measured.items():
             _compare(spark, name, frame, catalog, reader, directory, rounds, pandas=scale <= _PANDAS)
+            if frame is lineitem:
+                _query(spark, catalog, directory, rounds)
         spark.stop()
 
 
@@ -110,6 +122,50 @@ def _compare(
         flush=True,
     )
     frame.unpersist()
+
+
+def _query(spark: SparkSession, catalog: str, directory: Path, rounds: int) -> None:
+    """Queries of TPC-H over lineitem as Parquet, and as it was published: in Spark's JVM, and in Python.
+
+    Python is told the columns that a query uses.
+    """
+    calls: dict[str, Callable[[], Any]] = {}
+    for query, columns in _QUERIES.items():
+        sources = {
+            "Parquet": spark.read.parquet(str(directory / "out.parquet")),
+            "JVM": read(spark, "lineitem", catalog),
+        }
+        with _in_python(spark):
+            sources["Python"] = read(spark, "lineitem", catalog, columns=columns)
+        for source, frame in sources.items():
+            view = f"lineitem_{query}_{source}"
+            frame.createOrReplaceTempView(view)
+            if columns is None:
+                calls[f"{query}, {source}"] = partial(_consume, frame)
+            else:
+                asked = QUERIES[query].replace("FROM lineitem", f"FROM {view}")
+                calls[f"{query}, {source}"] = partial(_collect, spark, asked)
+    seconds = medians(calls, rounds)
+    lines = [
+        (what, f"{took * 1e3:,.1f}", f"{took / seconds[what.partition(',')[0] + ', Parquet']:.2f}")
+        for what, took in seconds.items()
+    ]
+    print(f"\nqueries, median of {rounds} rounds\n")
+    print(text.table(("WHAT", "MS", "OF PARQUET"), lines, right=(1, 2)), flush=True)
+
+
+def _collect(spark: SparkSession, query: str) -> None:
+    spark.sql(query).collect()
+
+
+@contextmanager
+def _in_python(spark: SparkSession) -> Iterator[None]:
+    """The data source in Python reads what is loaded here."""
+    spark.conf.set("spark.dissociated.jvm", "false")
+    try:
+        yield
+    finally:
+        spark.conf.unset("spark.dissociated.jvm")
 
 
 def _floor(frame: DataFrame) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from dissociated.spark import publish, session
+from dissociated.spark import publish, read, session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -147,8 +147,14 @@ def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions
     write(mapped(spark, rows, partitions, wait), name, uri, mode)
 
 
+def summed(spark: SparkSession, uri: str, name: str, rows: int, partitions: int) -> None:
+    """Spark's own executors read it, each in its JVM."""
+    df = read(spark, name, uri, partitions=partitions)
+    assert df.selectExpr("count(id)", "sum(id)").first() == (rows, sum(range(rows)))
+
+
 JOBS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (plain, killed_within, raced, spread, never_ending)
+    function.__name__: function for function in (plain, killed_within, raced, spread, never_ending, summed)
 }
 
 

@@ -300,6 +300,7 @@ def test_each_host_serves_its_own_segments_by_shm_there_and_by_tcp_elsewhere(
         )
         assert sorted(told["ids"]) == [*range(200_000)]
         assert told["maps"] == sorted(map(str, two_hosts.segments("spread", host)))
+    two_hosts.run("summed", "spread", rows=200_000, partitions=4)
 
 
 def test_a_node_that_is_killed_comes_back_with_the_next_write_and_serves_the_same(two_hosts: Cluster) -> None:

@@ -49,6 +49,7 @@ def test_of_those_who_come_at_once_one_compiles(compiler: Path, capfd: pytest.Ca
     assert {*zipfile.ZipFile(path).namelist()} == {
         "Compiled.class",
         "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister",
+        "org/apache/spark/sql/dissociated/spark-version",
     }
     assert {file.name for file in Path(path).parent.iterdir()} == {Path(path).name, "jars.lock"}
     assert main(["spark-jar"]) == 0

@@ -65,10 +65,18 @@ def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     assert moved(df.selectExpr("count(*)", "count(1)")) == 0
     assert df.selectExpr("count(*)", "count(1)").first() == (ROWS, ROWS)
     assert df.where("n % 2 = 0").count() == ROWS / 2
+    assert len(df.selectExpr("1").collect()) == ROWS
     assert df.select("n").limit(150).rdd.getNumPartitions() <= 2
     assert len(df.select("n").limit(150).collect()) == 150
     small = read(spark, "data", server.catalog_uri).join(df, "n")
     assert "BroadcastHashJoin" in plan(small)  # it knows how large they are
+
+
+def test_a_field_within_a_struct_is_read(spark: SparkSession, server: dis.Server) -> None:
+    structs = pa.array([{"a": n, "b": {"c": str(n), "d": [n]}} for n in range(ROWS)])
+    server.publish("data", pa.table({"s": structs}).slice(10))
+    df = read(spark, "data", server.catalog_uri).selectExpr("s.b.c", "s.a + s.b.d[0]")
+    assert df.collect() == [(str(n), 2 * n) for n in range(10, ROWS)]
 
 
 @pytest.mark.usefixtures("in_python")

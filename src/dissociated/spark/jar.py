@@ -25,6 +25,8 @@ from dissociated.spark.java import java_home
 
 _SOURCES = Path(__file__).parent / "jvm"
 _TIMEOUT = 600.0  # seconds for the compiler, on a machine that is busy
+_PACKAGE = "org/apache/spark/sql/dissociated"
+_VERSION = f"{_PACKAGE}/spark-version"  # the release of Spark that it was compiled for
 #: Where Java looks for data sources by name.
 _SERVICES = {
     "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister": "org.apache.spark.sql.dissociated.Source\n"
@@ -40,7 +42,7 @@ def jar() -> Path:
     version = _version(jars)
     sources = sorted(_SOURCES.glob("*.scala"))
     digest = hashlib.sha256()
-    for source in sources:
+    for source in (*sources, Path(__file__)):  # which says what else is in the jar
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     made = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
     if not made.is_file():
@@ -83,7 +85,7 @@ def _make(made: Path, version: str, jars: Path, sources: list[Path]) -> None:
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             for compiled in sorted(draft.rglob("*.class")):
                 archive.write(compiled, compiled.relative_to(draft))
-            for name, content in _SERVICES.items():
+            for name, content in {**_SERVICES, _VERSION: version}.items():
                 archive.writestr(name, content)
         packed.rename(made)  # whole or not at all
     except OSError as error:

@@ -107,7 +107,7 @@ class _Stream:
     def next(self) -> Any:
         with self._lock:
             self._held.clear()
-            self._places.forget_copies()
+            self._places.forget()
             answer: list[Any] = []
             ended = False
             while not ended and len(answer) < self._count and not self._places.copied:
@@ -143,6 +143,7 @@ class _Places:
         self._descriptors = ExitStack()
         self._new: list[str] = []
         self._count = 0  # of regions
+        self._regions: dict[tuple[int, str], int] = {}  # by inode and path
         self._mapped: list[tuple[int, int, int, int]] = []  # first address, last, region, where in its file
         self._unmapped: set[int] = set()  # pages that are no mapping of a file
         self._memfd = -1
@@ -175,9 +176,11 @@ class _Places:
         new, self._new = self._new, []
         return new
 
-    def forget_copies(self) -> None:
-        """Nobody looks at what was copied any more."""
+    def forget(self) -> None:
+        """Nobody looks at what was copied any more; and other memory may be where some was that is held no longer."""
         self.copied = 0
+        self._mapped.clear()
+        self._unmapped.clear()
 
     def close(self) -> None:
         self._descriptors.close()
@@ -196,11 +199,16 @@ class _Places:
         return found[2], found[3] + first - found[0]
 
     def _find(self, first: int, last: int) -> tuple[int, int, int, int] | None:
-        """The shared mapping of a file that these addresses lie in, as a region."""
+        """The shared mapping of a file that these addresses lie in, as a region. It stays while a buffer in it does."""
         for begin, end, at, inode, path in _shared_mappings():
             if begin <= first and last <= end:
-                descriptor = _reopen(inode, path)
-                return None if descriptor is None else (begin, end, self._add(descriptor), at)
+                region = self._regions.get((inode, path))
+                if region is None:
+                    descriptor = _reopen(inode, path)
+                    if descriptor is None:
+                        return None
+                    region = self._regions[inode, path] = self._add(descriptor)
+                return begin, end, region, at
         return None
 
     def _add(self, descriptor: int) -> int:

@@ -42,7 +42,7 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
 
   override def next(): Boolean = {
     while (!batches.hasNext && !ended) {
-      val answer = sidecar.call("next", "stream" -> stream)
+      val answer = sidecar.await("next", "stream" -> stream)
       answer.get("regions").elements.asScala.foreach(path => regions.add(path.asText))
       batches = answer.get("batches").elements.asScala
       ended = answer.get("ended").asBoolean
@@ -65,7 +65,7 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
   private def release(): Unit = if (!released) {
     released = true
     regions.close()
-    sidecar.call("close", "stream" -> stream)
+    if (sidecar.runs) sidecar.call("close", "stream" -> stream) // or it has given back everything
   }
 }
 

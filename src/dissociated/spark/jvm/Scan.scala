@@ -19,7 +19,9 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   private var limit = Long.MaxValue
   private var counts = 0
 
-  override def pruneColumns(required: StructType): Unit = columns = required
+  /** Structs stay whole, although Spark says which of their fields it needs. */
+  override def pruneColumns(required: StructType): Unit =
+    columns = StructType(required.fieldNames.map(dataset.schema(_)))
 
   /** The first partitions that have so many rows; Spark takes the rows. */
   override def pushLimit(limit: Int): Boolean = {
@@ -53,8 +55,8 @@ class CountScan(rows: Long, counts: Int) extends LocalScan {
   override def rows(): Array[InternalRow] = Array(InternalRow.fromSeq(Seq.fill(counts)(rows)))
 }
 
-/** Some columns of a dataset. */
-class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long)
+/** Some columns of a dataset. Two that are equal are read once. */
+case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long)
     extends Scan with Batch with SupportsReportStatistics {
   private val python = Python.ofDriver()
   private var streams = false

@@ -47,12 +47,20 @@ final class Sidecar private (python: Python) {
   private val numbers = new AtomicLong
   @volatile private var ended = false
 
+  def runs: Boolean = !ended
+
   private val listener = new Thread(() => listen(), "dissociated-sidecar")
   listener.setDaemon(true)
   listener.start()
 
-  /** What the function `name` of the sidecar answers. Throws what it raises, with its message. */
-  def call(name: String, arguments: (String, Any)*): JsonNode = {
+  /** What the function `name` of the sidecar answers. Throws what it raises, with its message. Not interrupted. */
+  def call(name: String, arguments: (String, Any)*): JsonNode = result(name, arguments, _.join())
+
+  /** The same for what may take long: a task that is killed does not wait. */
+  def await(name: String, arguments: (String, Any)*): JsonNode = result(name, arguments, _.get())
+
+  private def result(
+      name: String, arguments: Seq[(String, Any)], wait: CompletableFuture[JsonNode] => JsonNode): JsonNode = {
     val id = numbers.incrementAndGet()
     val answer = new CompletableFuture[JsonNode]
     waiting.put(id, answer)
@@ -63,7 +71,7 @@ final class Sidecar private (python: Python) {
       output.flush()
     } catch { case _: IOException => ended = true }
     if (ended) fail()
-    val found = try answer.get() finally waiting.remove(id)
+    val found = try wait(answer) finally waiting.remove(id)
     if (found.has("error")) throw Failure(found.get("error").asText)
     found.get("result")
   }

@@ -1,10 +1,13 @@
 package org.apache.spark.sql.dissociated
 
+import java.nio.charset.StandardCharsets.UTF_8
 import java.util
 
 import scala.collection.mutable
 
 import com.fasterxml.jackson.databind.JsonNode
+import org.apache.spark.SPARK_VERSION
+import org.apache.spark.internal.Logging
 import org.apache.spark.sql.connector.catalog.{SupportsRead, SupportsWrite, Table, TableCapability, TableProvider}
 import org.apache.spark.sql.connector.expressions.Transform
 import org.apache.spark.sql.connector.read.ScanBuilder
@@ -34,11 +37,19 @@ class Source extends TableProvider with DataSourceRegister {
     if (Source.enabled) new Dataset(schema, by, properties) else Source.inPython().getTable(schema, by, properties)
 }
 
-object Source {
+object Source extends Logging {
   val name = "dissociated"
 
   /** Whether this source reads and writes; if not, the one in Python does. */
-  def enabled: Boolean = SQLConf.get.getConfString("spark.dissociated.jvm", "true").toBoolean
+  def enabled: Boolean = fits && SQLConf.get.getConfString("spark.dissociated.jvm", "true").toBoolean
+
+  /** Whether this was compiled for the Spark that runs: its internal interfaces differ between releases. */
+  private lazy val fits = {
+    val made = new String(getClass.getResourceAsStream("spark-version").readAllBytes(), UTF_8)
+    if (made != SPARK_VERSION) logWarning(s"the jar of dissociated is for Spark $made, and this is $SPARK_VERSION: its " +
+      "data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")
+    made == SPARK_VERSION
+  }
 
   def inPython(): PythonDataSourceV2 = {
     val source = new PythonDataSourceV2
