@@ -201,6 +201,19 @@ def test_tokens_and_whose_they_are() -> None:
     assert "sesame" not in repr(vars(Tokens(["sesame"])))
 
 
+def test_who_may_read_a_token_or_a_secret_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("0123456789abcdef")
+    for mode, told in ((0o600, 0), (0o640, 1), (0o604, 1)):
+        path.chmod(mode)
+        for read in (read_token, Tokens.read, access.read_secret):
+            caplog.clear()
+            read(path)
+            assert [one.getMessage() for one in caplog.records] == [
+                f"other users of this host may read {path}: chmod 600 {path}"
+            ] * told
+
+
 def test_a_file_of_tokens(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("# who may read\n\nali sesame\n  plain  \n")

@@ -19,8 +19,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ from dissociated.errors import AccessDenied, OptionError
 
 #: Given a bearer token, says whose it is (a name, or just True), or something false.
 Authorize: TypeAlias = Callable[[str], object]
+
+_log = logging.getLogger(__name__)
 
 _MAC = hashlib.sha256().digest_size
 _ticket_header = struct.Struct("<QH")
@@ -190,6 +194,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
     """The secret in a file: all of it, but for white space around it. Raises OptionError."""
     try:
         secret = Path(path).read_bytes().strip()
+        _warn_if_readable(path)
     except OSError as error:
         raise OptionError(f"cannot read a secret from {os.fspath(path)}: {error.strerror}") from None
     _check_secret(secret)
@@ -216,12 +221,20 @@ def _check_secret(secret: bytes) -> None:
 def _lines(path: str | Path) -> list[list[str]]:
     try:
         text = Path(path).read_text("utf-8")
+        _warn_if_readable(path)
     except (OSError, UnicodeError) as error:
         raise OptionError(f"cannot read tokens from {path}: {getattr(error, 'strerror', None) or error}") from None
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     if any(len(line) > 2 for line in lines):
         raise OptionError(f"{path} has a line of more than a name and a token")
     return lines
+
+
+def _warn_if_readable(path: str | os.PathLike[str]) -> None:
+    """Say so where other users of this host can read a file. No error: that is how containers mount secrets."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        _log.warning("other users of this host may read %s: chmod 600 %s", path, path)
 
 
 def _digest(token: str) -> bytes:

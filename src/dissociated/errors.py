@@ -22,6 +22,7 @@
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   nobody answers where it should be
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
+    ├── PySparkNotFound          PySpark, or what it needs, is not installed, also a ModuleNotFoundError
     ├── JavaNotFound             there is no Java that Spark could run on
     └── JarNotMade               Spark's compiler could not make the data source for its JVM
 
@@ -138,3 +139,7 @@ class JavaNotFound(DissociatedError):
 
 class JarNotMade(DissociatedError):
     """Spark's compiler could not make the data source for its JVM."""
+
+
+class PySparkNotFound(DissociatedError, ModuleNotFoundError):
+    """PySpark, or a package that it needs, is not installed."""

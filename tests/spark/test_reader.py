@@ -288,6 +288,7 @@ def test_wrong_options_are_told(spark: SparkSession, options: dict[str, str], me
         ({"partitions": "0"}, "option partitions is a number from 1 on, not '0'"),
         ({"version": "latest"}, "option version is a number from 0 on, not 'latest'"),
         ({"filters": "n > 7"}, "option filters is not JSON"),
+        ({"column": "n"}, "there is no option 'column'; there are path, catalog, token_file, tls_roots, columns"),
     ],
 )
 def test_options_that_make_no_sense_are_told(options: dict[str, str], message: str) -> None:

@@ -18,6 +18,7 @@ COMMANDS = {
     "versions": "list the versions of a dataset that can be read",
     "head": "show the first rows of a dataset",
     "cat": "write a dataset to the standard output",
+    "sql": "ask a question of datasets, by DuckDB",
     "get": "copy a dataset into a file",
     "put": "publish files as a dataset of a node",
     "drop": "make a dataset unavailable",
@@ -25,6 +26,7 @@ COMMANDS = {
     "node": "serve a store of segments, one for each host",
     "catalog": "run a catalog for the nodes of many hosts",
     "status": "show what a server is doing",
+    "completion": "let a shell complete commands, options and names",
     "inspect": "show what lies where in an Arrow IPC file",
     "spark-jar": "print the path of the jar for Spark",
 }
@@ -66,6 +68,10 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, 1 with a sentence on stderr, 2 for a wrong command line."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
+        import argcomplete
+
+        argcomplete.autocomplete(parser(os.environ["COMP_LINE"].split()))
     import pyarrow as pa
 
     from dissociated.errors import DissociatedError

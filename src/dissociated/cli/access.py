@@ -8,6 +8,7 @@ from typing import Any
 
 from dissociated.access import Tokens, read_secret, read_token
 from dissociated.catalog.reader import Client, connect
+from dissociated.client.request import TIMEOUT
 from dissociated.monitoring import log
 
 _TOKEN = "DISSOCIATED_TOKEN"
@@ -42,10 +43,12 @@ def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> Non
     )
 
 
-def client(catalog: str, arguments: argparse.Namespace) -> Client:
+def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT) -> Client:
     """A client of `catalog`, by these options and the environment. No option is a token: all users could see that."""
     token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN) or None
-    return connect(catalog, token=token, tls_roots=arguments.tls_roots or os.environ.get(_ROOTS) or None)
+    return connect(
+        catalog, timeout=timeout, token=token, tls_roots=arguments.tls_roots or os.environ.get(_ROOTS) or None
+    )
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:

@@ -6,7 +6,6 @@ import argparse
 
 from dissociated.cli import reading
 from dissociated.cli.formats import FORMATS
-from dissociated.codec.columns import slice_rows
 
 DESCRIPTION = """\
 Show the first rows of a dataset, as a table or as --format says. No more is read than that takes.
@@ -22,6 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Show them."""
-    with reading.opened(arguments) as found:
-        rows = slice_rows(found.reader, range(max(0, arguments.rows)))  # of a live stream, too
-        reading.to_stdout(rows, FORMATS[arguments.format or "table"])
+    with reading.opened(arguments, limit=max(0, arguments.rows)) as found:
+        reading.to_stdout(found.reader, FORMATS[arguments.format or "table"])

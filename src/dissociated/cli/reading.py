@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, target
+from dissociated.cli.condition import parse_condition
 from dissociated.cli.formats import Format
 from dissociated.cli.progress import Advance
 from dissociated.codec.split import Validator, batches
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     group = parser.add_argument_group("of it")
     group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
+    group.add_argument("--filter", metavar="CONDITION", help="only such rows: \"dep_delay > 60 and dest = 'IAH'\"")
     group.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still there")
     group.add_argument("--transport", metavar="SCHEME", help="shm, tcp, tls or grpc (default: the nearest that works)")
 
@@ -61,14 +63,23 @@ def parse_rows(written: str) -> range:
 
 
 @contextmanager
-def opened(arguments: argparse.Namespace, rows: range | None = None) -> Iterator[Reading]:
-    """The dataset that is meant, for the time of the block."""
+def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int | None = None) -> Iterator[Reading]:
+    """The dataset that is meant, for the time of the block: of these rows, those that pass, and at most so many."""
     catalog, name = target.find_dataset(arguments)
     columns = None if arguments.columns is None else arguments.columns.split(",")
     with access.client(catalog, arguments) as client:
         info = client.describe(name, arguments.version)
-        reader = client.read(name, arguments.transport, columns, version=arguments.version, rows=rows)
-        yield Reading(info, reader, _count(info.rows, rows))
+        condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
+        reader = client.read(
+            name,
+            arguments.transport,
+            columns,
+            version=arguments.version,
+            rows=rows,
+            filter=condition,
+            limit=limit,
+        )
+        yield Reading(info, reader, None if condition is not None else _count(info.rows, rows))
 
 
 def _count(there: int | None, rows: range | None) -> int | None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dissociated.cli import access, text
-from dissociated.errors import CatalogError, OptionError, UriError
+from dissociated.errors import CatalogError, DissociatedError, OptionError, UriError
 from dissociated.node.launch import default_store, running
 
 _CATALOG = "DISSOCIATED_CATALOG"
+_COMPLETION_TIMEOUT = 1.0  # seconds that a shell waits for the names of datasets
 _ADDRESS = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")  # what was meant as a URI
 
 
@@ -26,7 +27,8 @@ class Target(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, metavar: str = "[URI/]NAME", optional: bool = False) -> None:
     """The argument and the options that `find` takes, and those for access."""
     described = "the URI of a catalog, the name of a dataset, or both: grpc://HOST:PORT/NAME"
-    parser.add_argument("uri", metavar=metavar, nargs="?" if optional else None, default="", help=described)
+    uri = parser.add_argument("uri", metavar=metavar, nargs="?" if optional else None, default="", help=described)
+    uri.completer = names  # type: ignore[attr-defined]  # which argcomplete asks
     add_options(parser)
 
 
@@ -58,6 +60,20 @@ def find_dataset(arguments: argparse.Namespace) -> Target:
     return Target(find(arguments).catalog, name(arguments.uri))
 
 
+def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """What a shell can make of the beginning of an argument: datasets, if the catalog answers soon."""
+    try:
+        named, begin = _split(prefix)
+        asked = argparse.Namespace(**{**vars(parsed_args), "uri": f"{named}/" if named else ""})
+        there = catalog(asked, _COMPLETION_TIMEOUT)
+        if there is None:
+            return []
+        with access.client(there, asked, _COMPLETION_TIMEOUT) as client:
+            return [f"{named}/{info.name}" if named else info.name for info in client.list(begin)]
+    except (DissociatedError, AttributeError):  # options may be written in part only
+        return []
+
+
 def name(written: str) -> str:
     """The dataset that is named. Raises UriError where none is."""
     found = _split(written)[1]
@@ -66,8 +82,8 @@ def name(written: str) -> str:
     return found
 
 
-def catalog(arguments: argparse.Namespace) -> str | None:
-    """The catalog that is asked; None where none is named, and no node runs. Raises UriError."""
+def catalog(arguments: argparse.Namespace, timeout: float = 5.0) -> str | None:
+    """The catalog that is asked; None where none is named, and no node answers in time. Raises UriError."""
     named, _ = _split(arguments.uri)
     if arguments.store is not None and (named or arguments.catalog):
         raise OptionError("--store says which catalog, too: give one of them")
@@ -76,7 +92,7 @@ def catalog(arguments: argparse.Namespace) -> str | None:
         return named
     if default:
         return _split(default)[0] or str(default)
-    node = running(arguments.store or default_store())
+    node = running(arguments.store or default_store(), timeout)
     return None if node is None else node.uri
 
 

@@ -94,7 +94,7 @@ class Condition:
         if self.operator in _UNARY:
             return _UNARY[self.operator](column)
         if self.operator in _TEXT:
-            if not types.is_string(type_):
+            if not _is_text(type_):
                 raise _Uncertain
             return _TEXT[self.operator](column, pattern=self.value)
         if self.operator in _LISTED:
@@ -139,6 +139,10 @@ class Conditions:
 
 class _Uncertain(Exception):
     """Arrow cannot tell what Spark would."""
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return bool(types.is_string(type_) or types.is_large_string(type_))
 
 
 def _is_list(value: object) -> bool:
@@ -192,6 +196,6 @@ def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
             return scalar
     if types.is_integer(to) and number and isinstance(value, int):
         return pa.scalar(value, to)
-    if (types.is_boolean(to) and isinstance(value, bool)) or (types.is_string(to) and isinstance(value, str)):
+    if (types.is_boolean(to) and isinstance(value, bool)) or (_is_text(to) and isinstance(value, str)):
         return pa.scalar(value, to)
     raise _Uncertain

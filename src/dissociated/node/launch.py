@@ -38,14 +38,14 @@ def default_store() -> Path:
     return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
 
 
-def running(directory: str | os.PathLike[str]) -> NodeAddress | None:
-    """The node that owns the store in `directory` and answers, if there is one."""
+def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:
+    """The node that owns the store in `directory` and answers within so many seconds, if there is one."""
     try:
         address = NodeAddress(**json.loads((Path(directory) / _ADDRESS_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
     try:
-        client = CatalogClient(address.uri, _ANSWER_TIMEOUT)
+        client = CatalogClient(address.uri, timeout)
         try:
             client.stage()
         finally:

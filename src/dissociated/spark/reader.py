@@ -34,6 +34,11 @@ from dissociated.spark.filters import parse_filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
+_OPTIONS = (
+    *("path", "catalog", "token_file", "tls_roots"),
+    *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
+    *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
+)
 _MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
 
 
@@ -52,7 +57,11 @@ class Request:
 
     @classmethod
     def parse(cls, options: Any) -> Request:
-        """Raises CatalogError where they do not say what is read, and OptionError for a value that makes no sense."""
+        """Raises CatalogError where they do not say what is read, and OptionError for what makes no sense."""
+        known = {name.lower() for name in _OPTIONS}
+        unknown = [name for name in options if name.lower() not in known and "." not in name]  # Spark's own have dots
+        if unknown:
+            raise OptionError(f"there is no option {', '.join(map(repr, unknown))}; there are {', '.join(_OPTIONS)}")
         return cls(
             CatalogConfig.parse(options),
             required(options, "path", 'the dataset is: .load("NAME")'),

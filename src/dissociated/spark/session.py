@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dissociated.errors import JarNotMade, OptionError
+from dissociated.errors import JarNotMade, OptionError, PySparkNotFound
 from dissociated.host import machine_memory
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.jar import jar
@@ -26,6 +26,18 @@ GIB = 1 << 30
 _launching = threading.Lock()  # the environment is the whole process's
 
 
+@contextmanager
+def _packages() -> Iterator[None]:
+    """Say which extra has what Spark does not find."""
+    try:
+        yield
+    except ImportError as error:
+        raise PySparkNotFound(
+            f"{error}: pip install 'dissociated[spark]', and for Spark Connect 'pyspark[connect]'", name=error.name
+        ) from None
+
+
+@_packages()
 def session(
     app_name: str = "dissociated", master: str = "local[*]", *, remote: str | None = None, **conf: str | int | bool
 ) -> SparkSession:
@@ -37,7 +49,7 @@ def session(
     - `conf`: any other setting, by its own name. It wins over those of this function:
       `session(**{"spark.driver.memory": "16g"})`.
 
-    Finds a Java by itself. Raises JavaNotFound where there is none, and one is to be started.
+    Finds a Java by itself. Raises JavaNotFound where there is none, and one is to be started; PySparkNotFound.
     """
     from pyspark.sql import SparkSession
 

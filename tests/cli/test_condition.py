@@ -1,0 +1,106 @@
+"""What conditions mean that people write: what DuckDB says that they mean."""
+
+from __future__ import annotations
+
+from datetime import date, datetime
+from decimal import Decimal
+
+import duckdb
+import pyarrow as pa
+import pytest
+
+from dissociated.cli.condition import parse_condition
+from dissociated.errors import ColumnNotFound, OptionError
+
+TABLE = pa.table(
+    {
+        "row": range(6),
+        "n": pa.array([1, 2, None, 4, 5, -6], pa.int32()),
+        "f": [0.5, 1.5, float("nan"), None, float("inf"), -2.0],
+        "s": ["a", "b'c", "axe", None, "", 'x"a'],
+        "l": pa.array(["a", "b", None, "d", "e", "f"], pa.large_string()),
+        "d": [date(2024, 1, day) if day != 3 else None for day in range(1, 7)],
+        "t": [datetime(2024, 1, 1, hour) for hour in range(6)],
+        "b": [True, False, None, True, False, True],
+        "price": pa.array(
+            [Decimal(one) for one in ("1.10", "2.20", "3.30", "4.40", "5.50", "6.60")], pa.decimal128(9, 2)
+        ),
+        "odd name": [1, 2, 3, 1, 2, 3],
+        "st": [{"x": one} for one in range(6)],
+    }
+)
+MEANT = [
+    *(
+        "n > 2",
+        "2 < n",
+        "-5 >= n",
+        "n = 4 or s = 'a'",
+        "n <> 4",
+        "n != 4 AND f < 2",
+        "not n > 2",
+        "NOT (n > 2 or s is null)",
+    ),
+    *("n > 1 and n < 5 or s = ''", "n > 1 and (n < 5 or s = '')", "not not b = true", "not n = 1 and s is not null"),
+    *("s in ('a', 'b''c')", "s not in ('a')", "n in (1, 2, 99)", "n between 2 and 4", "n not between 2 and 4"),
+    *(
+        "s like 'a%'",
+        "s like '%a'",
+        "s like '%x%'",
+        "s not like 'a%'",
+        "s like 'axe'",
+        "s = 'x\"a'",
+        "l = 'b'",
+        "l like 'd%'",
+    ),
+    *(
+        "f > 1",
+        "f >= 0.5",
+        "f = 1.5",
+        "d = '2024-01-02'",
+        "d < '2024-01-04'",
+        "t >= '2024-01-01T03:00:00'",
+        "b = false",
+    ),
+    *("price = 1.10", "price > 3.3", '"odd name" = 1', "st.x > 3", '"st"."x" <= 1', "(((n = 1)))", "f < 1e3", "n > +1"),
+]
+
+
+def test_a_condition_means_what_it_means_in_sql() -> None:
+    connection = duckdb.connect()
+    connection.register("rows_of_it", TABLE)
+    for written in MEANT:
+        passed = TABLE.filter(parse_condition(written, TABLE.schema))["row"].to_pylist()
+        meant = connection.execute(f'SELECT "row" FROM rows_of_it WHERE {written} ORDER BY "row"').fetchall()
+        assert passed == [row for (row,) in meant], written
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("", "at its end: the name of a column is expected"),
+        ("n >", "at its end: a value: a number, a 'text', true or false is expected"),
+        ("n > 1 2", "at '2': nothing more is expected"),
+        ("n = null", r"at 'null'.*\(write is null\)"),
+        ("n > 1 and", "at its end: the name of a column"),
+        ("(n > 1", r"at its end: '\)' is expected"),
+        ("n = 'a", 'at "\'a": what can be read is expected'),
+        ("n ; drop", "at '; drop': what can be read"),
+        ("n = s", "at 's': a value"),
+        ('s = "a"', "at '\"a\"': a value"),
+        ("n not > 1", "in, between or like is expected"),
+        ("n in ()", "a value"),
+        ("s like 'a_c'", "'x%', '%x' and '%x%' are known"),
+        ("n = 1.5", "column 'n' is int32, for which '=' 1.5 is not certain"),
+        ("n = 12abc", "what can be read is expected"),
+        ("abs(n) = 1", r"at '\(n\) = 1'"),
+        ("not " * 60 + "b = true", "more than 50 levels"),
+    ],
+)
+def test_what_is_no_condition_is_told(written: str, why: str) -> None:
+    with pytest.raises(OptionError, match=why):
+        parse_condition(written, TABLE.schema)
+
+
+def test_a_column_that_is_not_there_is_named() -> None:
+    with pytest.raises(ColumnNotFound, match="there is no column 'nn' to filter by; there are row, n, f"):
+        parse_condition("nn > 1", TABLE.schema)
