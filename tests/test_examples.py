@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +19,6 @@ pytest.importorskip("duckdb", reason="the demo's packages are not installed")
 pytest.importorskip("polars", reason="the demo's packages are not installed")
 
 from examples.tpch.data import generate, generator
-from examples.tpch.loader import Loader, view
 from examples.tpch.queries import QUERIES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,34 +63,6 @@ def test_a_wrong_answer_is_found_and_said(server: dis.Server) -> None:
     status, told = consume("duckdb", server)
     assert status == 1
     assert str(told[-1]["failed"]).startswith("revenue of q6 is ")
-
-
-def test_values_are_seen_where_they_lie() -> None:
-    prices = pa.array([Decimal("1.25"), Decimal("-3.10"), Decimal("7.00")], pa.decimal128(15, 2))
-    seen = view(prices[1:])
-    assert seen.tolist() == [-310, 700]
-    assert seen.ctypes.data == prices.buffers()[1].address + 16
-    dates = pa.array([datetime.date(1970, 1, 5), datetime.date(1969, 12, 31)])
-    assert view(dates).tolist() == [4, -1]
-    assert view(dates).ctypes.data == dates.buffers()[1].address
-    assert view(pa.array([1.5, 2.5])[1:]).tolist() == [2.5]
-
-
-@pytest.mark.parametrize(
-    "array", [pa.array(["a"]), pa.array([True]), pa.array([1, None]), pa.array([Decimal(1)], pa.decimal128(30, 2))]
-)
-def test_what_numpy_cannot_see_in_place_is_refused(array: pa.Array) -> None:
-    with pytest.raises(ValueError, match="no view in NumPy"):
-        view(array)
-
-
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
-    batches = [pa.record_batch({"n": np.arange(begin, begin + 250)}) for begin in range(0, 1000, 250)]
-    loader = Loader(pa.Table.from_batches(batches), ["n"], size=100)
-    first, second = ([int(n) for batch in loader for n in batch["n"]] for _ in range(2))
-    assert len(loader) == 12
-    assert sorted(first) == sorted(second) == list(range(1000))
-    assert first != second
 
 
 @pytest.mark.needs("ucx", "libfabric", "java")

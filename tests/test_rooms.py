@@ -13,7 +13,7 @@ import dissociated
 ROOT = Path(dissociated.__file__).parent
 #: From the top down. What is in no room is on the ground, but for the public names, which stand on everything.
 FLOORS = (
-    *("cli", "spark", "node", "server", "catalog", "monitoring", "client", "datasets"),
+    *("cli", "spark", "torch", "training", "node", "server", "catalog", "monitoring", "client", "datasets"),
     *("ipc", "store", "codec", "transport", "protocol", "memory", "format"),
 )
 TOP = ("dissociated", "dissociated.__main__")

@@ -17,6 +17,7 @@ import pyarrow.dataset as ds
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
+from dissociated.codec.inplace import MappedReader
 from dissociated.errors import OptionError
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class Catalog(Protocol):
     def versions(self, name: str) -> Sequence[dict[str, Any]]: ...
 
     def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader: ...
+
+    def read_part(
+        self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
+    ) -> pa.RecordBatchReader: ...
+
+    def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool: ...
 
 
 class Dataset(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
@@ -193,6 +200,17 @@ class Dataset(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hin
     def read(self, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
         """A reader of this version; `request` makes of the defaults what is wanted."""
         return self._client.read_version(self.info, self._transport, request(self._client.defaults))
+
+    def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
+        """The same of one of its endpoints."""
+        return self._client.read_part(self.info, number, self._transport, request(self._client.defaults))
+
+    def map_part(self, number: int) -> pa.RecordBatchReader | None:
+        """All of one of its endpoints, where that lies in shared memory, and reading it takes no other; else None."""
+        if not self._client.is_mapped(self.info, number, self._transport):
+            return None
+        reader = self.read_part(number, lambda defaults: defaults)
+        return reader if isinstance(reader, MappedReader) else None
 
 
 class Scanner:

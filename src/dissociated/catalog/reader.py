@@ -131,6 +131,28 @@ class Client(CatalogClient):
         """
         return self._read(partial(self._describe_again, info), transport, request)
 
+    def read_part(
+        self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
+    ) -> pa.RecordBatchReader:
+        """What `request` wants of one endpoint of just the version that `info` describes, wherever that is now.
+
+        The catalog is asked only where the endpoint is not to be had as it was. Raises as `read_version` does.
+        """
+        try:
+            return self.open_endpoint(info, info.endpoints[number], transport, request)
+        except (CatalogError, RemoteError, TransportError):
+            found = self._describe_again(info)
+            if found.endpoints == info.endpoints:
+                raise
+        if [one.rows for one in found.endpoints] != [one.rows for one in info.endpoints]:
+            raise CatalogError(f"{info.name!r} lies in other parts now than when it was looked up: look it up again")
+        return self.open_endpoint(found, found.endpoints[number], transport, request)
+
+    def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool:
+        """Whether one endpoint would be read over shared memory."""
+        ways = reachable(info.name, info.endpoints[number], transport, False) if transport != "grpc" else []
+        return bool(ways) and ways[0][-1].scheme == "shm"
+
     def _describe_again(self, info: DatasetInfo) -> DatasetInfo:
         if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
             return info

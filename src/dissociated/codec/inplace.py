@@ -24,6 +24,10 @@ from dissociated.protocol.delivery import Delivery, PackedBatches, SharedBatches
 Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 
+class MappedReader(PeerReader):
+    """Reads a stream where it lies in shared memory: its batches take no other."""
+
+
 class _MappedStream:
     """What has been found in place in one region: an IPC stream from `start` to `end`, its messages so far."""
 
@@ -81,7 +85,7 @@ class InPlace:
             whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
             start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
             pieces.append(whole.slice(start, part.end - start))
-        return PeerReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
+        return MappedReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
 
     def message(self, delivery: Delivery) -> bool:
         if not isinstance(delivery.body, AddressList):

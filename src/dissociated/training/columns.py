@@ -1,0 +1,153 @@
+"""Columns as NumPy sees them, in place where they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import types
+
+from dissociated.errors import ColumnNotFound, OptionError, WrongKind
+
+Array: TypeAlias = "npt.NDArray[Any]"
+#: A column of a batch: an Array, or a pyarrow.Array where it was asked for so.
+Column: TypeAlias = Any
+
+_INT64_DIGITS = 18  # of a decimal that fits into 64 bits
+
+
+class Columns:
+    """Those of one schema, by name; `as_arrow` are given as they come, and the others must be numbers.
+
+    Raises ColumnNotFound, WrongKind for a column that is none, and OptionError for two of one name.
+    """
+
+    def __init__(self, schema: pa.Schema, as_arrow: Sequence[str] = ()) -> None:
+        if isinstance(as_arrow, str):
+            raise OptionError(f"as_arrow is a list of names: [{as_arrow!r}]")
+        for name in as_arrow:
+            if name not in schema.names:
+                raise ColumnNotFound(f"as_arrow has {name!r}; the columns are {', '.join(schema.names)}")
+        if len({*schema.names}) < len(schema.names):
+            raise OptionError("two columns have one name: choose some by columns=")
+        self._types = dict(zip(schema.names, schema.types, strict=True))
+        self._as_arrow = {*as_arrow}
+        for name in self._types.keys() - self._as_arrow:
+            if not _is_numeric(self._types[name]):
+                raise WrongKind(
+                    f"column {name!r} is {self._types[name]}, which is no array of numbers: leave it out by columns=, "
+                    f"or name it in as_arrow= to get a pyarrow.Array"
+                )
+
+    def join(self, pieces: Sequence[pa.RecordBatch]) -> dict[str, Column]:
+        """One array of each column, in place where there is one piece. Raises OptionError for nulls."""
+        return {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self._types}
+
+    def _join(self, name: str, pieces: list[pa.Array]) -> Column:
+        if name in self._as_arrow:
+            return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
+        arrays = [self._view(name, piece) for piece in pieces]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def _view(self, name: str, array: pa.Array) -> Array:
+        try:
+            return view(array)
+        except _Nulls:
+            raise OptionError(
+                f"column {name!r} has nulls, which numbers cannot say: fill them where it is published, leave it out "
+                "by columns=, or name it in as_arrow= to get a pyarrow.Array"
+            ) from None
+
+
+def take(columns: Mapping[str, Column], rows: slice | Array, writable: bool) -> dict[str, Column]:
+    """These rows of each. Unless they are `writable`, nobody can write to them; else they are copies, in one piece."""
+    return {name: _take(column, rows, writable) for name, column in columns.items()}
+
+
+def _take(column: Column, rows: slice | Array, writable: bool) -> Column:
+    if isinstance(column, pa.Array):
+        return column[rows] if isinstance(rows, slice) else column.take(pa.array(rows))
+    taken = column[rows]
+    if writable:
+        return taken.copy() if isinstance(rows, slice) else taken  # by position it is a copy already
+    taken.flags.writeable = False
+    return taken
+
+
+class _Nulls(Exception):
+    """There are nulls."""
+
+
+def view(array: pa.Array) -> Array:
+    """The values in place, but for booleans. Lists of one size, and tensors of one shape, have more dimensions.
+
+    Decimals are whole numbers of their last digit; dates and times are counted in their unit since 1970.
+    """
+    if array.null_count:
+        raise _Nulls
+    type_ = array.type
+    if isinstance(type_, pa.FixedShapeTensorType):
+        if array.storage.flatten().null_count:
+            raise _Nulls
+        tensors: Array = array.to_numpy_ndarray()
+        return tensors
+    if types.is_fixed_size_list(type_):
+        values = view(array.flatten())
+        return values.reshape(len(array), type_.list_size, *values.shape[1:])
+    if types.is_boolean(type_):
+        return view(array.cast(pa.uint8())).view(np.bool_)
+    kind = _kind(type_)
+    assert kind is not None, "the schema was looked at"
+    if not len(array):
+        return np.empty(0, kind)
+    buffer = array.buffers()[1]
+    if types.is_decimal128(type_):
+        return np.frombuffer(buffer, kind, 2 * len(array), 16 * array.offset)[::2]  # the upper half repeats the sign
+    return np.frombuffer(buffer, kind, len(array), kind.itemsize * array.offset)
+
+
+def _is_numeric(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.FixedShapeTensorType):
+        return bool(types.is_integer(type_.value_type) or types.is_floating(type_.value_type))
+    if types.is_fixed_size_list(type_):
+        return _is_numeric(type_.value_type)
+    return bool(types.is_boolean(type_)) or _kind(type_) is not None
+
+
+def _kind(type_: pa.DataType) -> np.dtype[Any] | None:
+    """What NumPy has for values of a type where they lie."""
+    if types.is_integer(type_) or types.is_floating(type_):
+        kind: np.dtype[Any] = np.dtype(type_.to_pandas_dtype())
+        return kind
+    if types.is_date32(type_) or types.is_time32(type_) or types.is_decimal32(type_):
+        return np.dtype("<i4")
+    if types.is_decimal128(type_):
+        return np.dtype("<i8") if type_.precision <= _INT64_DIGITS else None
+    if any(
+        test(type_)
+        for test in (types.is_date64, types.is_time64, types.is_timestamp, types.is_duration, types.is_decimal64)
+    ):
+        return np.dtype("<i8")
+    return None
+
+
+def row_width(schema: pa.Schema) -> int:
+    """Bytes of a row, about."""
+    return sum(_width(type_) for type_ in schema.types) or 1
+
+
+def _width(type_: pa.DataType) -> int:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _width(type_.storage_type)
+    if types.is_fixed_size_list(type_):
+        return int(type_.list_size) * _width(type_.value_type)
+    try:
+        return -(-int(type_.bit_width) // 8)
+    except ValueError:
+        return _UNKNOWN_WIDTH
+
+
+_UNKNOWN_WIDTH = 32  # bytes of a text, or of what is nested
