@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
-from dissociated.protocol.request import MAX_IDENTIFIER, Selection, parse_identifier
+from dissociated.protocol.request import MAX_IDENTIFIER, RowSelection, Selection, parse_identifier
 
 NAMES = ["a", "b", "a", "ü"]
 
@@ -38,6 +38,16 @@ GOLDEN = [
     (b"", Selection(columns=()), b'DISSCOL\x01\x00\x00\x00\x00{"columns": []}'),
     (b"\0", Selection(fields=(0, 2)), b'DISSCOL\x01\x01\x00\x00\x00\x00{"fields": [0, 2]}'),
     (b"a", Selection(batches=(0, 9)), b'DISSCOL\x01\x01\x00\x00\x00a{"batches": [0, 9]}'),
+    (
+        b"a",
+        Selection(("n",), rows=RowSelection(b"\1", 5)),
+        b'DISSCOL\x01\x01\x00\x00\x00a{"columns": ["n"], "rows": {"exact": true, "filter": "AQ==", "limit": 5}}',
+    ),
+    (
+        b"a",
+        Selection(rows=RowSelection(b"", exact=False)),
+        b'DISSCOL\x01\x01\x00\x00\x00a{"rows": {"exact": false, "filter": ""}}',
+    ),
     (b"a", Selection(("n",), batches=(3, 3)), b'DISSCOL\x01\x01\x00\x00\x00a{"columns": ["n"], "batches": [3, 3]}'),
 ]
 
@@ -78,6 +88,12 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
         b'{"rows": [0]}',
         b'{"columns": [], "fields": []}',
         b'{"columns": [], "rows": [0, 1]}',
+        b'{"rows": {"exact": 1}}',
+        b'{"rows": {"exact": true, "limit": -1}}',
+        b'{"rows": {"exact": true, "limit": true}}',
+        b'{"rows": {"exact": false, "limit": 1}}',
+        b'{"rows": {"exact": true, "filter": "?"}}',
+        b'{"rows": {"exact": true, "other": 1}}',
         b'{"batches": [1]}',
         b'{"batches": [2, 1]}',
         b'{"batches": [-1, 1]}',

@@ -168,6 +168,12 @@ class Dataset(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hin
 
         return polars.from_arrow(self.to_table(columns, filter, **options), rechunk=False)  # type: ignore[return-value]
 
+    def scan(self) -> pl.LazyFrame:
+        """A LazyFrame of Polars, which reads the columns and rows that its plan needs."""
+        from dissociated.catalog.lazy import scan
+
+        return scan(self)
+
     def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
         """The first rows."""
         return self.scanner(columns, filter, **options).head(num_rows)
@@ -197,7 +203,7 @@ class Dataset(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hin
     def _repr_html_(self) -> str:
         return self.info._repr_html_()
 
-    def read(self, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
+    def _open(self, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
         """A reader of this version; `request` makes of the defaults what is wanted."""
         return self._client.read_version(self.info, self._transport, request(self._client.defaults))
 
@@ -291,7 +297,7 @@ class Scanner:
         return Scanner(self._dataset, self._columns, self._filter, limit, self._batch_size)
 
     def _read(self, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-        return self._dataset.read(
+        return self._dataset._open(
             lambda defaults: replace(defaults, columns=columns, filter=self._filter, limit=self._limit)
         )
 

@@ -179,10 +179,10 @@ class DatasetList(list[DatasetInfo]):
     _RIGHT = (1, 2, 3, 4)
 
     def __repr__(self) -> str:
-        return table(self._HEAD, self._rows, self._RIGHT) if self else "no datasets"
+        return "\n".join([table(self._HEAD, self._rows, self._RIGHT), *self._rest]) if self else "no datasets"
 
     def _repr_html_(self) -> str:
-        return html_table(self._HEAD, self._rows, self._RIGHT) if self else "no datasets"
+        return html_table(self._HEAD, self._rows, self._RIGHT) + "".join(self._rest) if self else "no datasets"
 
     @property
     def _rows(self) -> list[list[str]]:
@@ -195,8 +195,13 @@ class DatasetList(list[DatasetInfo]):
                 count(info.version),
                 " ".join(info.schemes),
             ]
-            for info in self
+            for info in self[:_MAX_SHOWN]
         ]
+
+    @property
+    def _rest(self) -> list[str]:
+        more = len(self) - _MAX_SHOWN
+        return [f"and {count(more)} more"] if more > 0 else []
 
 
 def locations(endpoint: Endpoint) -> list[list[Uri]]:

@@ -19,21 +19,24 @@ from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations, reachable
 from dissociated.client.asynchronous import asynchronous
-from dissociated.client.connect import supports_selection
+from dissociated.client.connect import shares_memory, supports_selection
 from dissociated.client.filtering import read_filtered
 from dissociated.client.open import read_stream
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import select_columns, slice_batches, slice_rows
+from dissociated.codec.columns import filter_batches, select_columns, select_fields, slice_batches, slice_rows
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
+from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, SourceError, TransportError, WrongKind
+from dissociated.protocol.request import REFUSED, Selection
 from dissociated.transport import registry
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from dissociated.catalog.dataset import Dataset
 
 T = TypeVar("T")
@@ -106,6 +109,10 @@ class Client(CatalogClient):
 
         return Dataset(self, self.describe(name, version), transport)
 
+    def scan(self, name: str, version: int | None = None, *, transport: str | None = None) -> pl.LazyFrame:
+        """The same as a LazyFrame of Polars, which reads the columns and rows that its plan needs."""
+        return self.dataset(name, version, transport=transport).scan()
+
     def __getitem__(self, name: str) -> Dataset:
         """The same as `dataset`."""
         return self.dataset(name)
@@ -174,10 +181,10 @@ class Client(CatalogClient):
                 for endpoint, wanted in _endpoints_with_rows(info, request)
             ]
 
-        reader = _chain(*self._open_endpoints(describe, opened))
-        if request.limit is None:
-            return reader
-        return read_filtered(replace(request, filter=None), None, lambda _: reader)
+        reader = _chain(*self._open_endpoints(describe, opened), request)
+        return (
+            reader if request.limit is None else filter_batches(reader, None, range(len(reader.schema)), request.limit)
+        )
 
     def read_endpoint(
         self,
@@ -187,6 +194,8 @@ class Client(CatalogClient):
         columns: Sequence[str] | None = None,
         *,
         batches: tuple[int, int] | None = None,
+        filter: Any = None,
+        limit: int | None = None,
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
@@ -199,6 +208,8 @@ class Client(CatalogClient):
             self.defaults,
             columns=columns,
             batches=batches,
+            filter=filter,
+            limit=limit,
             options=check_options(options, ReadOptions),
             max_body=max_body,
             allow_rma=allow_rma,
@@ -209,10 +220,7 @@ class Client(CatalogClient):
         self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
     ) -> pa.RecordBatchReader:
         """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
-        if request.chooses_rows:
-            return read_filtered(
-                request, info.schema, lambda inner: self.open_endpoint(info, endpoint, transport, inner)
-            )
+        request = replace(request, schema=info.schema)
         if transport == "grpc":
             return self._do_get(info, endpoint, request)
         return self._open_nearest(info.name, endpoint, transport, request, read_stream)
@@ -300,11 +308,16 @@ class Client(CatalogClient):
 
     def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
+        if request.chooses_rows:
+            network = [uri for way in locations(endpoint) for uri in way if not shares_memory(uri)]
+            return read_filtered(request, network[:1], lambda inner: self._do_get(info, endpoint, inner))
         selection, identifier = request.selection, endpoint.ticket
         if selection is not None:
             indices = selection.indices(info.schema.names)
             if any(supports_selection(uri) for way in locations(endpoint) for uri in way):
                 identifier = selection.identifier(endpoint.ticket)
+        if request.rows_at_server is not None and identifier == endpoint.ticket:
+            raise SourceError(f"{REFUSED}: the request would be too long")
         reader = self.do_get(identifier, request.options)
         if selection is not None and identifier == endpoint.ticket:
             reader = select_columns(reader, indices)
@@ -321,10 +334,14 @@ class Client(CatalogClient):
         self.close()
 
 
-def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader]) -> pa.RecordBatchReader:
+def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader], request: ReadRequest) -> pa.RecordBatchReader:
     if len(readers) == 1:
         return readers[0]
-    schema = readers[0].schema if readers else info.schema
+    if readers:
+        schema = readers[0].schema
+    else:
+        selection = request.selection or Selection()
+        schema = select_fields(info.schema, selection.indices(info.schema.names))
     return BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
 
 
@@ -342,8 +359,12 @@ def _endpoints_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tu
         if endpoint.rows is None:
             raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
         first, end = max(0, rows.start - at), min(rows.stop - at, endpoint.rows)
-        if first < end:
+        if not first and end == endpoint.rows and end:
+            yield endpoint, replace(request, rows=None)
+        elif first < end and (first or request.filter is not None):
             yield endpoint, replace(request, rows=range(first, end))
+        elif first < end:  # which a server may do, too
+            yield endpoint, replace(request, rows=None, limit=end)
         at += endpoint.rows
 
 

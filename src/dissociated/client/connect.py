@@ -13,7 +13,7 @@ from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemo
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import PARAMETER
+from dissociated.protocol.request import PARAMETER, ROWS_PARAMETER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import trace
@@ -26,6 +26,16 @@ _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
 def supports_selection(uri: Uri) -> bool:
     """Whether the server at `uri` chooses columns itself."""
     return uri.parameters.get(PARAMETER[0]) == PARAMETER[1]
+
+
+def supports_filter(uri: Uri) -> bool:
+    """Whether the server at `uri` chooses rows itself."""
+    return supports_selection(uri) and uri.parameters.get(ROWS_PARAMETER[0]) == ROWS_PARAMETER[1]
+
+
+def shares_memory(uri: Uri) -> bool:
+    """Whether bodies from `uri` stay where they are, or are fetched: then whole batches cost next to nothing."""
+    return transport(uri.scheme).shares_memory or uri.remote_handle is not None
 
 
 def parse_uris(uri: str | Sequence[str]) -> list[Uri]:

@@ -1,57 +1,96 @@
-"""Reads of which only some rows are wanted: filtered here, exactly, whatever was left out before."""
+"""Reads of which only some rows are wanted: by their server, as far as it can, and else here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from dissociated.client.connect import shares_memory, supports_filter
 from dissociated.client.request import ReadRequest
 from dissociated.codec.columns import filter_batches
-from dissociated.errors import RemoteProtocolError
+from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.protocol.request import REFUSED, RowSelection
+from dissociated.uri import Uri
 
 if TYPE_CHECKING:
     from dissociated.codec.filter import RowFilter
 
+_Opened = Callable[[ReadRequest], pa.RecordBatchReader]
 
-def read_filtered(
-    request: ReadRequest, schema: pa.Schema | None, opened: Callable[[ReadRequest], pa.RecordBatchReader]
-) -> pa.RecordBatchReader:
-    """What `request` wants of a dataset with this schema, which `opened` reads without a filter.
 
-    Columns that are only filtered by are read, and go no further. Where the schema is not known, all are. Raises what
-    `RowFilter.bind` and `opened` raise.
+def read_filtered(request: ReadRequest, uris: Sequence[Uri], opened: _Opened) -> pa.RecordBatchReader:
+    """The rows that `request` wants, of what `opened` reads at `uris`.
+
+    Where bodies travel, a server that can sends these rows alone. Where they stay, it leaves out batches that have none
+    of them, and the rest is done here. Raises what `RowFilter.bind` and `opened` raise.
     """
     inner = replace(request, filter=None, limit=None)
+    capable = bool(uris) and all(map(supports_filter, uris)) and request.rows is None
+    exact = capable and not any(map(shares_memory, uris))
     if request.filter is None:
-        reader = opened(inner)
-        return filter_batches(reader, None, range(len(reader.schema)), request.limit)
-    if schema is None:
+        reader = _asked(inner, RowSelection(None, request.limit), opened) if exact else None
+        return _filter(reader or opened(inner), None, None, request.limit)
+    if request.schema is None:  # so it is not known which columns are needed
         reader = opened(_with_fields(inner, None))
         rows, wanted = _bind(request, reader.schema)
-        return filter_batches(reader, rows, wanted, request.limit)
+        return _filter(reader, rows, wanted, request.limit)
+    schema = request.schema
     rows, wanted = _bind(request, schema)
     needed = sorted({*wanted, *rows.columns})
-    reader = opened(_with_fields(inner, needed if len(needed) < len(schema) else None))
-    if reader.schema.names != [schema.names[index] for index in needed]:
+    encoded = _encode(rows, schema) if capable else None
+    if encoded is not None and exact:
+        alone = _with_fields(inner, wanted if len(wanted) < len(schema) else None)
+        reader = _asked(alone, RowSelection(encoded, request.limit), opened)
+        if reader is not None:
+            return _filter(_checked(reader, schema, wanted), None, None, request.limit)
+    some = _with_fields(inner, needed if len(needed) < len(schema) else None)
+    skipping = encoded is not None and not exact
+    reader = _asked(some, RowSelection(encoded, exact=False), opened) if skipping else None
+    reader = _checked(reader or opened(some), schema, needed)
+    return _filter(
+        reader, _bind(request, reader.schema, False)[0], [needed.index(index) for index in wanted], request.limit
+    )
+
+
+def _asked(request: ReadRequest, rows: RowSelection, opened: _Opened) -> pa.RecordBatchReader | None:
+    """What a server gives that is asked for these rows; None where it refuses."""
+    try:
+        return opened(replace(request, rows_at_server=rows))
+    except DissociatedError as error:
+        if REFUSED not in str(error):
+            raise
+        return None
+
+
+def _filter(
+    reader: pa.RecordBatchReader, rows: RowFilter | None, columns: Sequence[int] | None, limit: int | None
+) -> pa.RecordBatchReader:
+    return filter_batches(reader, rows, range(len(reader.schema)) if columns is None else columns, limit)
+
+
+def _checked(reader: pa.RecordBatchReader, schema: pa.Schema, fields: Sequence[int]) -> pa.RecordBatchReader:
+    """The same. Raises RemoteProtocolError where it does not have these fields of the schema."""
+    if reader.schema.names != [schema.names[index] for index in fields]:
         raise RemoteProtocolError("the stream has other columns than its dataset was said to have")
-    rows = _filter(request, reader.schema)
-    return filter_batches(reader, rows, [needed.index(index) for index in wanted], request.limit)
+    return reader
 
 
-def _bind(request: ReadRequest, schema: pa.Schema) -> tuple[RowFilter, list[int]]:
-    """The filter, and the positions of the columns that are wanted."""
-    selection = request.selection
-    wanted = [*range(len(schema))] if selection is None else selection.indices(schema.names)
-    return _filter(request, schema), wanted
-
-
-def _filter(request: ReadRequest, schema: pa.Schema) -> RowFilter:
+def _bind(request: ReadRequest, schema: pa.Schema, whole: bool = True) -> tuple[RowFilter, list[int]]:
+    """The filter, and the positions of the columns that are wanted, in the schema of the whole stream."""
     from dissociated.codec.filter import RowFilter  # on first use: pyarrow.compute takes long to import
 
-    return RowFilter.bind(request.filter, schema)
+    selection = request.selection if whole else None
+    wanted = [*range(len(schema))] if selection is None else selection.indices(schema.names)
+    return RowFilter.bind(request.filter, schema), wanted
+
+
+def _encode(rows: RowFilter, schema: pa.Schema) -> bytes | None:
+    from dissociated.codec.substrait import encode_filter
+
+    return encode_filter(rows, schema)
 
 
 def _with_fields(request: ReadRequest, fields: list[int] | None) -> ReadRequest:

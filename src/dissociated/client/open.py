@@ -15,8 +15,8 @@ from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.columns import select_columns, slice_batches, slice_rows
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
-from dissociated.errors import RemoteProtocolError, WrongKind
-from dissociated.protocol.request import Selection
+from dissociated.errors import RemoteProtocolError, SourceError, WrongKind
+from dissociated.protocol.request import REFUSED, Selection
 
 
 def open_stream(
@@ -87,12 +87,14 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
     if request.chooses_rows:
         from dissociated.client.filtering import read_filtered
 
-        return read_filtered(request, None, lambda inner: read_stream(uri, ticket, inner))
+        return read_filtered(request, uris, lambda inner: read_stream(uri, ticket, inner))
     selection = request.selection
     identifier = ticket
     if selection is not None and all(map(supports_selection, uris)):
         identifier = selection.identifier(ticket)
     asked = identifier != ticket
+    if request.rows_at_server is not None and not asked:
+        raise SourceError(f"{REFUSED}: the request would be too long")
     stream = request_stream(uris, identifier, request)
     try:
         if stream.is_tensors:

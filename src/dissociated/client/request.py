@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pyarrow as pa
+
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
-from dissociated.protocol.request import Selection
+from dissociated.protocol.request import RowSelection, Selection
 from dissociated.transport.base import check_timeout
 
 #: Seconds that a server may be silent.
@@ -21,6 +23,7 @@ class ReadRequest:
     """The parameters of a read. `open_stream` says what each of them means.
 
     `rows` are counted from the first of the `batches`, `filter` chooses among them, and `limit` counts what passes.
+    `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
     Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
 
@@ -29,6 +32,8 @@ class ReadRequest:
     rows: range | None = None
     filter: Any = None
     limit: int | None = None
+    schema: pa.Schema | None = None
+    rows_at_server: RowSelection | None = None
     options: ReadOptions = field(default_factory=ReadOptions)
     timeout: float = TIMEOUT
     max_body: int = MAX_BODY
@@ -55,11 +60,14 @@ class ReadRequest:
     def selection(self) -> Selection | None:
         """What a server is asked for: columns by name, by position, or all, and batches; None for everything."""
         fields = tuple(self.options.included_fields) or None
-        if self.columns is None and fields is None and self.batches is None:
+        if self.columns is None and fields is None and self.batches is None and self.rows_at_server is None:
             return None
-        return Selection(None if self.columns is None else tuple(self.columns), fields, self.batches)
+        columns = None if self.columns is None else tuple(self.columns)
+        return Selection(columns, fields, self.batches, self.rows_at_server)
 
     def without_columns(self) -> ReadRequest:
         """The same for all batches, of which only the metadata moves: they say how many rows there are."""
         options = replace(self.options, included_fields=())
-        return replace(self, columns=(), batches=None, rows=None, filter=None, limit=None, options=options)
+        return replace(
+            self, columns=(), batches=None, rows=None, filter=None, limit=None, rows_at_server=None, options=options
+        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
@@ -34,6 +36,14 @@ def slice_batches(reader: pa.RecordBatchReader, first: int, stop: int) -> pa.Rec
     return BatchReader(reader.schema, islice(batches(reader), first, stop))
 
 
+def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.RecordBatchReader:
+    """The batches of these numbers, which ascend, as far as they are there. None after the last of them is read."""
+    stop = numbers[-1] + 1 if numbers else 0
+    wanted = numbers if isinstance(numbers, range) else {*numbers}
+    some = enumerate(islice(batches(reader), stop))
+    return BatchReader(reader.schema, (pair for number, pair in some if number in wanted))
+
+
 def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
     """These rows. No batch is read after the last of them; a part of one has the metadata of the whole."""
 
@@ -51,27 +61,44 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
 
 
 def filter_batches(
-    reader: pa.RecordBatchReader, rows: Rows | None, columns: Sequence[int], limit: int | None = None
+    reader: pa.RecordBatchReader,
+    rows: Rows | None,
+    columns: Sequence[int],
+    limit: int | None = None,
+    alive: float = float("inf"),
 ) -> pa.RecordBatchReader:
     """Of the rows that pass, the first, up to `limit`; of their columns those at these positions of the reader.
 
-    No batch is read after the last of them, and batches without any are left out.
+    No batch is read after the last of them, and batches without any are left out, unless nothing has come for as many
+    seconds as `alive`.
     """
     schema = select_fields(reader.schema, columns)
 
     def pairs() -> Iterator[BatchAndMetadata]:
-        left = limit
+        left, last = limit, time.monotonic()
         some = batches(reader)
         while left != 0 and (pair := next(some, None)) is not None:
             batch, metadata = pair
             mask = None if rows is None else rows.mask(batch)
             batch = batch.select([*columns])
             if mask is not None and mask.true_count < len(mask):  # else it stays where it lies
-                batch = batch.filter(mask)
+                batch = _passing(batch, mask)
             batch = batch[:left]
             if left is not None:
                 left -= batch.num_rows
-            if batch.num_rows:
+            if batch.num_rows or time.monotonic() - last > alive:
                 yield batch, metadata
+                last = time.monotonic()
 
     return BatchReader(schema, pairs())
+
+
+def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
+    """The rows for which `mask` is true."""
+    try:
+        return batch.filter(mask)
+    except pa.ArrowNotImplementedError:  # of views and run-end encoded arrays libarrow can only put slices together
+        passes = np.concatenate([[0], mask.fill_null(False).to_numpy(zero_copy_only=False).view(np.int8), [0]])
+        edges = np.flatnonzero(np.diff(passes)).tolist()
+        runs = [batch.slice(first, stop - first) for first, stop in zip(edges[::2], edges[1::2], strict=True)]
+        return pa.concat_batches(runs) if runs else batch[:0]

@@ -133,8 +133,16 @@ class Conditions:
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
         """The same for record batches of this schema. Raises OptionError and ColumnNotFound."""
-        decided = [reduce(pc.and_kleene, (one.expression(schema) for one in some)) for some in self.either]
-        return reduce(pc.or_kleene, decided)
+        decided = [_joined(pc.and_kleene, [one.expression(schema) for one in some]) for some in self.either]
+        return _joined(pc.or_kleene, decided)
+
+
+def _joined(function: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
+    """All parts, in a tree that is as flat as can be."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = len(parts) // 2
+    return function(_joined(function, parts[:middle]), _joined(function, parts[middle:]))
 
 
 class _Uncertain(Exception):
@@ -170,7 +178,7 @@ def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
     known = [value for value in values if value is not None]
     if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(known) <= _FEW):
         each = [_compared("=", column, type_, value) for value in known]
-        found = reduce(pc.or_kleene, each) if each else _always(column, False)
+        found = _joined(pc.or_kleene, each) if each else _always(column, False)
     else:
         among = pa.array([_scalar(value, type_) for value in known], type_)
         found = pc.if_else(pc.is_valid(column), pc.is_in(column, among), pa.scalar(None, pa.bool_()))

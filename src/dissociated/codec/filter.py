@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -19,10 +20,14 @@ Filter: TypeAlias = Any
 
 @dataclass(frozen=True)
 class RowFilter:
-    """A filter of batches with one schema, and the positions there of the columns that it looks at."""
+    """A filter of batches with one schema, and the positions there of the columns that it looks at.
+
+    Where it says as what `types` it looks at them, they are as good as their own: timestamps of another zone.
+    """
 
     expression: pc.Expression
     columns: tuple[int, ...]
+    types: tuple[pa.DataType, ...] | None = None
 
     @classmethod
     def bind(cls, wanted: Filter, schema: pa.Schema) -> RowFilter:
@@ -31,13 +36,17 @@ class RowFilter:
         Raises OptionError for what is no filter of these, and ColumnNotFound.
         """
         if isinstance(wanted, pc.Expression):
-            _try(wanted, schema)
             return cls(wanted, _columns(wanted, schema))
         single = isinstance(wanted, list | tuple) and wanted and isinstance(wanted[0], str)
         conditions = Conditions.parse([wanted] if single else wanted)
+        columns = tuple(sorted(map(schema.get_field_index, conditions.columns)))
         expression = conditions.expression(schema)
-        _try(expression, schema)
-        return cls(expression, tuple(sorted(map(schema.get_field_index, conditions.columns))))
+        _try(expression, select_fields(schema, columns))
+        return cls(expression, columns)
+
+    def among(self, columns: Sequence[int]) -> RowFilter:
+        """The same for batches that have its columns at these positions."""
+        return replace(self, columns=tuple(columns))
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
         """True for the rows that pass. Raises OptionError where that cannot be computed, as a quotient by 0."""
@@ -45,6 +54,8 @@ class RowFilter:
         if not self.columns:  # the same for each row
             looked_at = pa.table({"": pa.nulls(batch.num_rows)})
         try:
+            if self.types and self.types != tuple(looked_at.schema.types):
+                looked_at = looked_at.cast(pa.schema([*zip(looked_at.schema.names, self.types, strict=True)]))
             return _compute(self.expression, looked_at).combine_chunks()
         except pa.ArrowException as error:
             raise OptionError(f"the filter {self.expression} cannot be applied to these rows: {error}") from None
@@ -77,13 +88,24 @@ def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
     """The columns that an expression looks at, or more: it can be asked for its text alone.
 
     A name in it that is no column costs reading that column. Where a column is told by its position, all are taken.
+    Raises as `_try` does.
     """
     text = str(expression)
-    named = [index for index, name in enumerate(schema.names) if name in text]
-    if "FieldPath" not in text:
-        try:
-            _try(expression, select_fields(schema, named))
-            return tuple(named)
-        except DissociatedError:
-            pass
-    return tuple(range(len(schema)))
+    named = [index for index, name in enumerate(schema.names) if name in text or "FieldPath" in text]
+    try:
+        _try(expression, select_fields(schema, named))
+    except DissociatedError:
+        if "FieldPath" in text:
+            raise
+        named = [index for index in named if _computable(schema.field(index))]
+        _try(expression, select_fields(schema, named))
+    return tuple(named)
+
+
+def _computable(field: pa.Field) -> bool:
+    """Whether libarrow computes anything of batches that have this column: not of unions."""
+    try:
+        _compute(pc.scalar(True), pa.schema([field]).empty_table())
+    except pa.ArrowException:
+        return False
+    return True

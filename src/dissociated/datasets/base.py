@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
@@ -22,6 +22,9 @@ from dissociated.errors import OptionError, SourceError
 from dissociated.memory.region import Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
+
+if TYPE_CHECKING:
+    from dissociated.codec.substrait import Node
 
 #: Anything `publish` takes; see `make_dataset`.
 Source: TypeAlias = Any
@@ -47,6 +50,8 @@ class Dataset(ABC):
     splits_streams = True
     #: Whether its source is opened anew for each reading, which may then have other batches, or none.
     reopened = False
+    #: Whether rows of it can be chosen for one client.
+    filterable = True
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
         self.name = name
@@ -123,8 +128,23 @@ class Dataset(ABC):
     def select(self, selection: Selection) -> Dataset:
         """The same with these columns and batches alone. Raises ColumnNotFound and OptionError."""
         indices = selection.indices(self.schema.names)
-        chosen = self if len(indices) == len(self.schema) else self._select(tuple(indices))
+        chosen = self._select_all(indices)
         return chosen if selection.batches is None else chosen._slice(*selection.batches)
+
+    def _select_all(self, indices: Sequence[int]) -> Dataset:
+        """The same with the columns at these positions, which may be all."""
+        return self if len(indices) == len(self.schema) else self._select(tuple(indices))
+
+    def passing_batches(self, filter_: Node, columns: Sequence[int]) -> Sequence[bool] | None:
+        """Of each batch whether a row may pass a filter, which numbers the columns at these positions.
+
+        None where nothing is known.
+        """
+        return None
+
+    def pick_batches(self, numbers: Sequence[int]) -> Dataset:
+        """The same with the batches of these numbers alone, which ascend and of which something is known."""
+        raise OptionError(f"the batches of {self.name!r} cannot be picked")
 
     @abstractmethod
     def _select(self, indices: tuple[int, ...]) -> Dataset:

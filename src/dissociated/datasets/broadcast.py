@@ -26,6 +26,7 @@ class Broadcast(Dataset):
     """
 
     splits_streams = False  # each connection has its own place in the stream
+    filterable = False
 
     def __init__(self, name: str, source: Source, live: Live, limit: int, options: WriteOptions | None = None) -> None:
         if not isinstance(live, Live):

@@ -6,15 +6,16 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import select_columns, select_fields, slice_batches
+from dissociated.codec.columns import pick_batches, select_columns, select_fields
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
+from dissociated.codec.statistics import Collector, Statistics
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.ways import S, SendVisitor, SharedSegment, StaticMessage, T
@@ -24,6 +25,9 @@ from dissociated.format.projection import ProjectedMessage, Projection
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
+
+if TYPE_CHECKING:
+    from dissociated.codec.substrait import Node
 
 #: Of how many selections of columns a static dataset keeps the messages.
 _MAX_SELECTIONS = 16
@@ -74,8 +78,25 @@ class StaticDataset(Dataset):
                 self._selected.popitem(last=False)
             return found
 
-    def _slice(self, first: int, stop: int) -> Dataset:
-        return _StaticBatches(self, first, stop)
+    def _slice(self, first: int, stop: int) -> StaticDataset:
+        return _StaticBatches(self, range(first, stop))
+
+    def statistics(self, columns: Sequence[int]) -> Statistics | None:
+        """What is known of the values in its batches, of these columns at least."""
+        return None
+
+    def passing_batches(self, filter_: Node, columns: Sequence[int]) -> Sequence[bool] | None:
+        from dissociated.codec.pruning import may_pass  # on first use: pyarrow.compute takes long to import
+
+        found = self.statistics(columns)
+        if found is None:
+            return None
+        bounds = {at: found.bounds[column] for at, column in enumerate(columns) if column in found.bounds}
+        passing: Sequence[bool] = may_pass(filter_, found.num_rows, bounds).to_pylist()
+        return passing
+
+    def pick_batches(self, numbers: Sequence[int]) -> StaticDataset:
+        return _StaticBatches(self, numbers)
 
     def drop(self) -> None:
         with self._lock:  # they refer back, and memory shall not wait for the collector
@@ -123,13 +144,13 @@ class StaticColumns(StaticDataset):
 class _StaticBatches(StaticDataset):
     """Some batches of a static dataset, and all dictionaries that come before the last of them."""
 
-    def __init__(self, whole: StaticDataset, first: int, stop: int) -> None:
+    def __init__(self, whole: StaticDataset, numbers: Sequence[int]) -> None:
         super().__init__(whole.name, whole.schema)
         self._whole = whole
-        self._place = first, stop
+        self._numbers = numbers  # ascending
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return slice_batches(self._whole.open_reader(), *self._place)
+        return pick_batches(self._whole.open_reader(), self._numbers)
 
     def packed(self) -> Sequence[StaticMessage]:
         return self._slice_messages(self._whole.packed())
@@ -139,14 +160,15 @@ class _StaticBatches(StaticDataset):
         return self._slice_messages(messages), segments
 
     def _slice_messages(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
-        first, stop = self._place
+        numbers = self._numbers if isinstance(self._numbers, range) else {*self._numbers}
+        stop = self._numbers[-1] + 1 if self._numbers else 0
         sliced = [messages[0]]  # the schema
         number = 0
         for message in messages[1:]:
             if number == stop:
                 break
             is_batch = message.parsed.type is HeaderType.RECORD_BATCH
-            if number >= first or not is_batch:
+            if not is_batch or number in numbers:
                 sliced.append(message)
             number += is_batch
         return sliced
@@ -183,9 +205,25 @@ class TableDataset(StaticDataset):
         self._segments: SegmentsDataset | None = None
         self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
         self._validated = OnceValidator()
+        self._looking = threading.Lock()
+        self._statistics: dict[int, Statistics | None] = {}
 
     def open_reader(self) -> pa.RecordBatchReader:
         return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
+
+    def statistics(self, columns: Sequence[int]) -> Statistics | None:
+        """Looked at when they are asked for, once for each column."""
+        with self._looking:
+            for column in columns:
+                if column not in self._statistics:
+                    collector = Collector(self.schema, [column])
+                    for batch in self._table.to_reader():
+                        collector.add(batch)
+                    self._statistics[column] = collector.statistics()
+            found = [one for column in columns if (one := self._statistics[column]) is not None]
+        if not found:
+            return None
+        return Statistics(found[0].num_rows, {column: one for some in found for column, one in some.bounds.items()})
 
     def packed(self) -> Sequence[StaticMessage]:
         with self._lock:
@@ -265,6 +303,10 @@ class SegmentsDataset(StaticDataset):
 
     def appendable(self) -> Sequence[Segment]:
         return self.segments
+
+    def statistics(self, columns: Sequence[int]) -> Statistics | None:
+        found = [segment.statistics or Statistics.unknown(segment.batch_rows) for segment in self.segments]
+        return Statistics.concatenate(found) if any(one.bounds for one in found) else None
 
     def open(self) -> SegmentsDataset:
         return self

@@ -33,6 +33,8 @@ class TensorDataset(StaticDataset):
     Raises SourceError for one that cannot be written.
     """
 
+    filterable = False
+
     def __init__(self, name: str, tensors: Sequence[Tensor], options: WriteOptions | None = None) -> None:
         described = [
             TensorInfo(FORMATS[type(one)].value, str(one.type), tuple(one.shape), tuple(one.dim_names))

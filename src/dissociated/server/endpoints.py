@@ -9,7 +9,7 @@ from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import PARAMETER
+from dissociated.protocol.request import PARAMETER, ROWS_PARAMETER
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
@@ -21,8 +21,10 @@ _ONE_STREAM_EACH = (Streams.METADATA, Streams.BODIES)
 class Endpoints:
     """The locations that `listeners` have; those on all interfaces name the host `advertise`."""
 
-    def __init__(self, listeners: Sequence[Listener], advertise: str) -> None:
+    def __init__(self, listeners: Sequence[Listener], advertise: str, filters: bool = True) -> None:
         self._listeners = listeners
+        #: Whether rows are chosen for clients.
+        self.filters = filters
         self._advertise = advertise
 
     def listener_uris(self) -> list[str]:
@@ -67,7 +69,7 @@ class Endpoints:
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if regions or (by_address and transport(uri.scheme).shares_memory) else None,
-            parameters={**uri.parameters, PARAMETER[0]: PARAMETER[1]},
+            parameters={**uri.parameters, **dict((PARAMETER, ROWS_PARAMETER) if self.filters else (PARAMETER,))},
         )
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from dissociated.codec.split import Splitter
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.filtered import select
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.ways import Broadcasting, Static, Streamed
 from dissociated.errors import (
@@ -89,7 +90,7 @@ class Session:
         if selection is None:
             return wanted
         try:
-            return wanted.select(selection)
+            return select(wanted, selection)
         except (ColumnNotFound, OptionError):
             schema = Splitter(wanted.schema).schema_message.header
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)

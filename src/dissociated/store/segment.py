@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
 from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, Splitter, batches
+from dissociated.codec.statistics import Collector, Statistics, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
-from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError
+from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.format.encapsulated import MAGIC, Encapsulated
+from dissociated.format.encapsulated import MAGIC, Encapsulated, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count
 from dissociated.memory.region import Region
@@ -85,7 +87,8 @@ class Segment:
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
         made: list[Segment] = []
-        with SegmentWriter(partial(MemfdSink, name, made.append), reader.schema, options) as writer:
+        sink = partial(MemfdSink, name, made.append)
+        with SegmentWriter(sink, reader.schema, options, statistics=False) as writer:
             for batch, metadata in batches(reader):
                 writer.write_batch(batch, metadata)
         return made[0]
@@ -110,6 +113,20 @@ class Segment:
     def nbytes(self) -> int:
         """How many bytes the bodies have together."""
         return self.index.body_size
+
+    @cached_property
+    def statistics(self) -> Statistics | None:
+        """What its writer says of each record batch; None where that is nothing, or does not fit."""
+        if self.index.is_file:
+            return None
+        last = self.index[len(self.index) - 1]
+        end = last.offset + last.metadata_length + last.body_length
+        return read_statistics(self._memory, end, self.schema, self.batch_rows)
+
+    @property
+    def batch_rows(self) -> list[int]:
+        """How many rows each record batch has."""
+        return [row_count(one.header) for one in self.messages if one.parsed.type is HeaderType.RECORD_BATCH]
 
     def batches(self) -> Iterator[BatchAndMetadata]:
         """Its record batches, to leave this process through libarrow: each is validated, the first time.
@@ -153,8 +170,9 @@ class SegmentWriter(EncapsulatedWriter):
 
     A file, which must not exist, has a name only after `close`: a writer that is killed leaves nothing behind.
     Aborted, it is discarded. `reserve` is for files in the staging directory of a store, see StagedFile. Messages have
-    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. Raises
-    StoreError where the path exists already or there is no space left.
+    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. After the
+    end of the stream come its statistics, as far as there is room. Raises StoreError where the path exists already or
+    there is no space left.
     """
 
     def __init__(
@@ -163,8 +181,10 @@ class SegmentWriter(EncapsulatedWriter):
         schema: pa.Schema,
         options: WriteOptions | None = None,
         reserve: Reserve | None = None,
+        statistics: bool = True,
     ) -> None:
         self.rows = 0
+        self._statistics = Collector(schema, None if statistics else ())
         splitter = Splitter(schema, replace(check_options(options, WriteOptions), write_legacy_ipc_format=False))
         super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
@@ -176,6 +196,16 @@ class SegmentWriter(EncapsulatedWriter):
     def write_batch(self, batch: pa.RecordBatch, custom_metadata: Metadata | None = None) -> None:
         super().write_batch(batch, custom_metadata)
         self.rows += batch.num_rows
+        self._statistics.add(batch)
+
+    def _end(self) -> None:
+        found = self._statistics.statistics()
+        if found is not None:
+            with suppress(StoreFull):  # then without
+                self._write([end_of_stream(), found.encode()])
+                self._sink.close()
+                return
+        super()._end()
 
 
 class _File(Sink):

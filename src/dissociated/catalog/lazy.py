@@ -1,0 +1,117 @@
+"""A dataset as a LazyFrame of Polars, whose plan asks for the columns and rows that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Protocol
+
+import polars as pl
+import pyarrow as pa
+from polars.io.plugins import register_io_source
+
+from dissociated.codec.filter import RowFilter
+from dissociated.errors import DissociatedError
+
+_COMPARED = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
+_FLIPPED = {"Gt": "Lt", "GtEq": "LtEq", "Lt": "Gt", "LtEq": "GtEq", "Eq": "Eq", "NotEq": "NotEq"}
+_PLAIN = {"Boolean": bool, "String": str, "Float32": float, "Float64": float}
+_EPOCH = datetime(1970, 1, 1)
+
+
+class Handle(Protocol):
+    """What is asked of a handle."""
+
+    @property
+    def schema(self) -> pa.Schema: ...
+
+    def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader: ...
+
+
+def scan(dataset: Handle) -> pl.LazyFrame:
+    """Reads the version that `dataset` is a handle on."""
+
+    def source(
+        columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_size: int | None
+    ) -> Iterator[pl.DataFrame]:
+        conditions = None if predicate is None else _conditions(predicate, dataset.schema)
+        reader = dataset.to_reader(columns, conditions or None, limit=rows if predicate is None else None)
+        left = rows
+        for batch in reader:
+            frame = pl.DataFrame(batch)
+            if predicate is not None:  # all of it: what was asked for is what of it could be said
+                frame = frame.filter(predicate)
+            if left is not None:
+                frame = frame.head(left)
+                left -= frame.height
+            yield frame
+            if left == 0:
+                return
+
+    schema = pl.DataFrame(dataset.schema.empty_table()).schema
+    return register_io_source(source, schema=dict(schema), is_pure=True)
+
+
+def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, Any]]:
+    """Conditions that every row that passes fulfils: what of the predicate can be said so."""
+    try:
+        plain = json.loads(predicate.meta.serialize(format="json"))
+    except (pl.exceptions.PolarsError, ValueError):
+        return []
+    return [one for one in _said(plain) if _fits(one, schema)]
+
+
+def _fits(condition: tuple[str, str, Any], schema: pa.Schema) -> bool:
+    try:
+        RowFilter.bind([condition], schema)
+    except DissociatedError:
+        return False
+    return True
+
+
+def _said(plain: Any) -> Iterator[tuple[str, str, Any]]:
+    match plain:
+        case {"BinaryExpr": {"left": left, "op": "And", "right": right}}:
+            yield from _said(left)
+            yield from _said(right)
+        case {"BinaryExpr": {"left": {"Column": str(name)}, "op": str(op), "right": {"Literal": literal}}}:
+            yield from _compared(name, op, literal)
+        case {"BinaryExpr": {"left": {"Literal": literal}, "op": str(op), "right": {"Column": str(name)}}}:
+            yield from _compared(name, _FLIPPED.get(op, op), literal)
+        case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNull"}}}:
+            yield (name, "is null")  # type: ignore[misc]  # of these there are two
+        case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNotNull"}}}:
+            yield (name, "is not null")  # type: ignore[misc]
+        case {
+            "Function": {
+                "input": [{"Column": str(name)}, {"Literal": least}, {"Literal": most}],
+                "function": {"Boolean": {"IsBetween": _}},
+            }
+        }:
+            yield from _compared(name, "GtEq", least)
+            yield from _compared(name, "LtEq", most)
+
+
+def _compared(name: str, op: str, literal: Any) -> Iterator[tuple[str, str, Any]]:
+    if op in _COMPARED and (value := _value(literal)) is not None:
+        yield name, _COMPARED[op], value
+
+
+def _value(literal: Any) -> Any:
+    """The value of a literal as a condition has it; None where it is none of these."""
+    match literal:
+        case {"Dyn": {"Int": int(value)}} | {"Dyn": {"Float": float(value)}}:
+            return value
+        case {"Dyn": {"Str": str(value)}}:
+            return value
+        case {"Scalar": {"Date": int(days)}}:
+            return date(1970, 1, 1) + timedelta(days)
+        case {"Scalar": {"Datetime": [int(ticks), "Microseconds", zone]}}:
+            moment = _EPOCH + timedelta(microseconds=ticks)
+            return moment if zone is None else moment.replace(tzinfo=UTC)
+        case {"Scalar": dict(scalar)} if len(scalar) == 1:
+            kind, plain = next(iter(scalar.items()))
+            wanted = int if kind.startswith(("Int", "UInt")) else _PLAIN.get(kind)
+            return plain if type(plain) is wanted else None
+    return None

@@ -1,0 +1,76 @@
+"""Which batches may have a row that passes a filter, by their statistics. It never says no where one has."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.acero as acero
+import pyarrow.compute as pc
+
+from dissociated.codec.statistics import Bounds
+from dissociated.codec.substrait import Call, Column, Node, Value
+
+_FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
+_ALWAYS = pc.scalar(True)
+
+
+def may_pass(tree: Node, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:
+    """For each batch, whether a row of it may pass; `columns` are those of the tree that something is known of.
+
+    Not known is as good as true. What is never said of a batch is that all rows pass: so of what is denied nothing is
+    known, but for whether there are nulls.
+    """
+    known = {"num_rows": num_rows}
+    for number, bounds in columns.items():
+        known |= {f"{number}.null_count": bounds.null_count, f"{number}.min": bounds.min, f"{number}.max": bounds.max}
+    expression = pc.and_kleene(pc.field("num_rows") > 0, _may(tree, columns.keys()))
+    steps = [
+        acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.table(known))),
+        acero.Declaration("project", acero.ProjectNodeOptions([expression], ["may"])),
+    ]
+    found = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
+    return found.fill_null(True)
+
+
+def _may(node: Node, known: object) -> pc.Expression:
+    match node:
+        case Call("and", arguments):
+            return _joined(pc.and_kleene, [_may(one, known) for one in arguments])
+        case Call("or", arguments):
+            return _joined(pc.or_kleene, [_may(one, known) for one in arguments])
+        case Call("not", (Call("is_null", inner),)):
+            return _may(Call("is_not_null", inner), known)
+        case Call("not", (Call("is_not_null", inner),)):
+            return _may(Call("is_null", inner), known)
+        case Call("is_null", (Column(number, False),)) if _has(known, number):
+            return pc.field(f"{number}.null_count") > 0
+        case Call("is_not_null", (Column(number, False),)) if _has(known, number):
+            return pc.field(f"{number}.null_count") < pc.field("num_rows")
+        case Call(name, (Column(number, False), Value(value))) if name in _FLIPPED and _has(known, number):
+            return _compared(name, number, value)
+        case Call(name, (Value(value), Column(number, False))) if name in _FLIPPED and _has(known, number):
+            return _compared(_FLIPPED[name], number, value)
+    return _ALWAYS
+
+
+def _compared(name: str, number: int, value: pc.Expression) -> pc.Expression:
+    least, most = pc.field(f"{number}.min"), pc.field(f"{number}.max")
+    possible = {
+        "equal": pc.and_kleene(least <= value, most >= value),
+        "not_equal": pc.or_kleene(least != value, most != value),
+        "lt": least < value,
+        "lte": least <= value,
+        "gt": most > value,
+        "gte": most >= value,
+    }[name]
+    return pc.and_kleene(pc.field(f"{number}.null_count") < pc.field("num_rows"), possible)
+
+
+def _joined(function: object, parts: list[pc.Expression]) -> pc.Expression:
+    joined = parts[0]
+    for one in parts[1:]:
+        joined = function(joined, one)  # type: ignore[operator]
+    return joined
+
+
+def _has(known: object, number: int) -> bool:
+    return number in known  # type: ignore[operator]

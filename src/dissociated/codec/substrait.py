@@ -1,0 +1,270 @@
+"""Filters as they travel: one expression of Substrait, as pyarrow writes it, read as bytes from outside.
+
+Only what can harm nobody is taken: comparisons and logic of columns and of plain values, so many of them, nested so
+deep. What pyarrow cannot say in Substrait without changing what it means does not travel at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dissociated.buffers import Buffer
+from dissociated.codec.filter import RowFilter
+from dissociated.codec.reader import check_field_names
+from dissociated.errors import FormatError
+
+#: Bytes of an expression.
+MAX_SIZE = 1 << 14
+_MAX_DEPTH = 16
+_MAX_NODES = 512
+_MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
+
+#: Functions as Substrait calls them.
+_ALLOWED = {
+    *("equal", "not_equal", "lt", "lte", "gt", "gte", "is_null", "is_not_null", "is_nan"),
+    *("and", "or", "not"),
+}
+#: The same as pyarrow prints them, as far as they come back as they were: `is_in` becomes comparisons, of which nulls
+#: and NaN make something else.
+_EXACT = {"invert", "is_null", "is_valid", "is_nan"}
+_CALL = re.compile(r"(\w+)\(")
+
+# Numbers of the fields of Substrait's messages.
+_ORIGINS, _EXTENSIONS, _EXPRESSIONS, _SCHEMA, _VERSION = 1, 2, 3, 4, 7
+_LITERAL, _SELECTION, _FUNCTION = 1, 2, 3
+#: Literals that are one plain value: numbers, text, bytes, dates, times, decimals, null.
+_PLAIN = {1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 21, 22, 23, 24, 27, 29, 34, 35, 36, 50, 51}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of these arguments."""
+
+    name: str
+    arguments: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A top-level column of the schema that comes with the expression; `nested` where it is a field within that."""
+
+    number: int
+    nested: bool = False
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value, as an expression of pyarrow."""
+
+    expression: pc.Expression
+
+
+Node: TypeAlias = Call | Column | Value
+
+
+@dataclass(frozen=True)
+class ReceivedFilter:
+    """An expression over batches of `schema`, for libarrow, and as a tree."""
+
+    expression: pc.Expression
+    schema: pa.Schema
+    tree: Node
+
+    def bind(self, schema: pa.Schema) -> tuple[RowFilter, tuple[int, ...]]:
+        """The filter of batches that have its columns alone, in its order; and where in `schema` these stand.
+
+        Raises FormatError where they are not there, or not just so.
+        """
+        numbers = []
+        for field in self.schema:
+            found = schema.get_all_field_indices(field.name)
+            if len(found) != 1 or not _alike(schema.field(found[0]).type, field.type):
+                raise FormatError(f"the filter has a column {field.name!r} that is not there, or of another type")
+            numbers += found
+        rows = RowFilter(self.expression, tuple(range(len(numbers))), tuple(self.schema.types))
+        return rows, tuple(numbers)
+
+
+def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
+    """The filter of batches of this schema as it travels; None where it would mean something else, or be too long."""
+    looked_at = pa.schema([schema.field(number) for number in rows.columns])
+    text = str(rows.expression)
+    if not {*_CALL.findall(text)} <= _EXACT or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
+        return None
+    try:
+        encoded = _compact(bytes(_substrait().serialize_expressions([rows.expression], ["passes"], looked_at)))
+        received = parse_filter(encoded)
+        received.bind(schema)
+    except (pa.ArrowException, FormatError, ValueError):
+        return None
+    return encoded
+
+
+def parse_filter(encoded: bytes) -> ReceivedFilter:
+    """Raises FormatError for what is no filter, or none that is taken."""
+    if len(encoded) > MAX_SIZE:
+        raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are taken")
+    tree = _Parser(encoded).tree()
+    try:
+        bound = _substrait().deserialize_expressions(encoded)
+        ((_, expression),) = bound.expressions.items()
+        schema = check_field_names(bound.schema)
+    except (pa.ArrowException, ValueError) as error:
+        raise FormatError(f"libarrow cannot read the filter: {error}") from None
+    return ReceivedFilter(expression, schema, tree)
+
+
+def _substrait() -> Any:
+    try:
+        import pyarrow.substrait as substrait
+    except ImportError:
+        raise FormatError("this build of pyarrow has no Substrait") from None
+    return substrait
+
+
+def _depth(text: str) -> int:
+    """How deep the parentheses in a text nest, at most."""
+    steps = ((one == "(") - (one == ")") for one in text)
+    return max(accumulate(steps), default=0)
+
+
+def _compact(encoded: bytes) -> bytes:
+    """The same expression with each extension told once, and none that it has no function of."""
+    fields = [*_fields(encoded)]
+    used = {_number(function, 1) for declared in _messages(fields, _EXTENSIONS) for function in _messages(declared, 3)}
+    kept: dict[bytes, None] = {}
+    for number, value in fields:
+        if isinstance(value, int) or (number == _ORIGINS and _number([*_fields(value)], 1) not in used):
+            continue
+        kept[_encode(number, bytes(value))] = None
+    return b"".join(kept)
+
+
+class _Parser:
+    """Reads the messages of protobuf that an expression is made of."""
+
+    def __init__(self, encoded: bytes) -> None:
+        self._whole = [*_fields(encoded)]
+        self._nodes = 0
+        self._functions: dict[int, str] = {}
+        for declared in _messages(self._whole, _EXTENSIONS):
+            for function in _messages(declared, 3):
+                name = b"".join(bytes(value) for number, value in function if number == 3 and _is_bytes(value)).decode(
+                    errors="replace"
+                )
+                if name not in _ALLOWED:
+                    raise FormatError(f"the filter has the function {name!r}, which is not computed for others")
+                self._functions[_number(function, 2)] = name
+
+    def tree(self) -> Node:
+        roots = [root for expression in _messages(self._whole, _EXPRESSIONS) for root in _messages(expression, 1)]
+        if len(roots) != 1:
+            raise FormatError(f"a filter is one expression, not {len(roots)}")
+        return self._node(roots[0], 0)
+
+    def _node(self, fields: _Fields, depth: int) -> Node:
+        self._nodes += 1
+        if depth > _MAX_DEPTH or self._nodes > _MAX_NODES:
+            raise FormatError(f"the filter has more than {_MAX_NODES} parts, or nests deeper than {_MAX_DEPTH}")
+        if len(fields) != 1 or not _is_bytes(fields[0][1]):
+            raise FormatError("the filter cannot be read")
+        number, content = fields[0]
+        assert not isinstance(content, int)
+        inner = [*_fields(content)]
+        if number == _FUNCTION:
+            name = self._functions.get(_number(inner, 1))
+            if name is None:
+                raise FormatError("the filter has a function without a name")
+            arguments = [value for argument in _messages(inner, 4) for value in _messages(argument, 3)]
+            return Call(name, tuple(self._node(one, depth + 1) for one in arguments))
+        if number == _SELECTION:
+            return _column(inner)
+        if number == _LITERAL and {kind for kind, _ in inner} <= _PLAIN:
+            return Value(self._value(bytes(content)))
+        raise FormatError("the filter has a kind of expression that is not computed for others")
+
+    def _value(self, literal: bytes) -> pc.Expression:
+        """A literal, read by libarrow: an expression of it alone."""
+        alone = _encode(_EXPRESSIONS, _encode(1, _encode(_LITERAL, literal)) + _encode(3, b"value"))
+        rest = [(number, value) for number, value in self._whole if number in (_SCHEMA, _VERSION) and _is_bytes(value)]
+        message = alone + b"".join(_encode(number, bytes(value)) for number, value in rest)
+        try:
+            ((_, expression),) = _substrait().deserialize_expressions(message).expressions.items()
+        except (pa.ArrowException, ValueError) as error:
+            raise FormatError(f"libarrow cannot read a value of the filter: {error}") from None
+        return expression
+
+
+def _column(reference: _Fields) -> Column:
+    for direct in _messages(reference, 1):
+        for struct in _messages(direct, 2):
+            return Column(_number(struct, 1), nested=any(number == 2 for number, _ in struct))
+    raise FormatError("the filter has a column that cannot be read")
+
+
+def _alike(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether values compare alike: Substrait does not say which zone a timestamp is shown in."""
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other):
+        return one.unit == other.unit and (one.tz is None) is (other.tz is None)
+    return bool(one == other)
+
+
+_Value: TypeAlias = int | memoryview
+_Fields: TypeAlias = list[tuple[int, _Value]]
+
+
+def _fields(message: Buffer) -> Iterator[tuple[int, _Value]]:
+    """The fields of a message of protobuf: their numbers, and a number or bytes. Raises FormatError."""
+    left = memoryview(message)
+    while left:
+        key, left = _varint(left)
+        kind = key & 7
+        if kind == 0:
+            number, left = _varint(left)
+            yield key >> 3, number
+            continue
+        length = {1: 8, 5: 4}.get(kind, 0)
+        if kind == 2:
+            length, left = _varint(left)
+        elif not length:
+            raise FormatError("the filter is no message of protobuf")
+        if length > len(left):
+            raise FormatError("the filter is cut off")
+        yield key >> 3, left[:length]
+        left = left[length:]
+
+
+def _varint(left: memoryview) -> tuple[int, memoryview]:
+    value = 0
+    for at, byte in enumerate(left[:10]):
+        value |= (byte & 0x7F) << (7 * at)
+        if byte < 0x80:
+            return value, left[at + 1 :]
+    raise FormatError("the filter is cut off")
+
+
+def _messages(fields: Sequence[tuple[int, _Value]], wanted: int) -> list[_Fields]:
+    return [[*_fields(value)] for number, value in fields if number == wanted and not isinstance(value, int)]
+
+
+def _number(fields: Sequence[tuple[int, _Value]], wanted: int) -> int:
+    """A number, 0 where there is none."""
+    return next((value for number, value in fields if number == wanted and isinstance(value, int)), 0)
+
+
+def _is_bytes(value: _Value) -> bool:
+    return not isinstance(value, int)
+
+
+def _encode(number: int, content: bytes) -> bytes:
+    def varint(value: int) -> bytes:
+        return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + varint(value >> 7)
+
+    return varint(number << 3 | 2) + varint(len(content)) + content

@@ -1,0 +1,238 @@
+"""Filters as they travel: the same rows pass, no batch with one of them is left out, and no bytes do harm."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import suppress
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.substrait as substrait
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dissociated.codec import statistics
+from dissociated.codec import substrait as module
+from dissociated.codec.columns import filter_batches
+from dissociated.codec.filter import RowFilter
+from dissociated.codec.pruning import may_pass
+from dissociated.codec.statistics import Collector, Statistics
+from dissociated.codec.substrait import encode_filter, parse_filter
+from dissociated.errors import FormatError, OptionError
+
+NAN, INF = math.nan, math.inf
+MOMENT = datetime(2024, 2, 29, 12)
+VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "flag": (pa.bool_(), [True, False]),
+    "small": (pa.int8(), [-128, -1, 0, 1, 127]),
+    "number": (pa.int64(), [-(2**63), -1, 0, 1, 2**53 + 1, 2**63 - 1]),
+    "unsigned": (pa.uint32(), [0, 1, 2**32 - 1]),
+    "single": (pa.float32(), [NAN, -INF, -0.0, 0.0, 0.5, INF]),
+    "double": (pa.float64(), [NAN, -INF, -0.0, 0.0, 0.1, 0.5, INF]),
+    "decimal": (pa.decimal128(9, 2), [Decimal("-1.50"), Decimal("0.00"), Decimal("1.25")]),
+    "text": (pa.string(), ["", "a", "b", "ä"]),
+    "bytes": (pa.binary(), [b"", b"a", b"\xff"]),
+    "day": (pa.date32(), [date(1969, 12, 31), date(2024, 2, 29)]),
+    "clock": (pa.time64("us"), [time(0), time(23, 59)]),
+    "local": (pa.timestamp("us"), [MOMENT, MOMENT.replace(year=1960)]),
+    "zone": (pa.timestamp("us", "Europe/Berlin"), [MOMENT.replace(tzinfo=UTC), MOMENT.replace(year=1960, tzinfo=UTC)]),
+}
+SCHEMA = pa.schema([(name, type_) for name, (type_, _) in VALUES.items()])
+SIZE = 20_000  # rows of a batch that has statistics
+COMPARE = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+
+
+def leaf(name: str, how: str, value: Any) -> pc.Expression:
+    if how in COMPARE:
+        return getattr(pc.field(name), how)(pa.scalar(value, VALUES[name][0]))
+    return {"null": pc.field(name).is_null(), "valid": pc.field(name).is_valid(), "known": pc.is_valid(pc.field(name))}[
+        how
+    ]
+
+
+leaves = st.sampled_from([*VALUES]).flatmap(
+    lambda name: st.builds(
+        leaf,
+        st.just(name),
+        st.sampled_from([*COMPARE, *COMPARE, "null", "valid", "known"]),
+        st.sampled_from([*VALUES[name][1], None]),
+    )
+)
+expressions = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a, b: a | b, inner, inner),
+        st.builds(lambda a: ~a, inner),
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[pa.RecordBatch]:
+    """A few batches, each of few rows, so that bounds are narrow."""
+
+    def batch() -> pa.RecordBatch:
+        rows = draw(st.integers(0, 3))
+        columns = [
+            pa.array(draw(st.lists(st.sampled_from([*values, None]), min_size=rows, max_size=rows)), type_)
+            for type_, values in VALUES.values()
+        ]
+        return pa.record_batch(columns, schema=SCHEMA)
+
+    return [batch() for _ in range(draw(st.integers(1, 4)))]
+
+
+@settings(max_examples=150)
+@given(expressions, tables())
+def test_what_travels_means_the_same_and_leaves_out_no_batch_that_has_a_row(
+    expression: pc.Expression, batches: list[pa.RecordBatch]
+) -> None:
+    rows = RowFilter.bind(expression, SCHEMA)
+    encoded = encode_filter(rows, SCHEMA)
+    if encoded is None:  # unsigned numbers are none of Substrait's
+        assert (
+            "unsigned" in str(expression)
+            or "null" in str(expression)
+            or "true" in str(expression)
+            or "false" in str(expression)
+        )
+        return
+    received = parse_filter(encoded)
+    there, columns = received.bind(SCHEMA)
+    collector = Collector(SCHEMA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_LEAST_ROWS", 1)
+        for batch in batches:
+            collector.add(batch)
+    known = collector.statistics() or Statistics.unknown([batch.num_rows for batch in batches])
+    bounds = {at: known.bounds[column] for at, column in enumerate(columns) if column in known.bounds}
+    passing = may_pass(received.tree, known.num_rows, bounds).to_pylist()
+    for batch, may in zip(batches, passing, strict=True):
+        mask = rows.mask(batch)
+        assert there.among(columns).mask(batch).equals(mask)
+        assert may or not mask.true_count
+        assert may is False or batch.num_rows
+
+
+def test_batches_without_a_row_are_left_out() -> None:
+    """Which the test before would not notice."""
+    batches = [
+        pa.record_batch({"n": pa.array(range(first, first + SIZE), pa.int64())}) for first in (0, SIZE, 2 * SIZE)
+    ]
+    batches.append(pa.record_batch({"n": pa.nulls(SIZE, pa.int64())}))
+    collector = Collector(batches[0].schema)
+    for batch in batches:
+        collector.add(batch)
+    known = collector.statistics()
+    assert known is not None
+    n = pc.field("n")
+    for expression, expected in (
+        (n < SIZE, [0]),
+        (n >= 3 * SIZE - 1, [2]),
+        ((n == 5) | (n == 2 * SIZE), [0, 2]),
+        ((n > 5) & (n < 7), [0]),
+        (n.is_null(), [3]),
+        (~n.is_null(), [0, 1, 2]),
+        (n.is_valid(), [0, 1, 2]),
+        (n != 10**12, [0, 1, 2]),
+        (n > pa.scalar(None, pa.int64()), []),
+    ):
+        encoded = encode_filter(RowFilter.bind(expression, batches[0].schema), batches[0].schema)
+        assert encoded is not None, expression
+        passing = may_pass(parse_filter(encoded).tree, known.num_rows, known.bounds).to_pylist()
+        if expected:
+            assert [number for number, may in enumerate(passing) if may] == expected, expression
+
+
+def refused() -> dict[str, bytes]:
+    """Filters that pyarrow would compute, and what is none."""
+    schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
+    n = pc.field("n")
+    some = {
+        "arithmetic": n + 1 > 5,
+        "text": pc.starts_with(pc.field("s"), pattern="a"),
+        "choice": pc.if_else(n > 1, True, False),
+    }
+    made = {name: bytes(substrait.serialize_expressions([one], ["x"], schema)) for name, one in some.items()}
+    encoded = encode_filter(RowFilter.bind(~(n > 1), schema), schema)
+    assert encoded is not None
+    made["deep"] = nested(encoded, 40)
+    made["two"] = bytes(substrait.serialize_expressions([n > 1, n > 2], ["x", "y"], schema))
+    return {**made, "none": b"", "noise": b"\xff" * 100, "large": bytes(1 << 15)}
+
+
+def nested(encoded: bytes, depth: int) -> bytes:
+    """The filter `encoded`, the denial of something, denied so many times more."""
+    fields = [*module._fields(encoded)]
+    expression = bytes(next(value for one, value in fields if one == module._EXPRESSIONS))
+    ((_, root),) = [one for one in module._fields(expression) if one[0] == 1]
+    ((_, call),) = module._fields(root)
+    denial = b"".join(module._encode(one, bytes(value)) for one, value in module._fields(call) if one == 3)
+    anchor = bytes([1 << 3, module._number([*module._fields(call)], 1)])
+    inner = bytes(root)
+    for _ in range(depth):
+        inner = module._encode(3, anchor + denial + module._encode(4, module._encode(3, inner)))
+    rest = b"".join(module._encode(one, bytes(value)) for one, value in fields if one != module._EXPRESSIONS)
+    return rest + module._encode(module._EXPRESSIONS, module._encode(1, inner) + module._encode(3, b"x"))
+
+
+@pytest.mark.parametrize("what", ["arithmetic", "text", "choice", "deep", "two", "none", "noise", "large"])
+def test_other_expressions_are_refused(what: str) -> None:
+    with pytest.raises(FormatError):
+        parse_filter(refused()[what])
+
+
+def test_denials_are_counted_as_libarrow_does() -> None:
+    schema = pa.schema([("n", pa.int64())])
+    encoded = encode_filter(RowFilter.bind(~(pc.field("n") > 1), schema), schema)
+    assert encoded is not None
+    rows, _ = parse_filter(nested(encoded, 11)).bind(schema)
+    assert rows.mask(pa.record_batch({"n": [1, 2, None]})).to_pylist() == [False, True, None]
+
+
+def test_what_substrait_would_change_does_not_travel() -> None:
+    """`is_in` becomes comparisons, to which nulls and NaN are something else."""
+    number, double = pc.field("number"), pc.field("double")
+    for expression in (number.isin([1, None]), ~number.isin([1]), double.is_null(nan_is_null=True), number > 0.5):
+        assert encode_filter(RowFilter.bind(expression, SCHEMA), SCHEMA) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_filters_harm_nobody(seed: int) -> None:
+    chance = random.Random(seed)
+    expression = (pc.field("number") > 5) & ((pc.field("text") == "a") | ~(pc.field("double") <= 0.5))
+    encoded = encode_filter(RowFilter.bind(expression, SCHEMA), SCHEMA)
+    assert encoded is not None
+    (batch,) = SCHEMA.empty_table().to_batches() or [pa.RecordBatch.from_pylist([], SCHEMA)]
+    read = 0
+    for _ in range(700):
+        damaged = bytearray(encoded)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(damaged))
+            damaged[at] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, damaged[at] ^ 1 << chance.randrange(8)))
+        if chance.random() < 0.2:
+            del damaged[chance.randrange(len(damaged)) :]
+        try:
+            rows, columns = parse_filter(bytes(damaged)).bind(SCHEMA)
+        except FormatError:
+            continue
+        with suppress(OptionError):
+            rows.among(columns).mask(batch)
+        read += 1
+    assert read < 700
+
+
+def test_who_waits_for_rows_hears_that_others_are_read() -> None:
+    """A filter that nothing passes for long: batches without rows come then, and by default none."""
+    batches = [pa.record_batch({"n": [1]})] * 3
+    for alive, count in ((0.0, 3), (1e9, 0)):
+        reader = pa.RecordBatchReader.from_batches(batches[0].schema, batches)
+        nothing = RowFilter.bind(("n", ">", 5), batches[0].schema)
+        assert [one.num_rows for one in filter_batches(reader, nothing, [0], alive=alive)] == [0] * count
