@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,6 +81,7 @@ class Columns:
         self.schema = arrow_schema(wanted)
         self._truncate = nanoseconds == "truncate"
         there = spark_schema(source, self.names)
+        self._to_convert = {name for name in self.names if not is_readable(source.field(name).type)}
         for here, to, field, asked in zip(arrow_schema(there), self.schema, there, wanted, strict=True):
             if not _fits(here, to):
                 raise SourceError(
@@ -93,34 +95,37 @@ class Columns:
         """
         if not self.names:
             return batch.select([])  # the number of rows stays
-        return pa.RecordBatch.from_arrays(self._arrays(batch, _never), schema=self.schema)
+        arrays = [self._column(batch.column(field.name), field) for field in self.schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The same, but for columns that Spark's JVM can read as they are: those do not change their types."""
-        if not self.names:
-            return batch.select([])
-        return pa.RecordBatch.from_arrays(self._arrays(batch, is_readable), self.names)
+        chosen = batch.select(self.names)
+        try:
+            chosen.validate()
+        except pa.ArrowInvalid as error:
+            number = re.match(r"In column (\d+)", str(error))
+            which = f"column {self.names[int(number[1])]!r}" if number else "a batch"
+            raise SourceError(f"{which} is damaged: {error}") from None
+        if not self._to_convert:
+            return chosen
+        arrays = [
+            self._column(column, field) if field.name in self._to_convert else column
+            for column, field in zip(chosen.columns, self.schema, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, self.names)
 
-    def _arrays(self, batch: pa.RecordBatch, stays: Callable[[pa.DataType], bool]) -> list[pa.Array]:
-        arrays = []
-        for field in self.schema:
-            column = batch.column(field.name)
-            if stays(column.type):
-                arrays.append(_validated(column, field.name))
-                continue
-            try:
-                arrays.append(self._converted(column, field.type))
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                advice = ""
-                if "lose data" in str(error) and not self._truncate:
-                    advice = (
-                        "; microseconds are the finest that Spark has: .option('nanoseconds', 'truncate') cuts them"
-                    )
-                raise SourceError(
-                    f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
-                    f"{field.type}: {error}{advice}"
-                ) from None
-        return arrays
+    def _column(self, column: pa.Array, field: pa.Field) -> pa.Array:
+        try:
+            return self._converted(column, field.type)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            advice = ""
+            if "lose data" in str(error) and not self._truncate:
+                advice = "; microseconds are the finest that Spark has: .option('nanoseconds', 'truncate') cuts them"
+            raise SourceError(
+                f"column {field.name!r} of the type {column.type} has a value that Spark cannot hold as "
+                f"{field.type}: {error}{advice}"
+            ) from None
 
     def _converted(self, array: pa.Array, to: pa.DataType) -> pa.Array:
         here = array.type
@@ -292,18 +297,6 @@ def _own(type_: pa.DataType) -> pa.DataType | None:
         return _spark_type(type_)
     except _UnsupportedType:
         return None
-
-
-def _validated(column: pa.Array, name: str) -> pa.Array:
-    try:
-        column.validate()
-    except pa.ArrowInvalid as error:
-        raise SourceError(f"column {name!r} is damaged: {error}") from None
-    return column
-
-
-def _never(type_: pa.DataType) -> bool:
-    return False
 
 
 def _nulls(array: pa.Array) -> pa.Array | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -27,7 +28,7 @@ from dissociated.catalog.reader import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.conditions import Conditions
-from dissociated.errors import DatasetNotFound, OptionError, WrongKind
+from dissociated.errors import DatasetNotFound, DissociatedError, OptionError, WrongKind
 from dissociated.spark.catalog import CatalogConfig, required
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import parse_filters
@@ -39,6 +40,7 @@ _OPTIONS = (
     *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
     *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
 )
+_FRESH = 10.0  # seconds
 _MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
 
 
@@ -130,8 +132,9 @@ class DatasetReader(DataSourceReader):
     def __init__(self, request: Request, schema: StructType) -> None:
         self.request = request
         self.schema = schema
+        self._asked: _Asked | None = None
 
-    def partitions(self, version: int = 0) -> Sequence[EndpointPartition]:
+    def partitions(self, version: int = 0, slice_bytes: int = SLICE_BYTES) -> Sequence[EndpointPartition]:
         """One for each endpoint, or for each slice of one where those can be requested.
 
         They are those of this `version`, if it is not 0. Raises DatasetNotFound where it is there no more.
@@ -149,7 +152,7 @@ class DatasetReader(DataSourceReader):
                     rows=(endpoint.rows or 0) if one is None else one.rows,
                 )
                 for number, endpoint in enumerate(info.endpoints)
-                for one in self._slices(client, info, endpoint)
+                for one in self._slices(client, info, endpoint, slice_bytes)
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -162,18 +165,32 @@ class DatasetReader(DataSourceReader):
     ) -> Generator[pa.RecordBatch, None, None]:
         """The same, in batches of at most so many rows; and `in_place`, with types as `Columns.select` leaves them."""
         with self.request.catalog.connect() as client:
-            info = self._planned(client, partition.version)
-            selected = _BatchFilter(self.request, self.schema, info.schema)
-            endpoint = partition.endpoint or info.endpoints[partition.number]
-            wanted = replace(client.defaults, columns=selected.requested)
-            if partition.slice is not None:
-                wanted = partition.slice.of(wanted)
-            reader = client.open_endpoint(info, endpoint, self.request.transport, wanted)
+            try:
+                reader, selected = self._open(client, partition)
+            except DissociatedError:
+                if self._asked is None:
+                    raise
+                self._asked = None  # it may have moved since
+                reader, selected = self._open(client, partition)
         with closing(reader):
             for batch in portions(reader, max_rows):
                 some = selected.of(batch, in_place)
                 if some.num_rows:
                     yield some
+
+    def _open(self, client: Client, partition: EndpointPartition) -> tuple[pa.RecordBatchReader, _BatchFilter]:
+        asked = self._asked
+        if asked is None or time.monotonic() > asked.until:
+            info = self._planned(client, partition.version)
+            selected = _BatchFilter(self.request, self.schema, info.schema)
+            asked = _Asked(info, selected, time.monotonic() + _FRESH)
+        endpoint = partition.endpoint or asked.info.endpoints[partition.number]
+        wanted = replace(client.defaults, columns=asked.selected.requested)
+        if partition.slice is not None:
+            wanted = partition.slice.of(wanted)
+        reader = client.open_endpoint(asked.info, endpoint, self.request.transport, wanted)
+        self._asked = asked
+        return reader, asked.selected
 
     def _planned(self, client: Client, version: int) -> DatasetInfo:
         """The version that was planned. Raises DatasetNotFound where it is there no more."""
@@ -185,11 +202,13 @@ class DatasetReader(DataSourceReader):
                 "again; nodes keep what was replaced for a while (--retain), and a server in your own process does not"
             ) from None
 
-    def _slices(self, client: Client, info: DatasetInfo, endpoint: Endpoint) -> Sequence[Slice | None]:
+    def _slices(
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, slice_bytes: int
+    ) -> Sequence[Slice | None]:
         """How to cut an endpoint; where it must not be asked, or cannot choose, it stays whole."""
         whole: list[Slice | None] = [None]
         asked = self.request.partitions
-        wanted = asked or math.ceil((info.nbytes or 0) / SLICE_BYTES)
+        wanted = asked or math.ceil((info.nbytes or 0) / slice_bytes)
         if not info.rows or wanted <= 1:  # a reader that is published can be read once, and has no rows to be known
             return whole
         if not all(supports_selection(uri) for uris in locations(endpoint) for uri in uris):
@@ -200,6 +219,14 @@ class DatasetReader(DataSourceReader):
         with closing(client.open_endpoint(info, endpoint, transport, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
         return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
+
+
+class _Asked(NamedTuple):
+    """What the catalog said, which is good for a moment: it keeps what it is asked for again and again."""
+
+    info: DatasetInfo
+    selected: _BatchFilter
+    until: float
 
 
 class _BatchFilter:

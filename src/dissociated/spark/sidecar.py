@@ -26,9 +26,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import pyarrow as pa
@@ -41,7 +43,9 @@ from dissociated.spark.columns import spark_schema
 from dissociated.spark.reader import DatasetReader, Request
 
 _MAX_THREADS = 256  # tasks of one executor
+_MAX_READERS = 64
 _MAX_BATCHES = 64  # in one answer
+_SLICE_BYTES = 128 << 20  # of one partition: as many as of files, if Spark reads those
 _MAX_ROWS = 1 << 20  # of one batch
 _MAX_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
 _ALIGNMENT = 64
@@ -52,6 +56,7 @@ class Sidecar:
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
+        self._readers: dict[str, DatasetReader] = {}  # which know their dataset for the next task
         self._opened = 0
         self._lock = threading.Lock()
         self.calls: Mapping[str, Callable[..., Any]] = {
@@ -76,13 +81,17 @@ class Sidecar:
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)))
         partitions = [
             {"what": _pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
-            for one in reader.partitions(version)
+            for one in reader.partitions(version, _SLICE_BYTES)
         ]
         return {"reader": _pickled(reader), "partitions": partitions}
 
     def open(self, reader: str, partition: str) -> int:
-        stream = _Stream(_unpickled(reader).batches(_unpickled(partition), _MAX_ROWS, in_place=True))
         with self._lock:
+            found = self._readers.pop(reader, None) or _unpickled(reader)
+            self._readers[reader] = found  # the last
+            while len(self._readers) > _MAX_READERS:
+                del self._readers[next(iter(self._readers))]
+            stream = _Stream(found.batches(_unpickled(partition), _MAX_ROWS, in_place=True))
             self._opened += 1
             self._streams[self._opened] = stream
             return self._opened
@@ -101,6 +110,7 @@ class _Stream:
         self._batches = batches
         self._places = _Places()
         self._held: list[pa.RecordBatch] = []
+        self._layouts: list[_Layout] = []
         self._count = 1  # a query with a limit may want no more
         self._lock = threading.Lock()  # a task that is killed closes what it still waits for
 
@@ -120,7 +130,8 @@ class _Stream:
             return {"regions": self._places.new_regions(), "batches": answer, "ended": ended}
 
     def _place(self, batch: pa.RecordBatch) -> Any:
-        return {"rows": batch.num_rows, "columns": [self._places.of(column) for column in batch.columns]}
+        self._layouts = self._layouts or [*map(_Layout.of, batch.schema.types)]
+        return {"rows": batch.num_rows, "columns": [*map(self._places.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
         with self._lock:
@@ -152,24 +163,13 @@ class _Places:
         #: How much of the memfd is in use.
         self.copied = 0
 
-    def of(self, array: pa.Array) -> Any:
+    def of(self, array: pa.Array, layout: _Layout) -> Any:
         """An array with what is below it."""
-        found, children = array.buffers(), []
-        if isinstance(array, pa.MapArray):
-            found, children = found[:2], [array.keys, array.items]
-        elif isinstance(array, pa.ListArray | pa.LargeListArray):
-            found, children = found[:2], [array.values]
-        elif isinstance(array, pa.FixedSizeListArray):
-            found, children = found[:1], [array.values]
-        elif isinstance(array, pa.StructArray):
-            found, children = found[:1], [array.field(index) for index in range(array.type.num_fields)]
-        elif isinstance(array, pa.DictionaryArray):
-            found, children = found[:2], [array.dictionary]
         buffers: list[int] = []
-        for buffer in found:
+        for buffer in array.buffers()[: layout.buffers]:
             buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
-        below = [self.of(child) for child in children]
-        return [len(array), array.offset, array.null_count, buffers, below, *_kind(array.type)]
+        below = [self.of(child(array), one) for child, one in layout.children]
+        return [len(array), array.offset, array.null_count, buffers, below, layout.kind, layout.width]
 
     def new_regions(self) -> list[str]:
         """The files of the regions that have been added since this was asked last."""
@@ -231,19 +231,38 @@ class _Places:
         return self._memfd_region, at
 
 
-def _kind(type_: pa.DataType) -> tuple[str, int]:
-    """How an array differs from what Spark's type is in Arrow, and a width."""
-    if types.is_large_string(type_) or types.is_large_binary(type_) or types.is_large_list(type_):
-        return "large", 0
-    if types.is_string_view(type_) or types.is_binary_view(type_):
-        return "view", 0
-    if types.is_unsigned_integer(type_):
-        return "unsigned", 0
-    if types.is_fixed_size_binary(type_):
-        return "fixed", type_.byte_width
-    if types.is_fixed_size_list(type_):
-        return "fixed", type_.list_size
-    return ("dictionary", type_.index_type.byte_width) if types.is_dictionary(type_) else ("", 0)
+@dataclass(frozen=True)
+class _Layout:
+    """What arrays of one type have: how they differ from what Spark's type is in Arrow, a width, buffers, children."""
+
+    kind: str
+    width: int
+    buffers: int | None
+    children: Sequence[tuple[Callable[[pa.Array], pa.Array], _Layout]] = ()
+
+    @classmethod
+    def of(cls, type_: pa.DataType) -> _Layout:
+        if types.is_map(type_):
+            return cls("", 0, 2, ((_KEYS, cls.of(type_.key_type)), (_ITEMS, cls.of(type_.item_type))))
+        if types.is_struct(type_):
+            fields = range(type_.num_fields)
+            return cls("", 0, 1, [(methodcaller("field", index), cls.of(type_.field(index).type)) for index in fields])
+        if types.is_list(type_) or types.is_large_list(type_):
+            return cls("large" if types.is_large_list(type_) else "", 0, 2, ((_VALUES, cls.of(type_.value_type)),))
+        if types.is_fixed_size_list(type_):
+            return cls("fixed", type_.list_size, 1, ((_VALUES, cls.of(type_.value_type)),))
+        if types.is_dictionary(type_):
+            return cls("dictionary", type_.index_type.byte_width, 2, ((_DICTIONARY, cls.of(type_.value_type)),))
+        if types.is_fixed_size_binary(type_):
+            return cls("fixed", type_.byte_width, 2)
+        if types.is_large_string(type_) or types.is_large_binary(type_):
+            return cls("large", 0, 3)
+        if types.is_string_view(type_) or types.is_binary_view(type_):
+            return cls("view", 0, None)  # as many as there are
+        return cls("unsigned" if types.is_unsigned_integer(type_) else "", 0, None)
+
+
+_KEYS, _ITEMS, _VALUES, _DICTIONARY = map(attrgetter, ("keys", "items", "values", "dictionary"))
 
 
 def _shared_mappings() -> Iterator[tuple[int, int, int, int, str]]:
