@@ -151,6 +151,20 @@ def test_live_sources_and_what_servers_refuse(client: dis.Client) -> None:
         assert dis.open_stream(uri, ticket).read_all() == small
 
 
+def test_a_server_may_leave_filters_to_its_clients() -> None:
+    with dis.Server(choose_rows=False) as server, dis.connect(server.catalog_uri) as reading:
+        server.publish("data", TABLE)
+        for transport in ("tcp", "shm", "grpc"):
+            assert reading.read("data", transport, ["c3"], filter=n < 5, limit=2).read_all()["c3"].to_pylist() == [3, 4]
+        asked = Selection(rows=RowSelection(limit=1)).identifier(server.ticket("data"))
+        for uri in server.locations("data"):
+            assert "filter=1" not in uri
+            with pytest.raises(RemoteError, match=REFUSED):
+                dis.open_stream(uri, asked)
+        with pytest.raises(dis.DissociatedError, match=REFUSED):
+            reading.do_get(asked)
+
+
 def test_a_server_that_does_not_say_that_it_filters_is_not_asked(client: dis.Client) -> None:
     info = client.describe("data")
     (endpoint,) = info.endpoints

@@ -15,7 +15,6 @@ from dissociated.catalog.records import AnnouncedVersion, Part
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.filtered import select
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DissociatedError
 from dissociated.monitoring.activity import Activity
@@ -120,7 +119,7 @@ class Holdings:
         """
         ticket, selection = parse_identifier(ticket)
         found, whole = self.registry.resolve_ticket(ticket)
-        reader = select(whole, selection).open_reader()
+        reader = self.registry.select(whole, selection).open_reader()
         self.activity.flight()
 
         def pairs() -> Iterator[BatchAndMetadata]:

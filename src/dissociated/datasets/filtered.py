@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 _ALIVE_INTERVAL = 2.0  # seconds after which a client is sent a batch without rows: others do not pass for so long
 
 
-def select(whole: Dataset, selection: Selection | None) -> Dataset:
-    """What is wanted of a dataset.
+class FilterRefused(SourceError):
+    """Rows are not chosen as a client asks for them: it then does so itself."""
 
-    Raises what `Dataset.select` raises, and SourceError, which begins with `REFUSED`, where rows cannot be chosen so.
-    """
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{REFUSED}: {why}")
+
+
+def select(whole: Dataset, selection: Selection | None) -> Dataset:
+    """What is wanted of a dataset. Raises what `Dataset.select` raises, and FilterRefused."""
     if selection is None or selection.rows is None:
         return whole if selection is None else whole.select(selection)
     if not whole.filterable:
-        raise SourceError(f"{REFUSED}: {whole.name!r} is no stream of rows that are read for one client")
+        raise FilterRefused(f"{whole.name!r} is no stream of rows that are read for one client")
     whole = whole.open()
     wanted = selection.indices(whole.schema.names)
     if selection.rows.filter is None:
@@ -39,7 +43,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
         received = parse_filter(selection.rows.filter)
         rows, looked_at = received.bind(whole.schema)
     except FormatError as error:
-        raise SourceError(f"{REFUSED}: {error}") from None
+        raise FilterRefused(str(error)) from None
     needed = sorted({*wanted, *looked_at}) if selection.rows.exact else wanted
     some = _batches(whole._select_all(needed), whole.passing_batches(received.tree, looked_at), selection.batches)
     if not selection.rows.exact:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from dissociated.access import Grant, Signer, Ticket, Unsigned
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.filtered import FilterRefused, select
 from dissociated.datasets.sources import isolate_columns
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.protocol.request import Selection
@@ -24,8 +25,9 @@ class Registry:
     drops it: streams of it go on, but for a live one. Safe to use from many threads.
     """
 
-    def __init__(self, tickets: Signer | Unsigned) -> None:
+    def __init__(self, tickets: Signer | Unsigned, chooses_rows: bool = True) -> None:
         self.tickets = tickets
+        self._chooses_rows = chooses_rows
         self._lock = threading.Lock()
         self._closed = False
         self._by_name: dict[str, Dataset] = {}
@@ -113,6 +115,12 @@ class Registry:
         if found is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
         return found, found if columns is None else isolate_columns(found, columns)
+
+    def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
+        """What is wanted of a dataset. Raises what `Dataset.select` raises, and FilterRefused."""
+        if selection is not None and selection.rows is not None and not self._chooses_rows:
+            raise FilterRefused("it was told not to choose rows")
+        return select(whole, selection)
 
     def issue_ticket(self, dataset: Dataset, columns: Sequence[str] | None = None) -> Ticket:
         """A ticket for a publication, or for these columns of it, and when it expires.

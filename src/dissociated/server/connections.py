@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from dissociated.datasets.filtered import FilterRefused
 from dissociated.datasets.registry import Registry
 from dissociated.errors import (
     AccessDenied,
@@ -147,7 +148,7 @@ class Connections:
         except ServerFull as error:
             outcome, why = "refused", str(error)
             self._activity.refuse(stats.listener)
-        except (AccessDenied, DatasetNotFound) as error:
+        except (AccessDenied, DatasetNotFound, FilterRefused) as error:
             outcome, why = "refused", str(error)
         except LocalProtocolError:
             why = self._complain(connection, stats)

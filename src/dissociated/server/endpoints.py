@@ -21,10 +21,9 @@ _ONE_STREAM_EACH = (Streams.METADATA, Streams.BODIES)
 class Endpoints:
     """The locations that `listeners` have; those on all interfaces name the host `advertise`."""
 
-    def __init__(self, listeners: Sequence[Listener], advertise: str, filters: bool = True) -> None:
+    def __init__(self, listeners: Sequence[Listener], advertise: str, chooses_rows: bool = True) -> None:
         self._listeners = listeners
-        #: Whether rows are chosen for clients.
-        self.filters = filters
+        self._parameters = dict((PARAMETER, ROWS_PARAMETER) if chooses_rows else (PARAMETER,))
         self._advertise = advertise
 
     def listener_uris(self) -> list[str]:
@@ -69,7 +68,7 @@ class Endpoints:
             path=uri.path,
             want_data=want_tag(streams, packed),
             free_data=FREE_DATA if regions or (by_address and transport(uri.scheme).shares_memory) else None,
-            parameters={**uri.parameters, **dict((PARAMETER, ROWS_PARAMETER) if self.filters else (PARAMETER,))},
+            parameters={**uri.parameters, **self._parameters},
         )
         if by_address and transport(uri.scheme).shares_memory:
             located = located.with_parameters(**{PACKED: str(want_tag(streams, True))})

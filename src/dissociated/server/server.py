@@ -95,6 +95,11 @@ class Server:
       lets every client that connects read and write all of that memory; libfabric lets it read what is published. Only
       for networks and peers you trust.
 
+    What it does for clients:
+
+    - `choose_rows`: filters and limits that clients ask for are applied here, where bodies travel: that takes this
+      process's time, and spares bytes. Without it, clients get everything and choose.
+
     Raises UriError and TransportError where it cannot listen.
     """
 
@@ -122,6 +127,7 @@ class Server:
         tls_key: str | os.PathLike[str] | None = None,
         metrics: str | None = None,
         http: str | None = None,
+        choose_rows: bool = True,
     ) -> None:
         self.limits = Limits(
             check_timeout(handshake_timeout),
@@ -139,14 +145,14 @@ class Server:
         )
         certificate = guarded.certificate
         #: What is served.
-        self.registry = Registry(guarded.tickets)
+        self.registry = Registry(guarded.tickets, choose_rows)
         #: What is counted; the catalog counts here, too.
         self.activity = Activity()
         self._changing = threading.Lock()  # held by whoever replaces what a name means
         self._listeners: list[Listener] = []
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
         #: Where datasets can be requested.
-        self.endpoints = Endpoints(self._listeners, advertise or host_name())
+        self.endpoints = Endpoints(self._listeners, advertise or host_name(), choose_rows)
         self._catalog: CatalogService | None = None
         self._metrics: HttpService | None = None
         self._dashboard: Dashboard | None = None

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from dissociated.codec.split import Splitter
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.filtered import select
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.ways import Broadcasting, Static, Streamed
 from dissociated.errors import (
@@ -90,7 +89,7 @@ class Session:
         if selection is None:
             return wanted
         try:
-            return select(wanted, selection)
+            return self._registry.select(wanted, selection)
         except (ColumnNotFound, OptionError):
             schema = Splitter(wanted.schema).schema_message.header
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
