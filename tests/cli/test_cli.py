@@ -370,6 +370,12 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["get", "CATALOG/planes", "-o", "out.csv", "--transport", "ucx"], "it is offered by"),
         (["ls", "grpc://127.0.0.1:1"], "is it running?"),
         (["head", "CATALOG/planes", "--filter", "n >"], "the condition 'n >' cannot be read at its end"),
+        (
+            ["head", "CATALOG/planes", "--filter", "text = 5"],
+            "'=' 5 says nothing that is certain: write a",
+        ),
+        (["versions", "CATALOG/nothing"], "no dataset 'nothing' is published at CATALOG"),
+        (["get", "CATALOG/planes", "-o", "FILES"], "is a directory: give a file in it"),
         (["ls", "--catalog", "nonsense"], "a URI starts with a scheme"),
         (["ls", "127.0.0.1:1234"], "127.0.0.1:1234 has no scheme: write grpc://127.0.0.1:1234, or"),
         (["serve", "/no/such/file"], "there is no such file"),

@@ -93,10 +93,12 @@ def test_a_uri_that_cannot_be_used(serve: Serve, listen: list[str]) -> None:
 
 def test_closing_twice_does_nothing(serve: Serve) -> None:
     server = serve("shm:", "tcp://127.0.0.1:0")
+    server.publish("data", TABLE)
     server.close()
     server.close()
-    with pytest.raises(dis.DissociatedError, match="the server is closed"):
-        server.publish("data", TABLE)
+    for use in (lambda: server.publish("data", TABLE), lambda: server.ticket("data"), server.status):
+        with pytest.raises(dis.DissociatedError, match="the server is closed"):
+            use()
 
 
 def test_closing_ends_everything_and_leaves_nothing_on_disk(tmp_path: Path) -> None:

@@ -248,7 +248,8 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
     ]
     if not found:
-        offered = ", ".join(sorted({one.partition(":")[0] for one in endpoint.locations}))
+        schemes = {one.partition(":")[0] for one in endpoint.locations}
+        offered = ", ".join(sorted({"grpc" if one.startswith("arrow-flight") else one for one in schemes}))
         raise CatalogError(
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )

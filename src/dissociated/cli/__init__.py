@@ -33,6 +33,8 @@ COMMANDS = {
 
 #: What the library says of its own parameters, in the command line's words. Options are found by their names.
 _WORDS = {
+    "is not certain: filter what was read": "says nothing that is certain: write a value of that type",
+    "a directory to spill to": "a directory to spill to, --spill DIR",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",
     "(tls_roots says which certificates are)": "(--tls-roots FILE says which certificates are)",
 }

@@ -41,12 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Copy, and say on stderr what was copied how fast."""
     path = None if arguments.output == "-" else Path(arguments.output)
+    if path is not None and not path.parent.is_dir():
+        raise OptionError(f"there is no directory {path.parent}")
+    if path is not None and path.is_dir():
+        raise OptionError(f"{path} is a directory: give a file in it")
     if arguments.format:
         written = FORMATS[arguments.format]
     else:
         written = FORMATS["arrows"] if path is None else formats.of_file(path)
-    if path is not None and not path.parent.is_dir():
-        raise OptionError(f"there is no directory {path.parent}")
     started = time.perf_counter()
     with reading.opened(arguments, arguments.rows) as found, progress(found.info.name, found.rows) as advance:
         if path is None:

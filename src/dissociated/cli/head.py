@@ -15,11 +15,17 @@ In a terminal the table has the columns that fit: --columns chooses others."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `head`."""
     reading.add_arguments(parser)
-    parser.add_argument("-n", "--rows", type=int, default=10, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("-n", "--rows", type=_count, default=10, metavar="N", help="how many (default: %(default)s)")
     reading.add_format_argument(parser, FORMATS, "table")
+
+
+def _count(written: str) -> int:
+    if not written.isdecimal():
+        raise argparse.ArgumentTypeError(f"{written!r} is no number of rows")
+    return int(written)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Show them."""
-    with reading.opened(arguments, limit=max(0, arguments.rows)) as found:
+    with reading.opened(arguments, limit=arguments.rows) as found:
         reading.to_stdout(found.reader, FORMATS[arguments.format or "table"])

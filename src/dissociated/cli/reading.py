@@ -17,7 +17,7 @@ from dissociated.cli.condition import parse_condition
 from dissociated.cli.formats import Format
 from dissociated.cli.progress import Advance
 from dissociated.codec.split import Validator, batches
-from dissociated.errors import OptionError
+from dissociated.errors import OptionError, WrongKind
 
 _ROWS = re.compile(r"(\d*):(\d*)")
 _END = 2**62  # more rows than there are
@@ -69,6 +69,7 @@ def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int 
     columns = None if arguments.columns is None else arguments.columns.split(",")
     with access.client(catalog, arguments) as client:
         info = client.describe(name, arguments.version)
+        check_rows(info)
         condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
         reader = client.read(
             name,
@@ -80,6 +81,15 @@ def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int 
             limit=limit,
         )
         yield Reading(info, reader, None if condition is not None else _count(info.rows, rows))
+
+
+def check_rows(info: DatasetInfo) -> None:
+    """Raise WrongKind for tensors."""
+    if info.tensors is not None:
+        raise WrongKind(
+            f"{info.name!r} holds tensors, which have no rows: dissociated describe shows them, and in Python "
+            f"client.read_tensors({info.name!r}) reads them"
+        )
 
 
 def _count(there: int | None, rows: range | None) -> int | None:

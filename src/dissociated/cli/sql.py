@@ -72,9 +72,11 @@ def _answer(connection: duckdb.DuckDBPyConnection, client: Client, statement: st
                 raise
             known.add(missing[1])
             try:
-                connection.register(missing[1], client.dataset(missing[1]))
+                found = client.dataset(missing[1])
             except DatasetNotFound as unknown:
                 raise CatalogError(f"{unknown}, and DuckDB has no table of that name") from None
+            reading.check_rows(found.info)
+            connection.register(missing[1], found)
 
 
 def _be_quiet() -> None:

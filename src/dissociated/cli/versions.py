@@ -6,6 +6,7 @@ import argparse
 import json
 
 from dissociated.cli import access, target, terminal, text
+from dissociated.errors import DatasetNotFound
 
 DESCRIPTION = """\
 List the versions of a dataset that can be read, the oldest first: the current one, and those that were replaced and
@@ -23,6 +24,8 @@ def run(arguments: argparse.Namespace) -> None:
     catalog, name = target.find_dataset(arguments)
     with access.client(catalog, arguments) as client:
         found = client.versions(name)
+    if not found:
+        raise DatasetNotFound(f"no dataset {name!r} is published at {catalog}")
     if arguments.json:
         print(json.dumps([{**one, "created": text.utc(one["created"])} for one in found], indent=2))
         return

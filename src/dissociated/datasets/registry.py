@@ -94,9 +94,10 @@ class Registry:
             return self._by_name.get(name)
 
     def lookup_name(self, name: str) -> Dataset:
-        """The same. Raises DatasetNotFound."""
+        """The same. Raises DatasetNotFound, and DissociatedError where the registry is closed."""
         found = self.find_name(name)
         if found is None:
+            self._check_open()
             raise DatasetNotFound(f"no dataset {name!r} is published here")
         return found
 

@@ -350,7 +350,9 @@ class Server:
         return len(self._connections)
 
     def status(self) -> ServerStatus:
-        """What this server publishes, who reads it, and what it has sent."""
+        """What this server publishes, who reads it, and what it has sent. Raises DissociatedError once it is closed."""
+        if self._closed:
+            raise DissociatedError("the server is closed")
         if self._catalog is not None:
             return self._catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
