@@ -20,12 +20,13 @@ from dissociated.client.open import open_stream, open_stream_async
 from dissociated.client.tensors import open_tensors
 from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.datasets.live import Live
-from dissociated.errors import DissociatedError
+from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.server.server import Server
 
 __all__ = [
     "Client",
     "DatasetInfo",
+    "DatasetNotFound",
     "DissociatedError",
     "Live",
     "ReadOptions",

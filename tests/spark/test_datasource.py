@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import DatasetNotFound, DissociatedError, OptionError
 from dissociated.node.node import Node
-from dissociated.spark import publish
+from dissociated.spark import publish, read
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import wait_until
@@ -180,9 +181,18 @@ def test_a_commit_that_fails_publishes_nothing_and_leaves_nothing(
     spark: SparkSession, catalog: str, client: dis.Client, stage: Path, write: Write
 ) -> None:
     write(spark.range(3), "data", catalog)
-    with pytest.raises((PySparkException, DissociatedError), match="schema"):
+    with pytest.raises((PySparkException, DissociatedError), match="no column 'letter'"):  # before any task
         write(spark.sql("SELECT 'a' AS letter"), "data", catalog, mode="append")
-    assert client.read("data").read_all()["id"].to_pylist() == [0, 1, 2]
+    other = pa.table({"letter": ["a"]})
+
+    def replace(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        with dis.connect(catalog) as client:
+            client.put("data", other)
+        yield from batches
+
+    with pytest.raises((PySparkException, DissociatedError), match="must have one schema"):
+        write(spark.range(3).mapInArrow(replace, "id long"), "data", catalog, mode="append")
+    assert client.read("data").read_all() == other
     assert staged(stage) == []
 
 
@@ -201,6 +211,8 @@ def test_a_dataset_that_never_was_is_not_there(
         ({"path": "x"}, "say where the catalog is"),
         ({"catalog": "grpc://127.0.0.1:1"}, "say where the dataset goes"),
         ({"catalog": "grpc://127.0.0.1:1", "path": "x"}, "127.0.0.1:1"),
+        ({"catalog": "grpc://127.0.0.1:1", "path": "x", "tag": "a=b"}, "no option 'tag' for writing; there are .*tags"),
+        ({"catalog": "grpc://127.0.0.1:1", "path": "x", "ttl": "soon"}, "ttl is a number of seconds"),
     ],
 )
 def test_wrong_options_are_told_before_any_task(spark: SparkSession, options: dict[str, str], message: str) -> None:
@@ -230,6 +242,51 @@ def test_a_store_that_is_full_is_told_by_the_task(spark: SparkSession, tmp_path:
             write(spark.range(0, 1_000_000, numPartitions=2), "numbers", node.uri)
         assert client.list() == []
         wait_until(lambda: staged(node.store.staging) == [], "what the other task still wrote is gone")
+
+
+def test_tags_and_a_time_to_live_come_with_it(
+    spark: SparkSession, catalog: str, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    df = spark.range(1)
+    df.write.format("dissociated").options(tags="of=spark, by=me", ttl="600", catalog=catalog).mode("append").save("a")
+    monkeypatch.setenv("DISSOCIATED_CATALOG", catalog)
+    publish(df, "b", tags={"of": "spark", "by": "me"}, ttl=600)
+    assert [one.name for one in client.list(tags={"of": "spark", "by": "me"})] == ["a", "b"]
+    assert all(one.expires is not None for one in client.list())
+
+
+def test_names_that_spark_cannot_tell_apart(
+    spark: SparkSession, catalog: str, client: dis.Client, write: Write
+) -> None:
+    write(spark.sql("SELECT 1 AS `a.b`, 2 AS a, 3 AS A, 4 AS ``` `"), "data", catalog)
+    assert client.read("data").read_all().to_pylist() == [{"a.b": 1, "a": 2, "A": 3, "` ": 4}]
+    with pytest.raises((PySparkException, DissociatedError), match=r"more than one column 'a'.*rename it"):
+        write(spark.sql("SELECT 1 AS a, 2 AS a"), "data", catalog)
+
+
+def test_any_thread_may_write_and_read(spark: SparkSession, catalog: str, client: dis.Client, write: Write) -> None:
+    with ThreadPoolExecutor(1) as other:
+        other.submit(write, spark.range(3), "data", catalog).result()
+        read = other.submit(lambda: spark.read.format("dissociated").option("catalog", catalog).load("data").collect())
+        assert [row.id for row in read.result()] == [0, 1, 2]
+
+
+def test_types_that_arrow_does_not_have_come_back(
+    spark: SparkSession, catalog: str, client: dis.Client, write: Write
+) -> None:
+    df = spark.sql(
+        """SELECT 'Ab' COLLATE UTF8_LCASE AS s, map('k', array('é' COLLATE UNICODE_CI)) AS m, INTERVAL '3' DAY AS d,
+        named_struct('h', INTERVAL '5' HOUR) AS h, TIME'12:00:00' :: time(0) AS t, parse_json('{"a": [1, "x"]}') AS v"""
+    )
+    write(df, "data", catalog)
+    for jvm in ("true", "false"):
+        spark.conf.set("spark.dissociated.jvm", jvm)
+        found = read(spark, "data", catalog)
+        assert found.schema == df.schema
+        assert found.drop("v").collect() == df.drop("v").collect()
+        assert found.selectExpr("to_json(v) AS v").first() == ('{"a":[1,"x"]}',)
+        assert found.where("s = 'aB'").count() == 1
+    spark.conf.unset("spark.dissociated.jvm")
 
 
 def test_a_mode_that_is_none(spark: SparkSession, catalog: str) -> None:

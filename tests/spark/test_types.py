@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DayTimeIntervalType, StructType
 
 from dissociated.errors import SourceError
-from dissociated.spark.types import arrow_schema, conform
+from dissociated.spark.types import arrow_schema, conform, kept_type
 
 
 @pytest.mark.usefixtures("spark")  # who knows types by name
@@ -29,6 +30,30 @@ def test_a_type_that_arrow_lacks_names_its_column() -> None:
     schema: Any = StructType.fromDDL("fine int, age struct<months: interval year to month>")
     with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
         arrow_schema(schema)
+
+
+@pytest.mark.usefixtures("spark")  # who knows types by name
+def test_what_is_no_type_is_ignored_and_no_class_is_loaded() -> None:
+    wanted: Any = StructType.fromDDL("age interval day not null, names map<string, string collate UTF8_LCASE>")
+    schema = arrow_schema(wanted)
+    assert [kept_type(field) for field in schema] == [field.dataType for field in wanted]
+    (key,) = schema.field("age").metadata
+    told = json.loads(schema.field("age").metadata[key])
+    of_a_class = {"type": "udt", "class": None, "pyClass": "os.path", "sqlType": told["type"], "serializedClass": ""}
+    for type_ in (
+        of_a_class,
+        "interval hour",
+        "string",
+        "no type",
+        7,
+        {"type": "array"},
+        None,
+    ):
+        text = json.dumps({**told, "type": type_}).replace("udt", "\\u0075dt")
+        kept = kept_type(schema.field("age").with_metadata({key: text}))
+        assert kept is None or kept == DayTimeIntervalType(1, 1), type_
+    for text in ("", "{", "[]", "7", '"udt"', "[" * 100_000):
+        assert kept_type(schema.field("age").with_metadata({key: text})) is None
 
 
 def test_conforming_copies_nothing_where_only_labels_differ() -> None:

@@ -18,10 +18,13 @@ from pyspark import TaskContext
 
 import dissociated as dis
 from certificates import Certificates
+from dissociated.catalog.publication import Publication
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.reader import Request
+from dissociated.spark.target import Target
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
@@ -46,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def writing(uri: str, mode: str = "overwrite") -> DatasetWriter:
-    return DatasetWriter(CatalogConfig(uri), "x", SCHEMA, mode)
+    return DatasetWriter(Target(CatalogConfig(uri), Publication("x", mode)), SCHEMA)
 
 
 def staged(stage: Path) -> list[str]:
@@ -182,6 +185,12 @@ def on_host(monkeypatch: pytest.MonkeyPatch, memory: Path) -> Iterator[Callable[
 OnHost = Callable[[str], Path]
 
 
+def kill_node(store: Path) -> None:
+    address = running(store)
+    assert address is not None
+    os.kill(address.pid, signal.SIGKILL)
+
+
 def test_a_task_writes_into_the_node_of_its_own_host_and_starts_it(outer: str, run: Run, on_host: OnHost) -> None:
     writer = writing(outer)
     here = on_host("one")
@@ -235,12 +244,15 @@ def test_a_node_that_was_killed_is_started_again_with_what_it_had(outer: str, ru
     store = on_host("one")
     writer = writing(outer)
     writer.commit([run(writer, 1, 2)])
-    address = running(store)
-    assert address is not None
-    os.kill(address.pid, signal.SIGKILL)
+    kill_node(store)
     more = writing(outer, "append")
     more.commit([run(more, 3)])
     assert numbers(outer, "shm") == [1, 2, 3]
+    request = Request.parse({"catalog": outer, "path": "x"})
+    reader = request.reader(request.schema())
+    kill_node(store)
+    batches = [batch for partition in reader.partitions() for batch in reader.read(partition)]
+    assert pa.Table.from_batches(batches)["id"].to_pylist() == [1, 2, 3]
 
 
 def test_a_node_that_cannot_be_started_is_told_by_the_task(
@@ -265,19 +277,24 @@ def test_what_is_prepared_for_a_commit_that_is_aborted_is_released(
     wait_until(lambda: not any(store.glob("segments/*")), "the node has released its part")
 
 
-def test_a_catalog_that_is_killed_before_the_commit_is_waited_for(
+def test_a_catalog_that_is_killed_is_waited_for_by_tasks_the_abort_and_the_commit(
     memory: Path, run: Run, on_host: OnHost, start: Start
 ) -> None:
     arguments = ("catalog", "--db", memory / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
     catalog = start(*arguments)
     on_host("one")
-    writer = writing(catalog.uri)
+    writer, failed = writing(catalog.uri), writing(catalog.uri)
     message = run(writer, 1, 2)
-    catalog.kill()
-    with ThreadPoolExecutor(1) as pool:
-        committing = pool.submit(writer.commit, [message])
-        start(*arguments)
-        committing.result(PATIENCE)
+    for doing in (
+        lambda: run(failed, 3),
+        lambda: failed.abort([]),
+        lambda: writer.commit([message]),
+    ):
+        catalog.kill()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(doing)
+            catalog = start(*arguments)
+            waiting.result(PATIENCE)
     with dis.connect(catalog.uri) as client:
         wait_until(lambda: client.describe("x").endpoints[0].locations, "the node is heard again")
     assert numbers(catalog.uri) == [1, 2]
@@ -291,7 +308,7 @@ def test_segments_of_a_driver_that_died_are_forgotten(
     writer = writing(outer)
     message = run(writer, 1)
     wait_until(lambda: staged(store / "staging") == [], "it is forgotten")
-    with pytest.raises(CatalogError, match="No such file"):
+    with pytest.raises(CatalogError, match=r"is not committed within 0\.5 seconds .*--forget"):
         writer.commit([message])
     with dis.connect(outer) as client:
         assert client.list() == []
@@ -319,7 +336,8 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     ]
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc+tls://127.0.0.1:0", *protection)
     place = on_host("one")
-    writer = DatasetWriter(CatalogConfig(catalog.uri, str(token), certified.roots), "x", SCHEMA, "overwrite")
+    guarded = CatalogConfig(catalog.uri, str(token), certified.roots)
+    writer = DatasetWriter(Target(guarded, Publication("x")), SCHEMA)
     with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
         run(writer, 1)
     where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]

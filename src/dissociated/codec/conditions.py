@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as types
 
+from dissociated.codec.grid import Grid, Uncertain
 from dissociated.errors import ColumnNotFound, OptionError
 
 #: A column, as an array or as an expression; what is decided of it is then the same.
@@ -84,7 +85,7 @@ class Condition:
     def _certain(self, type_: pa.DataType) -> Iterator[None]:
         try:
             yield
-        except (pa.ArrowException, _Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
+        except (pa.ArrowException, Uncertain, LookupError, ValueError, TypeError, OverflowError, InvalidOperation):
             raise OptionError(
                 f"column {'.'.join(self.path)!r} is {type_}, for which {self.operator!r}"
                 f"{'' if self.operator in _UNARY else f' {self.value!r}'} is not certain: filter what was read"
@@ -95,7 +96,7 @@ class Condition:
             return _UNARY[self.operator](column)
         if self.operator in _TEXT:
             if not _is_text(type_):
-                raise _Uncertain
+                raise Uncertain
             return _TEXT[self.operator](column, pattern=self.value)
         if self.operator in _LISTED:
             found = _one_of(column, type_, self.value)
@@ -145,10 +146,6 @@ def _joined(function: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
     return function(_joined(function, parts[:middle]), _joined(function, parts[middle:]))
 
 
-class _Uncertain(Exception):
-    """Arrow cannot tell what Spark would."""
-
-
 def _is_text(type_: pa.DataType) -> bool:
     return bool(types.is_string(type_) or types.is_large_string(type_))
 
@@ -158,6 +155,10 @@ def _is_list(value: object) -> bool:
 
 
 def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) -> Any:
+    if value is not None and (grid := Grid.of(type_)):
+        return _compared_on_grid(operator, column, type_, grid, grid.number(value))
+    if types.is_floating(type_) and _is_number(value) and type_ != pa.float64():
+        column, type_ = column.cast(pa.float64()), pa.float64()  # which holds each value of it, and more
     scalar = _scalar(value, type_)
     known = _COMPARED[operator](column, scalar)
     if not types.is_floating(type_) or value is None:
@@ -167,6 +168,18 @@ def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) ->
         alike = {"=": True, ">=": True, "!=": False, "<": False}
         return _always(column, operator == "<=") if operator not in alike else pc.equal(is_nan, alike[operator])
     return pc.or_kleene(known, is_nan) if operator in (">", ">=") else known  # both are null where the column is
+
+
+def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: Grid, value: Decimal) -> Any:
+    if not grid.least <= value <= grid.most:
+        larger = value < grid.least
+        return _always(column, operator in (("!=", ">", ">=") if larger else ("!=", "<", "<=")))
+    below = grid.floor(value)
+    if below != value:
+        if operator in ("=", "!="):
+            return _always(column, operator == "!=")
+        operator = ">" if operator in (">", ">=") else "<="
+    return _COMPARED[operator](column, grid.scalar(below, type_))
 
 
 def _always(column: _Column, value: bool) -> Any:
@@ -180,30 +193,39 @@ def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
         each = [_compared("=", column, type_, value) for value in known]
         found = _joined(pc.or_kleene, each) if each else _always(column, False)
     else:
-        among = pa.array([_scalar(value, type_) for value in known], type_)
+        among = pa.array([*_values(known, type_)], type_)
         found = pc.if_else(pc.is_valid(column), pc.is_in(column, among), pa.scalar(None, pa.bool_()))
     return found if len(known) == len(values) else pc.or_kleene(found, pa.scalar(None, pa.bool_()))
 
 
+def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
+    """Those of these values that a column of this type can have."""
+    grid = Grid.of(type_)
+    for value in known:
+        if grid is None:
+            yield _scalar(value, type_)
+        elif grid.has(number := grid.number(value)):
+            yield grid.scalar(number, type_)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
-    """`value` as one of the column's type, which must hold just that. Raises _Uncertain, and what libarrow raises."""
+    """`value` as one of the column's type, which must hold just that. Raises Uncertain, and what libarrow raises."""
     if value is None:
         return pa.scalar(None, to)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if types.is_decimal(to) and (number or isinstance(value, str | Decimal)):
-        return pa.scalar(Decimal(str(value)), to)
     if types.is_date(to) and isinstance(value, str | date) and not isinstance(value, datetime):
         return pa.scalar(date.fromisoformat(value) if isinstance(value, str) else value, to)
     if types.is_timestamp(to) and isinstance(value, str | datetime):
         moment = datetime.fromisoformat(value) if isinstance(value, str) else value
         if (moment.tzinfo is None) is (to.tz is None):
             return pa.scalar(moment, to)
-    if types.is_floating(to) and number:
+    if types.is_floating(to) and _is_number(value):
         scalar = pa.scalar(float(value), to)
         if math.isnan(value) or scalar.as_py() == value:
             return scalar
-    if types.is_integer(to) and number and isinstance(value, int):
-        return pa.scalar(value, to)
     if (types.is_boolean(to) and isinstance(value, bool)) or (_is_text(to) and isinstance(value, str)):
         return pa.scalar(value, to)
-    raise _Uncertain
+    raise Uncertain

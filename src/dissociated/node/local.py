@@ -14,7 +14,7 @@ from dissociated.catalog.reader import Client
 from dissociated.catalog.stage import StagePlace
 from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, StoreError, UriError
 from dissociated.host import boot_id, host_name
-from dissociated.node.launch import default_store, ensure
+from dissociated.node.launch import NodeAddress, default_store, ensure
 from dissociated.uri import Uri
 
 #: What the command `dissociated node` is given where a node is started on this host.
@@ -37,8 +37,27 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
         place = _stage(node["flight"], connect)
         if place is not None:
             return place
-    options = shlex.split(os.environ.get(OPTIONS, ""))
-    address = ensure(
+    address = _ensure_here(catalog, timeout)
+    place = _stage(address.uri, connect)
+    if place is None:
+        raise StoreError(f"the node {address.uri} was started on this host, and its store cannot be written to")
+    return place
+
+
+def restart_here(catalog: str, timeout: float = 30.0) -> bool:
+    """Start the node again that `stage_here` has started here for `catalog`, if it has ended.
+
+    False where there never was one: its store is not there. Raises as `stage_here`.
+    """
+    if not _store(catalog, _options()).exists():
+        return False
+    _ensure_here(catalog, timeout)
+    return True
+
+
+def _ensure_here(catalog: str, timeout: float) -> NodeAddress:
+    options = _options()
+    return ensure(
         _store(catalog, options),
         catalog=catalog,
         listen=() if _option_value("--listen", options) else ("shm:", f"tcp://{_local_address(catalog)}:0"),
@@ -46,10 +65,10 @@ def stage_here(catalog: str, connect: Callable[[str], Client], timeout: float = 
         options=options,
         timeout=timeout,
     )
-    place = _stage(address.uri, connect)
-    if place is None:
-        raise StoreError(f"the node {address.uri} was started on this host, and its store cannot be written to")
-    return place
+
+
+def _options() -> list[str]:
+    return shlex.split(os.environ.get(OPTIONS, ""))
 
 
 def _stage(flight: str, connect: Callable[[str], Client]) -> StagePlace | None:

@@ -1,13 +1,23 @@
-"""Where the catalog is, for the driver and for every task."""
+"""Where the catalog is, for the driver and for every task, and how long they wait for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dissociated.access import read_token
 from dissociated.catalog.reader import Client, connect
-from dissociated.errors import CatalogError
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded
+
+T = TypeVar("T")
+
+#: Where the catalog is, for whoever is not told otherwise.
+VARIABLE = "DISSOCIATED_CATALOG"
+_RETRY_TIMEOUT = 60.0  # seconds for a catalog that was killed to be there again
+_RETRY_DELAY = 0.5
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,12 @@ class CatalogConfig:
     def parse(cls, options: Mapping[str, str]) -> CatalogConfig:
         """From the options of a data source. Raises CatalogError where they do not say where the catalog is."""
         return cls(
-            required(options, "catalog", 'the catalog is: .option("catalog", "grpc://HOST:PORT")'),
+            required(
+                {"catalog": options.get("catalog") or os.environ.get(VARIABLE, "")},
+                "catalog",
+                'the catalog is: .option("catalog", "grpc://HOST:PORT"), the setting spark.dissociated.catalog, or '
+                f"the variable {VARIABLE}",
+            ),
             token_file=options.get("token_file"),
             tls_roots=options.get("tls_roots"),
         )
@@ -31,6 +46,18 @@ class CatalogConfig:
         """A client of the catalog, or of one of its nodes."""
         token = None if self.token_file is None else read_token(self.token_file)
         return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
+
+
+def wait_for_catalog(call: Callable[[], T]) -> T:
+    """What `call` gives. Where the catalog does not answer it, it is asked again, for a minute."""
+    deadline = time.monotonic() + _RETRY_TIMEOUT
+    while True:
+        try:
+            return call()
+        except (CatalogUnreachable, DeadlineExceeded):
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_RETRY_DELAY)
 
 
 def required(options: Mapping[str, str], key: str, advice: str) -> str:

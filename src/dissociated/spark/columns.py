@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.types as types
 
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
-from dissociated.spark.types import TIMEZONE, arrow_schema
+from dissociated.spark.types import TIMEZONE, arrow_schema, kept_type
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructField, StructType
@@ -63,7 +63,10 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
                 f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
                 "leave the column out with the option columns, or publish it with another type"
             ) from None
-    return from_arrow_schema(pa.schema(fields))
+    made = from_arrow_schema(pa.schema(fields))
+    for ours, index in zip(made.fields, _places(schema, names), strict=True):
+        ours.dataType = kept_type(schema.field(index)) or ours.dataType
+    return made
 
 
 class Columns:

@@ -11,8 +11,8 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from dissociated.spark.catalog import CatalogConfig, required
 from dissociated.spark.reader import Request
+from dissociated.spark.target import Target
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter
 
@@ -29,10 +29,7 @@ class DissociatedDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         return DatasetWriter(
-            CatalogConfig.parse(self.options),
-            name=required(self.options, "path", 'the dataset goes: .save("NAME")'),
-            schema=arrow_schema(schema),
-            mode="overwrite" if overwrite else "append",
+            Target.parse(self.options, "overwrite" if overwrite else "append", '.save("NAME")'), arrow_schema(schema)
         )
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
@@ -41,10 +38,7 @@ class DissociatedDataSource(DataSource):
         )
 
         return DatasetStreamWriter(
-            CatalogConfig.parse(self.options),
-            name=required(self.options, "path", 'the dataset goes: .start("NAME")'),
-            schema=arrow_schema(schema),
-            mode="overwrite" if overwrite else "append",
+            Target.parse(self.options, "overwrite" if overwrite else "append", '.start("NAME")'), arrow_schema(schema)
         )
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

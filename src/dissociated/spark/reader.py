@@ -28,8 +28,17 @@ from dissociated.catalog.reader import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.conditions import Conditions
-from dissociated.errors import DatasetNotFound, DissociatedError, OptionError, WrongKind
-from dissociated.spark.catalog import CatalogConfig, required
+from dissociated.errors import (
+    CatalogError,
+    DatasetNotFound,
+    DissociatedError,
+    OptionError,
+    TransportError,
+    WrongKind,
+)
+from dissociated.host import host_name
+from dissociated.node.local import restart_here
+from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.filters import parse_filters
 
@@ -60,6 +69,11 @@ class Request:
     @classmethod
     def parse(cls, options: Any) -> Request:
         """Raises CatalogError where they do not say what is read, and OptionError for what makes no sense."""
+        if "owner" in options:
+            raise OptionError(
+                "a table of Spark's own catalog cannot be a dataset: CREATE TEMPORARY VIEW v USING dissociated OPTIONS "
+                "(catalog 'URI', path 'NAME')"
+            )
         known = {name.lower() for name in _OPTIONS}
         unknown = [name for name in options if name.lower() not in known and "." not in name]  # Spark's own have dots
         if unknown:
@@ -89,6 +103,20 @@ class Request:
                 "dissociated.connect(catalog).read_tensors(name)"
             )
         return info
+
+    def open(
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, wanted: ReadRequest
+    ) -> pa.RecordBatchReader:
+        """What is wanted of an endpoint. Where the node that tasks have started on this host has ended, it is started
+        again: its store is still there."""
+        try:
+            return client.open_endpoint(info, endpoint, transport, wanted)
+        except (CatalogError, TransportError):
+            if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
+                raise
+            endpoints = self.describe(client, info.version or None).endpoints
+            (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
+            return client.open_endpoint(info, endpoint, transport, wanted)
 
     def reader(self, schema: StructType) -> DatasetReader:
         """A reader of the columns in `schema`. Raises OptionError where that contradicts the option `columns`."""
@@ -181,14 +209,14 @@ class DatasetReader(DataSourceReader):
     def _open(self, client: Client, partition: EndpointPartition) -> tuple[pa.RecordBatchReader, _BatchFilter]:
         asked = self._asked
         if asked is None or time.monotonic() > asked.until:
-            info = self._planned(client, partition.version)
+            info = wait_for_catalog(lambda: self._planned(client, partition.version))
             selected = _BatchFilter(self.request, self.schema, info.schema)
             asked = _Asked(info, selected, time.monotonic() + _FRESH)
         endpoint = partition.endpoint or asked.info.endpoints[partition.number]
         wanted = replace(client.defaults, columns=asked.selected.requested)
         if partition.slice is not None:
             wanted = partition.slice.of(wanted)
-        reader = client.open_endpoint(asked.info, endpoint, self.request.transport, wanted)
+        reader = self.request.open(client, asked.info, endpoint, self.request.transport, wanted)
         self._asked = asked
         return reader, asked.selected
 
@@ -216,7 +244,7 @@ class DatasetReader(DataSourceReader):
         # Batches without columns: nothing but their metadata moves.
         transport = "grpc" if self.request.transport == "grpc" else None
         counting = client.defaults.without_columns()
-        with closing(client.open_endpoint(info, endpoint, transport, counting)) as reader:
+        with closing(self.request.open(client, info, endpoint, transport, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
         return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
 

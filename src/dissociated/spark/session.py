@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dissociated.errors import JarNotMade, OptionError, PySparkNotFound
+from dissociated.catalog.publication import Publication
+from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.host import machine_memory
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog import VARIABLE, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
+from dissociated.spark.target import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -71,60 +73,71 @@ def session(
 def publish(
     df: DataFrame,
     name: str,
-    catalog: str,
+    catalog: str | None = None,
     mode: str = "overwrite",
     *,
+    tags: Mapping[str, str] | None = None,
+    ttl: float | None = None,
+    merge_schema: bool = False,
     token_file: str | None = None,
     tls_roots: str | None = None,
 ) -> None:
-    """Publish `df` as the dataset `name` of the catalog at the URI `catalog`.
+    """Publish `df` as the dataset `name` of a catalog.
 
     Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The dataset
     changes at once and whole, or not at all. This does what `df.write.format("dissociated")` does, and takes Spark less
     time.
 
-    - `mode`: "overwrite" or "append".
+    - `catalog`: its URI. Left out, it is that of the setting spark.dissociated.catalog or the variable
+      DISSOCIATED_CATALOG.
+    - `mode`: "overwrite" or "append". What is appended takes the schema of the dataset, by the names of the columns;
+      with `merge_schema`, it may also lack columns and have narrower numbers.
+    - `tags`, `ttl`: kept with the dataset; after how many seconds it is gone.
     - `token_file`, `tls_roots`: for a catalog that is guarded. Every host must have these files.
 
-    Raises SourceError for a type that Arrow cannot carry, CatalogError and AccessDenied where the catalog refuses, and
-    what Spark raises where a task fails.
+    Raises SourceError for a type that Arrow cannot carry and for what cannot be appended, OptionError for what makes no
+    sense, CatalogError and AccessDenied where the catalog refuses, and what Spark raises where a task fails.
     """
     from pyspark.sql.utils import is_remote
 
-    if mode not in ("overwrite", "append"):
-        raise OptionError(f'mode is "overwrite" or "append", not {mode!r}')
+    config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
+    target = Target(config, Publication(name, mode, dict(tags or {}), ttl), merge_schema)
     if is_remote():  # the server of Spark Connect writes: this process may not even reach the catalog
-        given = {"catalog": catalog, "token_file": token_file, "tls_roots": tls_roots}
-        options = {key: value for key, value in given.items() if value is not None}
-        df.write.format("dissociated").options(**options).mode(mode).save(name)
+        df.write.format("dissociated").options(**target.options()).mode(mode).save(name)
     else:
         from dissociated.spark import writer
 
-        writer.publish(df, CatalogConfig(catalog, token_file, tls_roots), name, mode)
+        writer.publish(df, target)
 
 
 def read(
     spark: SparkSession,
     name: str,
-    catalog: str,
+    catalog: str | None = None,
     columns: Sequence[str] | None = None,
     filters: Sequence[Any] | None = None,
     **options: str | int,
 ) -> DataFrame:
-    """The dataset `name` of the catalog at the URI `catalog`, as a DataFrame.
+    """The dataset `name` of a catalog, as a DataFrame.
 
+    - `catalog`: as for `publish`.
     - `columns`: read only these, in this order.
     - `filters`: conditions `(column, operator, value)`, which must all be true for a row to be read; or lists of such
       conditions, of which one list must be true. They are decided as Spark decides, before rows come to it.
     - `options`: those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
       `tls_roots`.
     """
-    reader = spark.read.format("dissociated").option("catalog", catalog).options(**options)
+    reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog)).options(**options)
     if columns is not None:
         reader = reader.option("columns", json.dumps([*columns]))
     if filters is not None:
         reader = reader.option("filters", json.dumps([*filters], default=str))  # dates, instants and decimals as text
     return reader.load(name)
+
+
+def _catalog(spark: SparkSession, given: str | None) -> str:
+    told = given or spark.conf.get("spark.dissociated.catalog", None) or os.environ.get(VARIABLE, "")
+    return CatalogConfig.parse({"catalog": told}).uri
 
 
 def _settings(master: str) -> dict[str, str]:

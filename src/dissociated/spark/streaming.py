@@ -35,9 +35,11 @@ from pyspark.sql.types import StructType
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.reader import Client
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
-from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns
+from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import Request, portions
+from dissociated.spark.target import Target
 from dissociated.spark.writer import Written, commit, write_segment
 
 # Spark tells tasks which query and batch they work for, and nobody else.
@@ -58,27 +60,30 @@ class TaskCommit(WriterCommitMessage):
 class DatasetStreamWriter(DataSourceStreamArrowWriter):
     """Writes each micro-batch as one commit. Spark makes another one to commit or abort a batch."""
 
-    def __init__(self, catalog: CatalogConfig, name: str, schema: pa.Schema, mode: str) -> None:
-        self.catalog = catalog
-        self.name = name
+    def __init__(self, target: Target, schema: pa.Schema) -> None:
+        self.target = target
+        self.catalog = target.catalog
         self.schema = schema
-        self.mode = mode
+        self.fitting = wait_for_catalog(lambda: Fitting.of(schema, target))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """In a task: write its partition into a segment, unless the catalog has the whole batch already."""
         key = _key()
-        with self.catalog.connect() as client:
-            if client.committed(key):
-                return TaskCommit(key, None)
+        if wait_for_catalog(lambda: self._is_committed(key)):
+            return TaskCommit(key, None)
         # An earlier run of the batch, by a driver that was killed, may have left segments of like-numbered tasks.
         run = secrets.token_hex(4)
-        return TaskCommit(key, write_segment(self.catalog, f"{key}-{run}", self.schema, iterator))
+        return TaskCommit(key, write_segment(self.catalog, f"{key}-{run}", self.fitting, iterator))
+
+    def _is_committed(self, key: str) -> bool:
+        with self.catalog.connect() as client:
+            return client.committed(key)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         """On the driver: the batch is there, once and whole, and nothing else is left of any run of it."""
         parts = [message for message in messages if isinstance(message, TaskCommit)]
         if parts:  # else the batch had no partitions
-            commit(self.catalog, parts[0].key, self.name, self.schema, self.mode, [part.written for part in parts])
+            commit(self.target, parts[0].key, self.fitting.schema, [part.written for part in parts])
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         """On the driver: remove what this run of the batch wrote; if it was committed all the same, that stays.

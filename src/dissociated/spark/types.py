@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from dissociated.errors import SourceError
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructField, StructType
 
 TIMEZONE = "UTC"
 """A Spark timestamp is an instant. Its batches carry the time zone of the session that made them, which is
 a matter of display, so all datasets have the same."""
+
+_KEPT = b"dissociated.spark.type"
+"""In the metadata of a column: Spark's type of it as JSON, where Arrow's does not say as much."""
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
@@ -29,13 +33,49 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     fields = []
     for field in schema.fields:
         try:
-            fields.extend(to_arrow_schema(StructType([field]), timezone=TIMEZONE))
+            (made,) = to_arrow_schema(StructType([field]), timezone=TIMEZONE)
+            fields.append(_with_kept_type(made, field))
         except PySparkException as error:
             raise SourceError(
                 f"column {field.name!r} has the type {field.dataType.simpleString()}, "
                 "which Arrow cannot carry: cast it, or drop the column"
             ) from error
     return pa.schema(fields)
+
+
+def kept_type(field: pa.Field) -> DataType | None:
+    """Spark's own type of a column, where Arrow's does not say as much: a collation, or which interval it is.
+
+    It is bytes from outside: what is no type, or not that of this column, is None. So is what names a class.
+    """
+    from pyspark.sql.pandas.types import to_arrow_type
+    from pyspark.sql.types import StructField
+
+    told = (field.metadata or {}).get(_KEPT)
+    if told is None:
+        return None
+    try:
+        plain = json.loads(told)
+        if _names_a_class(plain):
+            return None
+        found = StructField.fromJson(plain).dataType
+        return found if to_arrow_type(found, timezone=TIMEZONE).equals(field.type) else None
+    except Exception:  # Spark raises all sorts for what is no type
+        return None
+
+
+def _with_kept_type(made: pa.Field, field: StructField) -> pa.Field:
+    from pyspark.sql.pandas.types import from_arrow_type
+
+    plain = field.jsonValue()
+    if from_arrow_type(made.type) == field.dataType or _names_a_class(plain):
+        return made
+    return made.with_metadata({**(made.metadata or {}), _KEPT: json.dumps(plain).encode()})
+
+
+def _names_a_class(plain: Any) -> bool:
+    """Whether a type, as JSON, has one that is a class of the user's: Spark would unpickle it."""
+    return '"udt"' in json.dumps(plain)
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -13,9 +13,8 @@ bears that key, once the catalog says that the commit was done or will never be.
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,17 +25,16 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
+from dissociated.errors import DissociatedError
 from dissociated.node.local import stage_here
-from dissociated.spark.catalog import CatalogConfig
-from dissociated.spark.types import arrow_schema, conform
+from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
+from dissociated.spark.fitting import Fitting
+from dissociated.spark.target import Target
+from dissociated.spark.types import arrow_schema
 from dissociated.store.segment import SegmentWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-
-_RETRY_TIMEOUT = 60.0  # seconds for a catalog that was killed to be there again
-_RETRY_DELAY = 0.5
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ _WRITTEN = pa.schema(
 )
 
 
-def write_segment(catalog: CatalogConfig, key: str, schema: pa.Schema, iterator: Iterator[pa.RecordBatch]) -> Written:
+def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: Iterator[pa.RecordBatch]) -> Written:
     """In a task: write its partition into a segment on this host, for the commit with that `key`, which has no "-".
 
     An exception leaves no file behind; a killed process leaves one that its node removes.
@@ -67,56 +65,43 @@ def write_segment(catalog: CatalogConfig, key: str, schema: pa.Schema, iterator:
     first = next(batches, None)
     if first is None:
         return Written(partition, None, None, 0, 0)
-    stage = stage_here(catalog.uri, catalog.connect)
+    stage = wait_for_catalog(lambda: stage_here(catalog.uri, catalog.connect))
     segment = f"{key}-{partition:06}-{context.taskAttemptId()}.arrows"
     with ExitStack() as stack:
         reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
-        writer = stack.enter_context(SegmentWriter(Path(stage.directory, segment), schema, reserve=reserve))
-        writer.write(conform(first, schema))
+        writer = stack.enter_context(SegmentWriter(Path(stage.directory, segment), fitting.schema, reserve=reserve))
+        writer.write(fitting.conform(first))
         for batch in batches:
-            writer.write(conform(batch, schema))
+            writer.write(fitting.conform(batch))
     return Written(partition, stage.node, segment, writer.rows, writer.nbytes)
 
 
-def commit(
-    catalog: CatalogConfig,
-    key: str,
-    name: str,
-    schema: pa.Schema,
-    mode: str,
-    messages: Sequence[WriterCommitMessage | None],
-) -> None:
-    """On the driver: make what the tasks have written the dataset `name`, on each host in order of the partitions.
+def commit(target: Target, key: str, schema: pa.Schema, messages: Sequence[WriterCommitMessage | None]) -> None:
+    """On the driver: make what the tasks have written the dataset, on each host in order of the partitions.
 
     A repeated call does nothing, so a catalog that does not answer is asked again for a while. Where there are no rows
     at all, it is the node of the driver's host that has them.
     """
     written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
     segments = [{"node": one.node, "segment": one.segment} for one in written if one.node and one.segment]
+    catalog, asked = target.catalog, target.publication
 
     def once() -> None:
         there = segments or [{"node": stage_here(catalog.uri, catalog.connect).node, "segment": ""}]
         with catalog.connect() as client:
-            client.commit(name, there, mode, schema, key=key)
+            client.commit(asked.name, there, asked.mode, schema, key=key, tags=asked.tags, ttl=asked.ttl)
 
-    _retry(once)
+    wait_for_catalog(once)
 
 
 def abort(catalog: CatalogConfig, key: str) -> None:
     """On the driver: what was written for the commit with that `key` goes, and so does what is still written."""
-    with catalog.connect() as client:
-        client.abort(key)
 
+    def once() -> None:
+        with catalog.connect() as client:
+            client.abort(key)
 
-def _retry(call: Callable[[], None]) -> None:
-    deadline = time.monotonic() + _RETRY_TIMEOUT
-    while True:
-        try:
-            return call()
-        except (CatalogUnreachable, DeadlineExceeded):
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_RETRY_DELAY)
+    wait_for_catalog(once)
 
 
 class DatasetWriter(DataSourceArrowWriter):
@@ -125,35 +110,33 @@ class DatasetWriter(DataSourceArrowWriter):
     Made once, while Spark plans the write, then copied to every task and to the commit; all share `key`.
     """
 
-    def __init__(self, catalog: CatalogConfig, name: str, schema: pa.Schema, mode: str) -> None:
-        self.catalog = catalog
-        self.name = name
+    def __init__(self, target: Target, schema: pa.Schema) -> None:
+        self.target = target
         self.schema = schema
-        self.mode = mode
+        self.fitting = Fitting.of(schema, target)  # before any task runs in vain
         self.key = uuid.uuid4().hex
-        with catalog.connect() as client:
-            client.nodes()  # before any task runs in vain
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         """In a task."""
-        return write_segment(self.catalog, self.key, self.schema, iterator)
+        return write_segment(self.target.catalog, self.key, self.fitting, iterator)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, once every task has succeeded: make the dataset visible, whole."""
-        commit(self.catalog, self.key, self.name, self.schema, self.mode, messages)
+        commit(self.target, self.key, self.fitting.schema, messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, after a task or the commit has failed: remove what the tasks have written."""
-        abort(self.catalog, self.key)
+        abort(self.target.catalog, self.key)
 
 
-def publish(frame: DataFrame, catalog: CatalogConfig, name: str, mode: str) -> None:
+def publish(frame: DataFrame, target: Target) -> None:
     """On the driver: write a DataFrame of this process's own Spark.
 
     By `mapInArrow`, whose only rows are those that tell what was written: Spark hands over its rows in less time there
     than to a data source (docs/performance.md). It collects the rows of one attempt for each partition.
     """
-    writer = DatasetWriter(catalog, name, arrow_schema(frame.schema), mode)
+    writer = DatasetWriter(target, arrow_schema(frame.schema))
+    frame = frame.toDF(*(f"c{number}" for number in range(len(frame.columns))))  # Spark finds no column `a.b` by name
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_pylist([asdict(writer.write(batches))], _WRITTEN)

@@ -261,7 +261,7 @@ class Store:
                 return existing
             self._quota.check(name)
             previous = self.current(name) if append else None
-            paths = [self._memfds.staged(one) or self._directory.staged(one) for one in staged]
+            paths = [self._staged(one) for one in staged]
             if previous is not None:
                 _, place = self._places.find(previous)
                 paths = [*place.files(previous), *paths]
@@ -282,6 +282,15 @@ class Store:
             self._places.commit(version, paths, self._quota.copy)
             self._unstage(staged)
             return version
+
+    def _staged(self, name: str) -> Path:
+        path = self._memfds.staged(name) or self._directory.staged(name)
+        if not path.exists():
+            raise StoreError(
+                f"the segment {name} is not in {self.staging} any more: what is not committed within "
+                f"{self._forgotten:g} seconds after it was written is removed (--forget); write it again"
+            )
+        return path
 
     def _make_version(
         self,

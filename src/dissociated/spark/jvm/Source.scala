@@ -27,11 +27,13 @@ class Source extends TableProvider with DataSourceRegister {
 
   override def supportsExternalMetadata(): Boolean = true
 
-  override def inferSchema(options: CaseInsensitiveStringMap): StructType =
+  override def inferSchema(given: CaseInsensitiveStringMap): StructType = {
+    val options = Source.withCatalog(given)
     if (Source.enabled) {
       val found = Sidecar.of(Python.ofDriver()).call("describe", "options" -> options)
       DataType.fromJson(found.get("schema").asText).asInstanceOf[StructType]
     } else Source.inPython().inferSchema(options)
+  }
 
   override def getTable(schema: StructType, by: Array[Transform], properties: util.Map[String, String]): Table =
     if (Source.enabled) new Dataset(schema, by, properties) else Source.inPython().getTable(schema, by, properties)
@@ -49,6 +51,17 @@ object Source extends Logging {
     if (made != SPARK_VERSION) logWarning(s"the jar of dissociated is for Spark $made, and this is $SPARK_VERSION: its " +
       "data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")
     made == SPARK_VERSION
+  }
+
+  /** The same options; where they do not name the catalog, the session's setting does. */
+  def withCatalog(options: CaseInsensitiveStringMap): CaseInsensitiveStringMap = {
+    val catalog = SQLConf.get.getConfString("spark.dissociated.catalog", "")
+    if (catalog.isEmpty || options.containsKey("catalog")) options
+    else {
+      val all = new util.HashMap[String, String](options)
+      all.put("catalog", catalog)
+      new CaseInsensitiveStringMap(all)
+    }
   }
 
   def inPython(): PythonDataSourceV2 = {
@@ -78,7 +91,15 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
     TableCapability.BATCH_READ, TableCapability.BATCH_WRITE, TableCapability.MICRO_BATCH_READ,
     TableCapability.STREAMING_WRITE, TableCapability.TRUNCATE)
 
-  override def newScanBuilder(options: CaseInsensitiveStringMap): ScanBuilder = new DatasetScanBuilder(this, options)
+  override def newScanBuilder(given: CaseInsensitiveStringMap): ScanBuilder = {
+    val options = Source.withCatalog(given)
+    val geometry = schema.existsRecursively(_.typeName.startsWith("geo")) // its values are more than Arrow's columns
+    if (geometry) inPython.newScanBuilder(options) else new DatasetScanBuilder(this, options)
+  }
 
-  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = inPython.newWriteBuilder(info)
+  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = inPython.newWriteBuilder(new LogicalWriteInfo {
+    override def schema(): StructType = info.schema
+    override def queryId(): String = info.queryId
+    override def options(): CaseInsensitiveStringMap = Source.withCatalog(info.options)
+  })
 }

@@ -120,6 +120,7 @@ object Vectors {
     case ArrayType(element, _) => new ListVector(wanted, place, element)
     case MapType(key, value, _) => new MapVector(wanted, place, key, value)
     case StructType(fields) => new StructVector(wanted, place, fields.map(_.dataType))
+    case VariantType => new StructVector(wanted, place, Array(BinaryType, BinaryType))
     case _ => place.damaged(s"there is no reader for ${wanted.simpleString}")
   }
 

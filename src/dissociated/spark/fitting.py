@@ -1,0 +1,182 @@
+"""How the batches of a DataFrame come to have the schema of the dataset that they go into.
+
+A version of a dataset has one schema, which all of its segments begin with. So it is the rows that are added which are
+made to fit, by the names of the columns. What would lose something is refused before any task, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.types as types
+
+from dissociated.errors import DatasetNotFound, SourceError
+from dissociated.spark.types import conform, kept_type
+
+if TYPE_CHECKING:
+    from dissociated.spark.target import Target
+
+_MOST = 5  # columns that are named
+_DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+_WIDER: dict[pa.DataType, tuple[pa.DataType, ...]] = {
+    pa.int8(): (pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()),
+    pa.int16(): (pa.int32(), pa.int64(), pa.float32(), pa.float64()),
+    pa.int32(): (pa.int64(), pa.float64()),
+    pa.float32(): (pa.float64(),),
+    pa.date32(): (pa.timestamp("us"),),
+}
+_ANOTHER_LAYOUT = {
+    pa.string(): (pa.large_string(), pa.string_view()),
+    pa.binary(): (pa.large_binary(), pa.binary_view()),
+}
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How the batches of a DataFrame become those of the dataset `name`, which has this `schema`.
+
+    `places` tells for each of its columns which of the DataFrame it is; None for nulls. In those `without_nulls` there
+    may come a null, and must not.
+    """
+
+    name: str
+    schema: pa.Schema
+    places: tuple[int | None, ...]
+    without_nulls: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, frame: pa.Schema, target: Target) -> Fitting:
+        """What replaces a dataset, or begins one, brings its own schema. What is appended takes that which is there.
+
+        Raises SourceError, naming columns and types, where it cannot.
+        """
+        name, append = target.publication.name, target.publication.mode == "append"
+        if twice := [one for one in dict.fromkeys(frame.names) if frame.names.count(one) > 1]:
+            raise SourceError(
+                f"there is more than one column {twice[0]!r}, and readers ask for columns by name: rename it"
+            )
+        with target.catalog.connect() as client:
+            client.nodes()  # is it there at all?
+            try:
+                there = client.describe(name).schema if append else frame
+            except DatasetNotFound:
+                there = frame
+        if differences := [*_differences(frame, there, target.merge_schema)]:
+            more = [] if len(differences) <= _MOST else [f"and {len(differences) - _MOST} more"]
+            raise SourceError(f"this cannot be appended to {name!r}: {'; '.join(differences[:_MOST] + more)}")
+        places = tuple(frame.names.index(one) if one in frame.names else None for one in there.names)
+        stricter = tuple(
+            number
+            for number, place in enumerate(places)
+            if place is not None and _is_stricter(there.field(number), frame.field(place))
+        )
+        return cls(name, there, places, stricter)
+
+    def conform(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows of a batch of the DataFrame as the dataset has them; without a copy where no type differs.
+
+        Raises SourceError, naming the column, for a null where the dataset has none.
+        """
+        if not self.places:
+            return batch
+        columns = [
+            pa.nulls(batch.num_rows, field.type) if place is None else batch.column(place)
+            for field, place in zip(self.schema, self.places, strict=True)
+        ]
+        for number in self.without_nulls:
+            if where := _misplaced_null(columns[number], self.schema.field(number)):
+                raise SourceError(
+                    f"{where} is null in a row that is appended to {self.name!r}, which has no nulls there: filter "
+                    "such rows, fill them, or write the dataset anew"
+                )
+        try:
+            return conform(pa.RecordBatch.from_arrays(columns, self.schema.names), self.schema)
+        except pa.ArrowException as error:
+            raise SourceError(f"a value does not fit into {self.name!r}: {error}") from None
+
+
+def _differences(frame: pa.Schema, there: pa.Schema, merge: bool) -> Iterator[str]:
+    """What keeps a DataFrame from being appended, for people."""
+    for name in dict.fromkeys(there.names):
+        if there.names.count(name) > 1:
+            yield f"it has more than one column {name!r}"
+        elif name not in frame.names:
+            if not there.field(name).nullable:
+                yield f"there is no column {name!r}, which has no nulls there"
+            elif not merge:
+                yield f'there is no column {name!r}: add it, or let .option("mergeSchema", "true") fill it with nulls'
+        elif why := _difference(frame.field(name), there.field(name), merge):
+            yield why
+    for name in frame.names:
+        if name not in there.names:
+            yield f"it has no column {name!r}, and its columns stay as they are: drop it, or write the dataset anew"
+
+
+def _difference(here: pa.Field, there: pa.Field, merge: bool) -> str | None:
+    kept, to_keep = kept_type(here), kept_type(there)
+    if _fits(here.type, there.type, merge) and (to_keep is None or to_keep == kept):
+        return None
+    advice = "cast it"
+    if not merge and _fits(here.type, there.type, True):
+        advice += ', or let .option("mergeSchema", "true") widen it'
+    wanted = there.type if to_keep is None else to_keep.simpleString()
+    return f"column {here.name!r} is {here.type if kept is None else kept.simpleString()}, not {wanted}: {advice}"
+
+
+def _fits(here: pa.DataType, there: pa.DataType, widen: bool) -> bool:
+    """Whether every value of the type `here` is one of `there`: just that one, or when it is widened."""
+    if here.equals(there) or there in _ANOTHER_LAYOUT.get(here, ()):
+        return True
+    if types.is_timestamp(here) and types.is_timestamp(there):
+        return bool(here.unit == there.unit and (here.tz is None) is (there.tz is None))
+    if types.is_nested(here):
+        return (
+            here.id == there.id
+            and here.num_fields == there.num_fields
+            and all(
+                (here.field(index).name == there.field(index).name or not types.is_struct(here))
+                and _fits(here.field(index).type, there.field(index).type, widen)
+                for index in range(here.num_fields)
+            )
+        )
+    if not widen:
+        return False
+    if types.is_decimal128(there) and (here in _DIGITS or types.is_decimal128(here)):
+        digits, scale = (_DIGITS[here], 0) if here in _DIGITS else (here.precision - here.scale, here.scale)
+        return bool(there.precision - there.scale >= digits and there.scale >= scale)
+    return types.is_null(here) or there in _WIDER.get(here, ())
+
+
+def _is_stricter(there: pa.Field, here: pa.Field) -> bool:
+    """Whether a null that `here` may have, at any depth, is none that `there` has."""
+    if here.nullable and not there.nullable:
+        return True
+    return types.is_nested(there.type) and any(
+        _is_stricter(there.type.field(index), here.type.field(index)) for index in range(there.type.num_fields)
+    )
+
+
+def _misplaced_null(array: pa.Array, field: pa.Field, path: str = "") -> str | None:
+    """Where an array has a null that the field, or one below it, must not have. What is below a null does not count."""
+    path = f"{path}.{field.name}" if path else field.name
+    if array.null_count:
+        if not field.nullable:
+            return f"column {path!r}"
+        array = array.drop_null()
+    below = (_misplaced_null(child, inner, path) for child, inner in _children(array, field.type))
+    return next(filter(None, below), None)
+
+
+def _children(array: pa.Array, type_: pa.DataType) -> Iterator[tuple[pa.Array, pa.Field]]:
+    """What is below an array without nulls, and the field of it in the same type."""
+    if types.is_struct(array.type):
+        yield from ((array.field(index), type_.field(index)) for index in range(type_.num_fields))
+    elif types.is_map(array.type):
+        first, count = array.offsets[0].as_py(), array.offsets[-1].as_py() - array.offsets[0].as_py()
+        yield array.keys.slice(first, count), type_.key_field
+        yield array.items.slice(first, count), type_.item_field
+    elif types.is_nested(array.type):
+        yield array.flatten(), type_.value_field

@@ -1,0 +1,79 @@
+"""Where a DataFrame goes, as its writer says it by options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from dissociated.catalog.publication import Publication
+from dissociated.errors import OptionError
+from dissociated.spark.catalog import CatalogConfig, required
+
+_KNOWN = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl")
+_SPARKS_OWN = ("checkpointlocation", "queryname")
+_ALLOWED = {*(name.lower() for name in _KNOWN), *_SPARKS_OWN}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A dataset of a catalog: its name, whether to replace it or to add to it, its tags and its end.
+
+    With `merge_schema`, what is added may lack columns and have narrower numbers.
+    """
+
+    catalog: CatalogConfig
+    publication: Publication
+    merge_schema: bool = False
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], mode: str, advice: str) -> Self:
+        """From the options of a data source; `advice` is how its user says the name.
+
+        Raises CatalogError where they do not say where the data goes, and OptionError for what makes no sense.
+        """
+        given = {name.lower(): value for name, value in options.items()}
+        for name in given:
+            if name not in _ALLOWED:
+                raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_KNOWN)}")
+        catalog = CatalogConfig.parse(given)
+        name = required(given, "path", f"the dataset goes: {advice}")
+        publication = Publication(name, mode, _tags(given.get("tags", "")), _seconds(given.get("ttl")))
+        return cls(catalog, publication, _flag("mergeSchema", given.get("mergeschema", "false")))
+
+    def options(self) -> dict[str, str]:
+        """The same as options, but for its name and mode."""
+        given = {
+            "catalog": self.catalog.uri,
+            "token_file": self.catalog.token_file,
+            "tls_roots": self.catalog.tls_roots,
+            "tags": json.dumps(self.publication.tags) if self.publication.tags else None,
+            "ttl": self.publication.ttl,
+            "mergeSchema": "true" if self.merge_schema else None,
+        }
+        return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _tags(text: str) -> Any:
+    """A JSON object, or `name=value, name=value`."""
+    try:
+        if text.lstrip().startswith("{"):
+            return json.loads(text)
+        pairs = [pair.split("=", 1) for pair in text.split(",") if pair.strip()]
+        return {name.strip(): value.strip() for name, value in pairs}
+    except ValueError:
+        raise OptionError(f'the option tags is "name=value, name=value" or a JSON object, not {text!r}') from None
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise OptionError(f"the option ttl is a number of seconds, not {text!r}") from None
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise OptionError(f"the option {name} is true or false, not {text!r}")
+    return text.lower() == "true"
