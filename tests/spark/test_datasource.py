@@ -255,6 +255,19 @@ def test_tags_and_a_time_to_live_come_with_it(
     assert all(one.expires is not None for one in client.list())
 
 
+def test_a_view_is_read_and_appended_to_and_a_table_says_what_to_do(
+    spark: SparkSession, catalog: str, client: dis.Client
+) -> None:
+    client.put("data", pa.table({"id": [1]}))
+    using = f"USING dissociated OPTIONS (catalog '{catalog}', path 'data')"
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW a_view {using}")
+    spark.sql("INSERT INTO a_view VALUES (2)")
+    assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,)]
+    spark.catalog.dropTempView("a_view")
+    with pytest.raises(PySparkException, match="CREATE TEMPORARY VIEW"):
+        spark.sql(f"CREATE TABLE a_table {using}")
+
+
 def test_names_that_spark_cannot_tell_apart(
     spark: SparkSession, catalog: str, client: dis.Client, write: Write
 ) -> None:

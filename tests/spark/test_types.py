@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import DayTimeIntervalType, StructType
+from pyspark.sql.types import ArrayType, DayTimeIntervalType, NullType, StructType
 
 from dissociated.errors import SourceError
 from dissociated.spark.types import arrow_schema, conform, kept_type
@@ -30,6 +30,8 @@ def test_a_type_that_arrow_lacks_names_its_column() -> None:
     schema: Any = StructType.fromDDL("fine int, age struct<months: interval year to month>")
     with pytest.raises(SourceError, match=r"column 'age'.*interval year to month.*cast it, or drop"):
         arrow_schema(schema)
+    with pytest.raises(SourceError, match=r"column 'none' has the type array<void>.*cast it, or drop"):
+        arrow_schema(StructType().add("none", ArrayType(NullType(), containsNull=False)))  # array()
 
 
 @pytest.mark.usefixtures("spark")  # who knows types by name

@@ -64,4 +64,6 @@ def required(options: Mapping[str, str], key: str, advice: str) -> str:
     """The option `key`. Raises CatalogError, which begins "say where" and ends with `advice`, where it is not given."""
     if value := options.get(key):
         return str(value)
+    if key == "path":
+        advice += ". A table of Spark's own catalog has no place for that: CREATE TEMPORARY VIEW has, with OPTIONS"
     raise CatalogError(f"say where {advice}")

@@ -35,7 +35,7 @@ def arrow_schema(schema: StructType) -> pa.Schema:
         try:
             (made,) = to_arrow_schema(StructType([field]), timezone=TIMEZONE)
             fields.append(_with_kept_type(made, field))
-        except PySparkException as error:
+        except (PySparkException, ValueError) as error:  # of Spark; of pyarrow, for a void that is never null
             raise SourceError(
                 f"column {field.name!r} has the type {field.dataType.simpleString()}, "
                 "which Arrow cannot carry: cast it, or drop the column"
