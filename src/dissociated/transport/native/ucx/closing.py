@@ -12,10 +12,10 @@ import logging
 import os
 import threading
 import time
-from typing import Protocol
 
 from dissociated.errors import TransportError
 from dissociated.once import once
+from dissociated.transport.native.ucx.endpoint import UcxEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -23,12 +23,27 @@ _MAX_CLOSING = 64  # connections: each has a worker, up to 64 MB or one message,
 _INTERVAL = 0.05  # seconds between two looks
 
 
-class ClosingConnection(Protocol):
-    """A connection that is closed for whoever used it."""
+class ClosingConnection:
+    """What is left of a connection that is closed for whoever used it: its endpoint, and memory that is still in use.
 
-    def advance_closing(self) -> bool:
+    Owns both.
+    """
+
+    def __init__(self, peer: str, endpoint: UcxEndpoint, memory: list[object]) -> None:
+        self._peer = peer
+        self._endpoint = endpoint
+        self._memory = memory
+
+    def advance(self) -> bool:
         """Let UCX work on it. Whether it is over, and everything has been given back."""
-        ...
+        over = self._endpoint.advance_closing()
+        if over:
+            self._endpoint.destroy()
+            self._memory.clear()
+        return over
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} with {self._peer}>"
 
 
 class ClosingConnections:
@@ -58,7 +73,7 @@ class ClosingConnections:
             time.sleep(_INTERVAL)
             for connection in list(self._connections):
                 try:
-                    over = connection.advance_closing()
+                    over = connection.advance()
                 except TransportError as error:
                     over = False  # kept: memory is never taken away
                     _log.info("%r: %s", connection, error)

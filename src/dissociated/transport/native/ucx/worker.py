@@ -104,6 +104,8 @@ class Worker:
         descriptor = u.ffi.new("int *")
         u.check(u.lib.ucp_worker_get_efd(self.handle, descriptor), "creating a worker")
         self.descriptor: int = descriptor[0]
+        self._info = u.ffi.new("ucp_tag_recv_info_t *")
+        self._plain = u.ffi.new("ucp_request_param_t *")
 
     def progress(self) -> bool:
         return bool(self.ucp.lib.ucp_worker_progress(self.handle))
@@ -117,6 +119,14 @@ class Worker:
     def sleep(self, waker: Waker, seconds: float) -> None:
         """Sleep until there is progress to be made, or `waker` is set, which it then is no more."""
         waker.sleep((self.descriptor,), seconds)
+
+    def discard_arrived(self) -> None:
+        """Throw away the tagged messages that have arrived and that nobody waits for."""
+        u = self.ucp
+        while message := u.lib.ucp_tag_probe_nb(self.handle, 0, 0, 1, self._info):
+            discarding = u.lib.ucp_tag_msg_recv_nbx(self.handle, u.ffi.NULL, 0, message, self._plain)
+            if u.status(discarding) == c.INPROGRESS:
+                u.lib.ucp_request_free(discarding)
 
     def destroy(self) -> None:
         self.ucp.lib.ucp_worker_destroy(self.handle)
