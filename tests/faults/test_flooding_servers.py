@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from dissociated.transport.native.fabric._ofi import ofi
 from machine import media
 
 from .clients import line
@@ -16,9 +17,9 @@ WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
 
 #: The caps of these clients in MB, instead of hundreds: so a flood is over soon.
 CAP = 4
-#: MB that it may cost a client, the connection included. Between two looks of ours libfabric takes in what comes by
-#: itself: up to 564 MB were seen on a machine with much else to do.
-ENOUGH = {"ucx": 200, "fabric": 800}
+#: MB that it may cost a client, the connection included. Each look of ours lets libfabric take in more than we see: up
+#: to 564 MB were seen. With 1.17 the buffers for that are smaller.
+ENOUGH = {"ucx": 200, "fabric 1.17": 200, "fabric": 800}
 
 #: For each line floods whoever connects, without looking at what comes, for ten seconds or until it is cut off.
 SERVER = """
@@ -107,12 +108,13 @@ SAYS = {
 def test_a_server_that_sends_without_end_costs_its_client_no_more_than_a_cap(spawn: Spawn, where: str) -> None:
     server = spawn("-c", SERVER, WHERE[where])
     client = spawn("-c", CLIENT, line(server), str(CAP))
+    enough = ENOUGH[f"{where} 1.17" if where == "fabric" and ofi().version == "1.17" else where]
     assert server.stdin is not None
     assert client.stdin is not None
     for name, (flood, asking) in FLOODS.items():
         server.stdin.write(json.dumps(flood) + "\n")
         client.stdin.write(json.dumps(asking) + "\n")
         cost, said = json.loads(line(client))
-        assert cost < ENOUGH[where], (name, said)
+        assert cost < enough, (name, said)
         assert re.search("paused" if asking[1] else SAYS[where][flood[0]], said), (name, said)
         assert line(server) == "ended"

@@ -257,6 +257,7 @@ class Ofi:
         found = number >> 16, number & 0xFFFF
         self.version = "{}.{}".format(*found)
         LIBRARY.check_age(self.path, self.version, found, _OLDEST)
+        _limit_buffers(found)
         self._check_layouts()
 
     def explain(self, code: int) -> str:
@@ -323,6 +324,17 @@ def _set_environment() -> None:
     # Closing while messages arrive in segments crashes in 2.5: what is too large to be sent at once is fetched instead.
     os.environ["FI_OFI_RXM_SAR_LIMIT"] = "0"
     os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see FabricEndpoint.eager_limit
+
+
+def _limit_buffers(version: tuple[int, int]) -> None:
+    """What libfabric reads with its first fi_getinfo, by its version.
+
+    A message that nobody has received yet takes a whole buffer, however small it is: of 16 kB, which is the default, a
+    peer that sends without end costs hundreds of MB before it is noticed. Larger messages take what they are. With
+    1.22 and 2.5, messages that are larger than such a buffer never arrive; what is between was not tried.
+    """
+    if version == (1, 17):
+        os.environ.setdefault("FI_OFI_RXM_BUFFER_SIZE", "2048")
 
 
 def _candidates() -> Iterator[str]:
