@@ -127,11 +127,12 @@ def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size:
     with leaving_nothing(), closing(transport("fabric").listen(where)) as listener:
         client, server = connected(listener)
         with client, server:
-            assert client._to is not None
+            peer = client._outbox.peer
+            assert peer is not None
             tag, much = 0xFE44_4953_534F_0000 | Kind.CREDIT, [client._ffi.from_buffer(bytes(size))]
             talk(client, before)  # there are receives for so much
             for _ in range(24 if before else 1):
-                while not client._endpoint.send(client._to, tag, much, lambda completion: None):
+                while not client._endpoint.send(peer, tag, much, lambda completion: None):
                     client.arrived()
             end = time.monotonic() + 0.2
             while time.monotonic() < end:

@@ -1,9 +1,4 @@
-"""A connection over a medium that delimits and tags messages by itself, so that nothing is framed here.
-
-What such media have in common: sending is asynchronous, nothing moves unless somebody lets the medium work, and there
-is one descriptor to wait on. Two threads may use a connection, one that sends and one that receives; whichever has to
-wait lets the medium work for both.
-"""
+"""A connection over a medium that delimits and tags messages by itself, so that nothing is framed here."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,9 +24,9 @@ from dissociated.errors import (
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.message import Incoming, Message
-from dissociated.transport.base import Allocate, Connection
+from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
-from dissociated.transport.native.waker import Waker
+from dissociated.transport.native.progress import MAX_SLEEP, ProgressConnection
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
 MAX_IN_FLIGHT = 1 << 26
@@ -41,57 +36,32 @@ MAX_IN_FLIGHT = 1 << 26
 _MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
 #: Bytes that keeping a message takes beside its own.
 OVERHEAD = 256
-_MAX_SLEEP = 1.0  # seconds, should the medium ever forget to wake us
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
 _TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
 _YIELD_TIME = 0.001  # seconds in which others can take it
 _AHEAD = 1 << 25  # bytes that are received at once
-_NO_WAKE = 0.005  # seconds: when the peer is gone the medium may tell no more, and has only to be looked at
 
 
-class UnderWay(NamedTuple):
-    """A message that is being sent: what the medium calls it, its size, and the memory that must stay."""
-
-    request: Any
-    size: int
-    keep: Any
-
-
-class NativeConnection(Connection):
-    """See the module. Everything that a subclass implements is called with the lock held, but `_sleep`."""
+class NativeConnection(ProgressConnection):
+    """See the module."""
 
     _ffi: Any  #: cffi's, of the medium's library
 
     def __init__(self, peer: str, accepted: bool) -> None:
-        super().__init__()
-        self._peer = peer
+        super().__init__(peer)
         self._accepted = accepted
         self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
-        self._lock = threading.Condition(threading.Lock())
         self._moving = False  # whether there is a thread for what is under way while nobody waits for it
-        self._asleep = False  # whether a thread waits for the medium, and wakes the other
-        self._under_way: deque[UnderWay] = deque()
-        self._in_flight = 0  # bytes
         self._given = 0  # bytes, of all messages so far
         self._arrived: deque[Incoming] = deque()
         self._arrived_bytes = 0
         self._put_off_bytes = 0  # of messages that are known, and that are not fetched yet
-        self._broken: DissociatedError | None = None  # what the peer did wrong, noticed on the way
-        self._reason: str | None = None  # that the peer gave for giving up
         self._most = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
-        self._gone = False  # the peer, or the way to it
-        self._ended_at = 0.0  # when that was noticed, or the reason arrived
         self._stopped = False
-        self._interrupted = False
-        self._closed = False
         self._remote: RemoteAddressSpace | None = None
         self._retained: list[Region] = []  # which the peer may fetch from
-        self._waker = Waker()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} with {self._peer}>"
 
     def limit_untagged(self, length: int) -> None:
         self._max_untagged = length
@@ -99,24 +69,8 @@ class NativeConnection(Connection):
     # What a medium does
 
     @abstractmethod
-    def _progress(self) -> bool:
-        """Let the medium work for a moment. Whether anything happened."""
-
-    @abstractmethod
-    def _arm(self) -> bool:
-        """Prepare to sleep. False if there is something to do first."""
-
-    @abstractmethod
-    def _sleep(self, seconds: float) -> None:
-        """Sleep until the medium, or `_waker`, has something to tell."""
-
-    @abstractmethod
     def _start(self, message: Any) -> None:
         """Begin to send a prepared message."""
-
-    @abstractmethod
-    def _complete(self, request: Any) -> bool | None:
-        """Whether sending a message has ended well, and `request` is forgotten; None while it has not ended."""
 
     @abstractmethod
     def _waiting(self) -> bool:
@@ -264,29 +218,8 @@ class NativeConnection(Connection):
                 self._waker.close()
 
     @property
-    def peer(self) -> str:
-        return self._peer
-
-    @property
     def backlog(self) -> int:
         return max(0, self._given - self.written)
-
-    @property
-    def _ended(self) -> bool:
-        return self._gone or self._reason is not None
-
-    @property
-    def _over(self) -> bool:
-        """Whether there is no sense in sending more."""
-        return self._gone or self._interrupted or self._broken is not None
-
-    def _check_open(self) -> None:
-        if self._interrupted or self._closed:
-            raise ConnectionClosed("this side closed the connection")
-        if self._broken is not None:
-            raise self._broken
-        if self._gone:
-            raise ConnectionClosed(f"sending to {self._peer}: the peer closed the connection")
 
     def _has_room(self, size: int) -> bool:
         """Whether so many bytes more may be under way."""
@@ -354,10 +287,10 @@ class NativeConnection(Connection):
             try:
                 while not self._over:
                     if not self._under_way:
-                        self._lock.wait(_MAX_SLEEP)
+                        self._lock.wait(MAX_SLEEP)
                     else:
                         end = time.monotonic() + _TURN
-                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, _MAX_SLEEP)  # type: ignore[misc]
+                        self._drive(lambda end=end: self._moved() or time.monotonic() >= end, MAX_SLEEP)  # type: ignore[misc]
                         self._lock.wait(_YIELD_TIME)  # somebody else's turn, whatever the peer goes on to do
             except TransportError:
                 pass  # whoever uses the connection next hears of it
@@ -370,67 +303,8 @@ class NativeConnection(Connection):
     def _moved(self) -> bool:
         return self._has(lambda: not self._under_way) or self._over
 
-    def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
-        deadline = time.monotonic() + timeout
-        while not done():
-            if self._closed:
-                raise ConnectionClosed("this side closed the connection")
-            if self._advance():
-                deadline = time.monotonic() + self._time_left(timeout)
-                continue
-            left = self._time_left(deadline - time.monotonic())
-            if left <= 0:
-                return False
-            self._wait(min(left, _NO_WAKE if self._ended else _MAX_SLEEP))
-        return True
-
-    def _wait(self, seconds: float) -> None:
-        if self._asleep:
-            self._lock.wait(seconds)
-            return
-        if not self._arm():
-            return
-        self._asleep = True
-        self._lock.release()
-        try:
-            self._sleep(seconds)
-        finally:
-            self._lock.acquire()
-            self._asleep = False
-            self._lock.notify_all()
-
-    def _advance(self) -> bool:
-        """Let the medium work, and forget what has been sent. Whether anything happened.
-
-        The oldest goes first, which is how messages complete but for a few. That one has may show although the medium
-        did nothing just now.
-        """
-        moved = self._progress()
-        while self._under_way and (sent := self._complete(self._under_way[0].request)) is not None:
-            size = self._under_way.popleft().size
-            self._in_flight -= size
-            self.written += size if sent else 0
-            moved = True
-        if moved and self._asleep:
-            self._waker.set()
-        return moved
-
-    def _posted(self, request: Any, size: int, keep: Any) -> None:
-        """A message is under way, and `keep` must stay as it is until it has been sent."""
-        self._under_way.append(UnderWay(request, size, keep))
-        self._in_flight += size
-
     def _arrive(self, incoming: Incoming) -> None:
         self._arrived.append(incoming)
         self._arrived_bytes += OVERHEAD + len(incoming.data)
         if self._asleep:
             self._waker.set()  # it may wait for this, which another thread has found
-
-    def _lose(self) -> None:
-        """The peer is gone."""
-        self._gone, self._ended_at = True, time.monotonic()
-
-    def _give_up(self, reason: str) -> None:
-        """The peer told why it gives up."""
-        self._reason, self._ended_at = reason, time.monotonic()

@@ -9,7 +9,6 @@ import logging
 import os
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +17,6 @@ from dissociated.buffers import Buffer
 from dissociated.errors import (
     ConnectionClosed,
     DeadlineExceeded,
-    LocalProtocolError,
     RemoteError,
     RemoteProtocolError,
     TransportError,
@@ -34,32 +32,31 @@ from dissociated.transport.native.fabric.control import (
     BYES,
     CONSUMED,
     CONTROL,
-    CONTROL_BUFFERS,
     CONTROL_SIZE,
     JOINS,
     KIND_MASK,
     LARGE,
     VERSION,
     Kind,
-    is_control,
 )
+from dissociated.transport.native.fabric.control_receiver import ControlReceiver
 from dissociated.transport.native.fabric.credit import Credit
 from dissociated.transport.native.fabric.domain import RMA_KEY
-from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED, QUEUE, Completion, Done, PeekedMessage
-from dissociated.transport.native.fabric.outgoing import FabricMessages, Joiner, Outgoing, PendingSend
+from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED, PeekedMessage
+from dissociated.transport.native.fabric.info import QUEUE
+from dissociated.transport.native.fabric.liveness import Liveness
+from dissociated.transport.native.fabric.operations import Completion
+from dissociated.transport.native.fabric.outbox import Outbox
+from dissociated.transport.native.fabric.outgoing import FabricMessages, Outgoing, PendingSend
 from dissociated.transport.native.fabric.provider import ConnectionEndpoint
 from dissociated.transport.native.heartbeat import heartbeat_of
 
 _log = logging.getLogger(__name__)
 
-_JOIN = 1 << 13  # bytes up to which parts are copied together at once
 _UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
 _RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST_TIMEOUT = 0.25  # seconds for the last word
-_MISSED = 10  # heartbeats that a peer may miss
 _LOOKS = 256  # messages that are taken before somebody else's turn
-_BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
-_REFUSED = 1.0  # seconds that libfabric may take nothing, although it has nothing to do
 _BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
 _ROUNDS = 16  # of completions that are looked at before somebody else is
 
@@ -75,28 +72,22 @@ class FabricConnection(NativeConnection):
         self._endpoint = endpoint
         self._ffi = endpoint.ofi.ffi
         self._client = client
-        self._to: int | None = None  # the peer's number, once it may be sent to
+        self._outbox = Outbox(endpoint)
         self._welcome: bytes | None = None
-        self._unsent: deque[PendingSend] = deque()
         self._again = False  # whether a read must be tried again
-        self._joiner = Joiner(self._ffi, endpoint.iov_limit)
         self._receiving = self._receiving_bytes = 0  # on their way into memory
         self._happened = False  # more than heartbeats
         self._ended_before = 0  # operations, when a thread last wanted to sleep
         self._credit = Credit(self._accepted)
-        self._beside = 0  # messages beside the protocol in a row that nobody waited for
+        self._control = ControlReceiver(self._ffi, endpoint, peer)
         self._bodies_joined = False  # whether that was heard
         self._farewell: set[int] = set()  # of the last words, those that were heard
         self.heartbeat = heartbeat
-        self._heard = True  # since the last heartbeat
-        self._missed = 0
-        self._refused: PendingSend | None = None  # what libfabric did not take at the last heartbeat,
-        self._refused_at = 0.0  # and since when
+        self._liveness = Liveness()
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._stirred: int | None = None
         with self._lock:
-            for _ in range(CONTROL_BUFFERS):
-                self._receive_control(self._ffi.new(f"char[{CONTROL_SIZE}]"))
+            self._control.start(self)
             for _ in range(2):
                 self._receive_untagged(self._ffi.new(f"char[{MAX_UNTAGGED * (2 if self._accepted else 16)}]"))
         heartbeat_of(os.getpid()).add(self)
@@ -117,14 +108,15 @@ class FabricConnection(NativeConnection):
         reading = PendingSend(None, ())
 
         def done(completion: Completion) -> None:
-            reading.ended = self._happened = self._heard = True
+            reading.ended = self._happened = self._liveness.heard = True
             if completion.error:
-                self._lose_by(completion.error)
+                self.lose_by(completion.error)
 
         def begun() -> bool:
-            assert self._to is not None
+            source = self._outbox.peer
+            assert source is not None
             where = address if virtual else address - span.base
-            self._again = not (self._gone or self._endpoint.read(self._to, where, key, into, at, length, done))
+            self._again = not (self._gone or self._endpoint.read(source, where, key, into, at, length, done))
             return not self._again
 
         self._settle_until(begun, timeout)
@@ -135,7 +127,7 @@ class FabricConnection(NativeConnection):
         endpoint, version = self._endpoint, bytes([VERSION])
         end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
         with self._lock:
-            self._to = endpoint.insert(listener)
+            self._outbox.peer = endpoint.insert(listener)
             self._say(Kind.HELLO, version + endpoint.name)
             self._until(lambda: self._welcome is not None, end, timeout)
             if self._reason is not None:
@@ -147,7 +139,7 @@ class FabricConnection(NativeConnection):
             try:
                 if len(self._welcome) != 1 + len(endpoint.name):
                     raise ValueError
-                self._to = endpoint.insert(advertised_names(self._welcome[1:], host))
+                self._outbox.peer = endpoint.insert(advertised_names(self._welcome[1:], host))
             except (ValueError, OSError, struct.error):
                 raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
             joining = self._say_each(JOINS)
@@ -165,59 +157,26 @@ class FabricConnection(NativeConnection):
     # Sending
 
     def prepare(self, messages: Sequence[Message] | Any) -> FabricMessages:
-        return messages if isinstance(messages, FabricMessages) else FabricMessages(map(self._encode, messages))
-
-    def _encode(self, message: Message) -> Outgoing:
-        tag, parts = message.tag, [part for part in message.parts if len(part)]
-        size = sum(map(len, parts))
-        if tag is not None and tag & ~(KIND_MASK | 0x100) == CONTROL:
-            raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
-        if size > self._endpoint.max_message:
-            raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
-        if tag is None and size > MAX_UNTAGGED:
-            tag = LARGE
-        if not parts or (len(parts) > 1 and size <= _JOIN):
-            parts = [b"".join(parts)]
-        return Outgoing(tag, size, [self._ffi.from_buffer(part) for part in parts])
+        if isinstance(messages, FabricMessages):
+            return messages
+        return FabricMessages(map(self._outbox.encode, messages))
 
     def _start(self, message: Outgoing) -> None:
-        sending = self._joiner.fitted(message)
-        sending.size = message.size
         self._credit.send(message.size)
-        self._dispatch(sending)
+        sending = self._outbox.send_message(message, self)
         if not sending.ended:
             self._posted(sending, 0, None)
 
     def _say(self, kind: Kind, payload: bytes = b"") -> PendingSend:
-        sending = PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])])
-        self._dispatch(sending)
-        return sending
+        return self._outbox.send(PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])]), self)
 
     def _say_each(self, kinds: Sequence[Kind]) -> list[PendingSend]:
         return [self._say(kind) for kind in kinds[: self._endpoint.lanes]]
 
-    def _dispatch(self, sending: PendingSend) -> None:
-        if self._unsent or self._to is None or not self._begin(sending):
-            self._unsent.append(sending)
-
-    def _begin(self, sending: PendingSend) -> bool:
-        def done(completion: Completion) -> None:
-            sending.ended = True
-            if completion.error:
-                self._lose_by(completion.error)
-            else:
-                self.written += sending.size
-                self._happened |= sending.tag != CONTROL | Kind.CREDIT
-            self._joiner.release(sending)
-
-        assert self._to is not None
-        try:
-            return self._endpoint.send(self._to, sending.tag, sending.pieces, done)
-        except TransportError as error:
-            _log.debug("%r: %s", self, error)
-            sending.ended = True
-            self._lose_by(0)
-            return True
+    def sent(self, sending: PendingSend) -> None:
+        """It has been sent."""
+        self.written += sending.size
+        self._happened |= sending.tag != CONTROL | Kind.CREDIT
 
     def _has_room(self, size: int) -> bool:
         return self._credit.has_room(size) and len(self._under_way) < _UNDER_WAY
@@ -243,7 +202,7 @@ class FabricConnection(NativeConnection):
         return incoming
 
     def _tell_if_worthwhile(self) -> None:
-        if self._credit.worth_telling and not self._closed and not self._gone and self._to is not None:
+        if self._credit.worth_telling and not self._closed and not self._gone and self._outbox.peer is not None:
             self._tell_consumed()
 
     def _tell_consumed(self) -> None:
@@ -253,7 +212,7 @@ class FabricConnection(NativeConnection):
         def done(completion: Completion) -> None:
             error, flags, length, pointer, _ = completion
             if error:
-                self._lose_by(error)
+                self.lose_by(error)
                 return
             if flags & c.RECV:
                 self._arrive(Incoming(None, bytes(self._ffi.buffer(pointer, length))))
@@ -262,26 +221,14 @@ class FabricConnection(NativeConnection):
 
         self._endpoint.receive_untagged(memory, done)
 
-    def _receive_control(self, memory: Any) -> None:
-        self._endpoint.receive_tagged(memory, CONTROL, KIND_MASK, self._hearing(memory, self._receive_control))
+    def break_off(self, error: RemoteProtocolError) -> None:
+        """The peer breaks the rules. What it did first counts."""
+        if self._broken is None:
+            self._broken = error
 
-    def _hearing(self, memory: Any, then: Callable[[Any], None]) -> Done:
-        """What to do once `memory` holds what the peer says beside the protocol; then `then` may use that again."""
-
-        def done(completion: Completion) -> None:
-            error, _, length, _, tag = completion
-            if error:
-                self._lose_by(error)
-                return
-            data = bytes(self._ffi.buffer(memory, length))
-            then(memory)
-            self._control(tag, data)
-
-        return done
-
-    def _control(self, tag: int, data: bytes) -> None:
+    def control_arrived(self, tag: int, data: bytes) -> None:
         """The peer says something beside the protocol."""
-        self._heard = True
+        self._liveness.heard = True
         kind = tag & KIND_MASK
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
             more = self._credit.hear(data)
@@ -295,7 +242,7 @@ class FabricConnection(NativeConnection):
         if kind == Kind.WELCOME and not self._accepted and self._welcome is None:
             self._welcome = data
         elif kind == Kind.JOIN and self._client is not None:
-            self._to, self._client = self._endpoint.insert(self._client), None
+            self._outbox.peer, self._client = self._endpoint.insert(self._client), None
         elif kind == Kind.ABORT and self._reason is None:
             self._give_up(data.decode(errors="replace"))
         elif kind == Kind.BODIES_JOIN and self._accepted and not self._bodies_joined:
@@ -303,44 +250,25 @@ class FabricConnection(NativeConnection):
         elif kind in BYES and kind not in self._farewell:
             self._farewell.add(kind)
             if len(self._farewell) == self._endpoint.lanes:
-                if not self._closed and not self._gone and self._to is not None:
+                if not self._closed and not self._gone and self._outbox.peer is not None:
                     self._say_each(BYES)
                 self._lose()
         else:
             self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
 
     def _waiting(self) -> bool:
-        return bool(self._receiving) or self._look() is not None
+        return bool(self._receiving) or self._peek() is not None
 
-    def _look(self) -> PeekedMessage | None:
-        """A message that nobody waits for. What is said beside the protocol is none: whoever waits for it would starve.
-
-        Some of that is found here too, when more of it comes at once than there are receives for.
-        """
-        for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
-            found = self._endpoint.peek()
-            if found is None or not is_control(found.tag):
-                self._beside = 0 if found is None else self._beside
-                return found
-            self._beside += 1
-            if self._beside > _BESIDE and self._broken is None:
-                self._broken = RemoteProtocolError(
-                    f"{self._peer} says {self._beside} things at once beside the protocol"
-                )
-            if found.length <= CONTROL_SIZE:
-                memory = self._ffi.new(f"char[{CONTROL_SIZE}]")
-                self._endpoint.claim(memory, self._hearing(memory, lambda memory: None))
-            else:
-                self._endpoint.discard()
-                self._broken = RemoteProtocolError(f"{self._peer} says {found.length} bytes beside the protocol")
-        return None
+    def _peek(self) -> PeekedMessage | None:
+        """A message of the protocol that nobody waits for."""
+        return self._control.peek(self)
 
     def _take(self, allocate: Allocate, most: int) -> bool:
         only_small = self._only_small(allocate)
         for _ in range(_LOOKS):
             if self._receiving_bytes + self._arrived_bytes > most or self._broken is not None:
                 break
-            if (found := self._look()) is None:
+            if (found := self._peek()) is None:
                 if self._accepted:  # not before: nobody but one who sends without end has more under way
                     self._credit.consume_all()
                     self._tell_if_worthwhile()
@@ -368,12 +296,12 @@ class FabricConnection(NativeConnection):
 
         Nothing tells but sending something: that is taken at once where there is a connection.
         """
-        if self._gone or self._unsent:
+        if self._gone or self._outbox.first:
             return False
         self._say(Kind.CREDIT, self._credit.repeat())
-        if self._unsent and not self._under_way:
+        if self._outbox.first and not self._under_way:
             self._lose()
-        return not self._unsent and not self._gone
+        return not self._outbox.first and not self._gone
 
     def _claim(self, tag: int, memory: Buffer) -> None:
         size = len(memory)
@@ -383,7 +311,7 @@ class FabricConnection(NativeConnection):
             self._receiving_bytes -= size
             if completion.error:
                 self._broken = ConnectionClosed(f"{self._peer} closed the connection in the middle of a message")
-                self._lose_by(completion.error)
+                self.lose_by(completion.error)
             elif tag == LARGE:
                 self._arrive(Incoming(None, bytes(memory)))
             else:
@@ -395,7 +323,7 @@ class FabricConnection(NativeConnection):
         self._endpoint.claim(view, done)
 
     def _arrive(self, incoming: Incoming) -> None:
-        self._happened = self._heard = True
+        self._happened = self._liveness.heard = True
         super()._arrive(incoming)
         if not self._credit.arrive(len(incoming.data)) and self._broken is None:
             self._broken = RemoteProtocolError(f"{self._peer} sends without waiting until that is consumed")
@@ -403,13 +331,12 @@ class FabricConnection(NativeConnection):
     # The endpoint
 
     def _progress(self) -> bool:
-        while self._unsent and self._to is not None and self._begin(self._unsent[0]):
-            self._unsent.popleft()
+        self._outbox.advance(self)
         for _ in range(_ROUNDS):
             if not self._endpoint.progress():
                 break
         if self._stirred == self._endpoint.ended:
-            self._heard = True  # a part of a large message, behind which heartbeats must wait
+            self._liveness.heard = True  # a part of a large message, behind which heartbeats must wait
         self._stirred = None
         if self._asleep and self._endpoint.peeked is None and self._endpoint.peek() is not None:
             self._happened = True  # for the one who sleeps: libfabric will not wake it for what it has shown us
@@ -428,7 +355,7 @@ class FabricConnection(NativeConnection):
     def _sleep(self, seconds: float) -> None:
         ended = self._endpoint.ended
         woken = self._endpoint.sleep(
-            self._waker, min(seconds, _RETRY_DELAY) if self._unsent or self._again else seconds
+            self._waker, min(seconds, _RETRY_DELAY) if self._outbox.first or self._again else seconds
         )
         self._stirred = ended if woken and self._receiving else None
 
@@ -444,18 +371,17 @@ class FabricConnection(NativeConnection):
             if self._closed or self._over:
                 return
             for _ in range(_LOOKS):  # what the peer sent before its heartbeat comes first
-                if self._has(lambda: self._heard):
+                if self._has(lambda: self._liveness.heard):
                     break
                 self._endpoint.progress()
             self._stirred = None  # it is we who woke whoever sleeps
             self._advance()
             self._has(lambda: False)
-            self._missed = 0 if self._heard else self._missed + 1
-            self._heard = False
-            if self._missed >= _MISSED or self._refuses():
+            missed = self._liveness.miss()
+            if missed or self._liveness.refuses(self._refused()):
                 _log.info("%s is gone without a word", self._peer)
                 self._lose()
-            elif self._to is not None and not self._unsent:
+            elif self._outbox.peer is not None and not self._outbox.first:
                 self._tell_consumed()
         except RemoteProtocolError as error:
             self._broken = error
@@ -465,23 +391,20 @@ class FabricConnection(NativeConnection):
             self._stirred = None
             self._lock.release()
 
-    def _refuses(self) -> bool:
-        """Whether libfabric took something once, has nothing to do, and takes no more: there is no connection then."""
+    def _refused(self) -> PendingSend | None:
+        """What libfabric does not take, although it took something once, and has nothing to do."""
         idle = not self._under_way and not self._receiving
-        refused = self._unsent[0] if self._unsent and idle and self._credit.used else None
-        now = time.monotonic()
-        if refused is not self._refused:
-            self._refused, self._refused_at = refused, now
-        return refused is not None and now >= self._refused_at + _REFUSED
+        return self._outbox.first if idle and self._credit.used else None
 
-    def _lose_by(self, error: int) -> None:
+    def lose_by(self, error: int) -> None:
+        """An operation failed: the peer is gone."""
         if not self._gone:
             _log.debug("%r: %s", self, self._endpoint.ofi.explain(error))
             self._lose()
 
     def _lose(self) -> None:
         self._happened = True
-        self._unsent.clear()
+        self._outbox.clear()
         super()._lose()
 
     def close(self) -> None:
@@ -489,15 +412,15 @@ class FabricConnection(NativeConnection):
         super().close()
 
     def _release(self) -> None:
-        if self._to is not None and not self._gone and self._broken is None:
+        if self._outbox.peer is not None and not self._gone and self._broken is None:
             # Until the answer comes there is something to read: closing over that could take our last words back.
             self._say_each(BYES)
             end = time.monotonic() + _LAST_TIMEOUT
             with suppress(TransportError):
                 while not self._gone and time.monotonic() < end:
-                    if self._look() is not None:
+                    if self._peek() is not None:
                         self._endpoint.discard()
                     elif not self._progress() and self._endpoint.arm():
                         self._endpoint.sleep(self._waker, _RETRY_DELAY)
-        self._unsent.clear()
+        self._outbox.clear()
         self._endpoint.close()

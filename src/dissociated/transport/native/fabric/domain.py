@@ -13,6 +13,11 @@ from dissociated.transport.native.fabric._ofi import Ofi
 RMA_KEY = struct.Struct("<BQ")
 
 
+def close_object(ffi: Any, opened: Any) -> None:
+    """Close what libfabric has opened: an endpoint, a queue, a domain, registered memory."""
+    opened.fid.ops.close(ffi.addressof(opened.fid))
+
+
 class Domain:
     """A fabric and a domain in it, with which memory is registered. The last endpoint that shares it closes it."""
 
@@ -26,7 +31,7 @@ class Domain:
         self.fabric = fabric[0]
         code = self.fabric.ops.domain(self.fabric, info, domain, null)
         if code < 0:
-            self.fabric.fid.ops.close(used.ffi.addressof(self.fabric.fid))
+            close_object(used.ffi, self.fabric)
         used.check(code, doing)
         self.domain = domain[0]
         self._keys = count(1)
@@ -42,8 +47,8 @@ class Domain:
         with self._lock:
             self._users -= 1
             if not self._users:
-                for one in (self.domain, self.fabric):
-                    one.fid.ops.close(self._ffi.addressof(one.fid))
+                for opened in (self.domain, self.fabric):
+                    close_object(self._ffi, opened)
 
     def register(self, memory: Any, access: int) -> Any:
         """Let libfabric use memory, or peers, until what is returned is given to `unregister`."""
@@ -55,4 +60,4 @@ class Domain:
 
     def unregister(self, registered: Any) -> None:
         """Peers, and libfabric, have no more access."""
-        registered.fid.ops.close(self._ffi.addressof(registered.fid))
+        close_object(self._ffi, registered)

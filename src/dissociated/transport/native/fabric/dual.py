@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dissociated.errors import TransportError
-from dissociated.transport.native.fabric.endpoint import Done, FabricEndpoint, PeekedMessage
+from dissociated.transport.native.fabric.endpoint import FabricEndpoint, PeekedMessage
+from dissociated.transport.native.fabric.operations import Done
 from dissociated.transport.native.waker import Waker
 
 

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from dissociated.errors import TransportError
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import ofi
-from dissociated.transport.native.fabric.domain import Domain
+from dissociated.transport.native.fabric.domain import Domain, close_object
+from dissociated.transport.native.fabric.info import QUEUE, find_info
+from dissociated.transport.native.fabric.operations import Completion, Done, Operation, Operations
 from dissociated.transport.native.fabric.sockets import shut_down
 from dissociated.transport.native.waker import Waker
 
@@ -27,33 +29,8 @@ _DRAINED = 1 << 16  # messages that are thrown away, at most
 _ENOUGH = 64  # messages that are thrown away before the peer is kept from sending more
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
 _CUT = 0.25  # seconds for what is cut off to end
-_CONTEXT = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
 MAX_UNTAGGED = 1 << 16
-#: Operations that an endpoint has under way in each direction, at most; libfabric's default takes 40 MB for each.
-QUEUE = 256
-
-
-class Completion(NamedTuple):
-    """How an operation ended. `error` is 0 or an errno; `pointer` is where an untagged message lies."""
-
-    error: int
-    flags: int
-    length: int
-    pointer: Any
-    tag: int
-
-
-Done = Callable[[Completion], None]
-
-
-class _Operation(NamedTuple):
-    context: Any
-    done: Done
-    keep: Any  # memory that must stay
-    many: bool  # whether it ends more than once: a buffer for untagged messages
-    registered: Sequence[Any]  # memory, for as long as it lasts
-    fetches: bool  # whether the peer's memory is being read
 
 
 class PeekedMessage(NamedTuple):
@@ -79,7 +56,7 @@ class FabricEndpoint:
     ) -> None:
         self.ofi = ofi()
         self._ffi, self._lib = self.ofi.ffi, self.ofi.lib
-        self._operations: dict[int, _Operation] = {}
+        self._operations = Operations(self._ffi)
         self._entered = self._enabled = self._closing = False
         self._opened: list[Any] = []  # what has to be closed, last first
         self._count = 0  # of operations that have ended, but for looking
@@ -87,7 +64,9 @@ class FabricEndpoint:
         self._found: PeekedMessage | None = None
         self._provider, self._rma = provider, rma
         self._known: bytes | None = None  # the name of the endpoint that was inserted last
-        info = self._info(node, service, c.SOURCE, f"opening {provider} at {node}:{service or '*'}")
+        info = find_info(
+            self.ofi, provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}"
+        )
         try:
             self.iov_limit = min(info.tx_attr.iov_limit, 4)
             self.max_message: int = info.ep_attr.max_msg_size
@@ -116,22 +95,6 @@ class FabricEndpoint:
             raise
         finally:
             self._lib.fi_freeinfo(info)
-
-    def _info(self, node: str, service: str | None, flags: int, doing: str) -> Any:
-        ffi, lib = self._ffi, self._lib
-        hints = lib.fi_dupinfo(ffi.NULL)
-        hints.caps = c.MSG | c.TAGGED | (c.RMA if self._rma else 0)
-        hints.ep_attr.type = c.EP_RDM
-        hints.fabric_attr.prov_name = lib.strdup(self._provider.encode())
-        hints.domain_attr.threading = c.THREAD_SAFE if self._rma else c.THREAD_DOMAIN  # which may be shared
-        hints.domain_attr.mr_mode = c.MR_LOCAL | c.MR_VIRT_ADDR | c.MR_PROV_KEY | c.MR_ALLOCATED
-        hints.tx_attr.size = hints.rx_attr.size = QUEUE
-        found = ffi.new("struct fi_info **")
-        where = ffi.NULL if service is None else service.encode()
-        code = lib.fi_getinfo(c.API, node.encode(), where, flags, hints, found)
-        lib.fi_freeinfo(hints)
-        self.ofi.check(code, doing)
-        return found[0]
 
     def _open(self, info: Any, shared: Domain | None) -> None:
         ffi, check, null = self._ffi, self.ofi.check, self._ffi.NULL
@@ -179,7 +142,7 @@ class FabricEndpoint:
 
     def find(self, node: str, service: str) -> bytes:
         """The name of the endpoint that is bound there."""
-        info = self._info(node, service, 0, f"looking for {node}:{service}")
+        info = find_info(self.ofi, self._provider, node, service, 0, self._rma, f"looking for {node}:{service}")
         try:
             return bytes(self._ffi.buffer(info.dest_addr, info.dest_addrlen))
         finally:
@@ -219,7 +182,7 @@ class FabricEndpoint:
         registered = (
             [self._register(piece) for piece in pieces] if self._local and sum(map(len, pieces)) > _EAGER else ()
         )
-        operation = self._begin(done, pieces, registered=registered)
+        operation = self._operations.begin(done, pieces, registered=registered)
         ep, context = self._endpoint, operation.context
         if len(pieces) == 1:
             (data,) = pieces
@@ -242,7 +205,7 @@ class FabricEndpoint:
     def receive_untagged(self, memory: Any, done: Done) -> None:
         """Receive untagged messages into `memory`, until it is used up: then `done` is told so by MULTI_RECV."""
         registered = [self._register(memory)] if self._local else ()
-        operation = self._begin(done, memory, many=True, registered=registered)
+        operation = self._operations.begin(done, memory, many=True, registered=registered)
         message = self._ffi.new("struct fi_msg *")
         if registered:
             self._descriptors[0] = registered[0].mem_desc
@@ -254,7 +217,7 @@ class FabricEndpoint:
     def receive_tagged(self, memory: Any, tag: int, ignore: int, done: Done) -> None:
         """Receive one message whose tag is `tag` but for the bits in `ignore`."""
         registered = [self._register(memory)] if self._local else ()
-        operation, ep = self._begin(done, memory, registered=registered), self._endpoint
+        operation, ep = self._operations.begin(done, memory, registered=registered), self._endpoint
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = ep.tagged.recv(ep, memory, len(memory), described, _ANYBODY, tag, ignore, operation.context)
         self._begun(operation, code, "receiving")
@@ -263,13 +226,13 @@ class FabricEndpoint:
         """A tagged message that has arrived and that nobody waits for. The same until it is claimed or discarded."""
         if self._found is None:
             if self._peeking is None:
-                operation = self._begin(self._on_peeked, None)
+                operation = self._operations.begin(self._on_peeked, None)
                 self._peeking = operation.context
                 self._tagged.iov_count, self._tagged.context = 0, operation.context
                 code = self._endpoint.tagged.recvmsg(self._endpoint, self._tagged, c.PEEK | c.CLAIM)
                 if code < 0:
                     self._peeking = None
-                    self._forget(operation)
+                    self._operations.forget(operation)
                     if code not in (-c.ENOMSG, -c.EAGAIN):
                         self.ofi.check(code, "looking for messages")
             for _ in range(_ANSWERED):
@@ -296,7 +259,7 @@ class FabricEndpoint:
         tag, length, context = self._found
         self._found = None
         registered = [self._register(memory)] if self._local else ()
-        operation = self._begin(
+        operation = self._operations.begin(
             done, memory, context, registered=registered, fetches=length > self.eager_limit and not flags & c.DISCARD
         )
         self._tagged.desc = self._ffi.NULL
@@ -313,7 +276,7 @@ class FabricEndpoint:
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
         registered = [self._register(view)] if self._local else ()
-        operation = self._begin(done, view, registered=registered, fetches=True)
+        operation = self._operations.begin(done, view, registered=registered, fetches=True)
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
         return self._begun(operation, code, "reading memory")
@@ -321,37 +284,15 @@ class FabricEndpoint:
     # Completions
 
     def _register(self, memory: Any) -> Any:
+        """Let libfabric use memory for an operation, which then owns what is returned."""
         return self.domain.register(memory, c.SEND | c.RECV | c.READ)
 
-    def _unregister(self, registered: Sequence[Any]) -> None:
-        for one in registered:
-            self.domain.unregister(one)
-
-    def _begin(
-        self,
-        done: Done,
-        keep: Any,
-        context: Any = None,
-        many: bool = False,
-        registered: Sequence[Any] = (),
-        fetches: bool = False,
-    ) -> _Operation:
-        if context is None:
-            context = self._ffi.new(f"void *[{_CONTEXT}]")
-        operation = _Operation(context, done, keep, many, registered, fetches)
-        self._operations[int(self._ffi.cast("uintptr_t", context))] = operation
-        return operation
-
-    def _begun(self, operation: _Operation, code: int, doing: str) -> bool:
+    def _begun(self, operation: Operation, code: int, doing: str) -> bool:
         if code < 0:
-            self._forget(operation)
+            self._operations.forget(operation)
             if code != -c.EAGAIN:
                 self.ofi.check(code, doing)
         return code == 0
-
-    def _forget(self, operation: _Operation) -> None:
-        del self._operations[int(self._ffi.cast("uintptr_t", operation.context))]
-        self._unregister(operation.registered)
 
     def progress(self) -> bool:
         """Let libfabric work, and tell of what is done. Whether anything was."""
@@ -372,18 +313,13 @@ class FabricEndpoint:
         return False
 
     def _ended(self, entry: Any, error: int) -> None:
-        key = int(self._ffi.cast("uintptr_t", entry.op_context))
-        flags = entry.flags
-        operation = self._operations.get(key)
+        operation = self._operations.end(entry, error)
         if operation is None:
-            return  # of an operation that was cut off
-        if error or flags & c.MULTI_RECV or not operation.many:
-            del self._operations[key]
-            self._unregister(operation.registered)
+            return
         if operation.context is not self._peeking:
             self._count += 1
         if not self._closing or operation.done == self._on_peeked:  # nobody is told what ends by being closed
-            operation.done(Completion(error, flags, entry.len, entry.buf, entry.tag))
+            operation.done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag))
 
     def arm(self) -> bool:
         """Whether one may sleep now: otherwise there is something to do."""
@@ -409,9 +345,6 @@ class FabricEndpoint:
         except TransportError:
             pass  # it is broken already
 
-    def _fetching(self) -> bool:
-        return any(operation.fetches for operation in self._operations.values())
-
     def _cut(self) -> None:
         """End what is being fetched, as if the peer had gone: closing an endpoint over it crashes in libfabric 1.
 
@@ -423,7 +356,7 @@ class FabricEndpoint:
             shut_down(self.name, self._known)
         end = time.monotonic() + _CUT
         with suppress(TransportError):
-            while self._fetching() and time.monotonic() < end:
+            while self._operations.fetching and time.monotonic() < end:
                 self.progress()
 
     def close(self) -> None:
@@ -431,16 +364,14 @@ class FabricEndpoint:
         self._closing = True
         if self._enabled:
             self._enabled = False
-            if self._fetching() and self.ofi.version.startswith("1."):
+            if self._operations.fetching and self.ofi.version.startswith("1."):
                 self._cut()
             self._drain()
         if len(self._opened) == _ALL:
-            self._opened.pop().fid.ops.close(self._fid)  # the endpoint first: nothing may use memory any more
-        for operation in self._operations.values():
-            self._unregister(operation.registered)
+            close_object(self._ffi, self._opened.pop())  # the endpoint first: nothing may use memory any more
+        self._operations.unregister_all()
         while self._opened:
-            one = self._opened.pop()
-            one.fid.ops.close(self._ffi.addressof(one.fid))
+            close_object(self._ffi, self._opened.pop())
         if self._entered:
             self._entered = False
             self.domain.leave()

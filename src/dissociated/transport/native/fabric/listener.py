@@ -17,7 +17,8 @@ from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import CONTROL, CONTROL_BUFFERS, CONTROL_SIZE, VERSION, Kind
 from dissociated.transport.native.fabric.domain import RMA_KEY, Domain
-from dissociated.transport.native.fabric.endpoint import Completion, FabricEndpoint
+from dissociated.transport.native.fabric.endpoint import FabricEndpoint
+from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.fabric.provider import (
     allows_rma,
     heartbeat_interval,

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dissociated.errors import LocalProtocolError
+from dissociated.protocol.message import Message
+from dissociated.transport.native.fabric.control import CONTROL, KIND_MASK, LARGE
+from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED
+
+_MAX_COPIED = 1 << 13  # bytes up to which parts are copied together at once
 _SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
 _STAGING = 4  # pieces of memory that are kept to join messages in
 
@@ -19,6 +25,21 @@ class Outgoing(NamedTuple):
 
 class FabricMessages(list[Outgoing]):
     """Messages that are encoded already."""
+
+
+def encode(ffi: Any, max_message: int, message: Message) -> Outgoing:
+    """A message as libfabric takes it. Raises LocalProtocolError for what it cannot take."""
+    tag, parts = message.tag, [part for part in message.parts if len(part)]
+    size = sum(map(len, parts))
+    if tag is not None and tag & ~(KIND_MASK | 0x100) == CONTROL:
+        raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
+    if size > max_message:
+        raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
+    if tag is None and size > MAX_UNTAGGED:
+        tag = LARGE
+    if not parts or (len(parts) > 1 and size <= _MAX_COPIED):
+        parts = [b"".join(parts)]
+    return Outgoing(tag, size, [ffi.from_buffer(part) for part in parts])
 
 
 class PendingSend:
