@@ -79,6 +79,15 @@ def test_a_transport_of_a_user_has_the_old_names() -> None:
 
     connection = Fetching(Mailbox(1), Mailbox(1))
     assert connection.supports_rma
+    with pytest.warns(DeprecationWarning, match=r"Leaving.farewell is called send_close_reason now"):
+
+        class Leaving(InprocConnection):
+            def farewell(self, reason: str) -> None:
+                self.interrupt()
+
+    with pytest.warns(DeprecationWarning, match=r"hung_up is called peer_closed now"):
+        assert connection.hung_up()
+    Leaving(Mailbox(1), Mailbox(1)).send_close_reason("it has failed")
     with pytest.warns(DeprecationWarning, match=r"space is called address_space now"):
         assert connection.space is connection.address_space
     with pytest.warns(DeprecationWarning, match=r"fetches is called supports_rma now"):

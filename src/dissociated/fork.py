@@ -24,7 +24,7 @@ from dissociated.errors import ForkedError
 class ProcessBound(Protocol):
     """What belongs to the process that made it."""
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """This is a child's copy. Called once, with no other thread running: it takes no lock, and never raises."""
 
 
@@ -35,7 +35,7 @@ _grpc: int | None = None  # the process that began to use gRPC
 
 
 def bind_to_process(thing: ProcessBound) -> None:
-    """From now on, a child that is forked calls `thing.forked()`."""
+    """From now on, a child that is forked calls `thing.after_fork_in_child()`."""
     global _watching
     with _lock:
         if not _watching:
@@ -50,11 +50,11 @@ def _begin_child() -> None:
     _lock.release()
     for thing in inherited:
         with suppress(AttributeError):  # one that another thread was just making
-            thing.forked()
+            thing.after_fork_in_child()
 
 
 def invalidate(thing: Any) -> None:
-    """What `forked` does at last: `thing` is the parent's, and here it only says so."""
+    """What `after_fork_in_child` does at last: `thing` is the parent's, and here it only says so."""
     kind = type(thing)
     thing.__class__ = new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(_INVALID))
 

@@ -67,7 +67,7 @@ def test_a_fabric_client_that_says_something_now_and_then_is_cut_off_in_time(ser
 
     def say() -> None:
         with client._lock:
-            client._say(Kind.BODIES_JOIN)
+            client._send_control(Kind.BODIES_JOIN)
         client.arrived()
 
     with client:

@@ -114,7 +114,7 @@ def test_what_cannot_be_sent_or_received_is_a_line_too(
         client.receive(PATIENCE, bytearray_of)
     with pytest.raises(DeadlineExceeded):
         client.receive(0.01, bytearray_of)
-    server.farewell("it has\nfailed")
+    server.send_close_reason("it has\nfailed")
     server.abort("it has\nfailed")
     with pytest.raises(dis.errors.RemoteError):
         client.receive(PATIENCE, bytearray_of)

@@ -90,7 +90,7 @@ class CatalogConnection:
             self._connection.close()
             self._connection = None
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `dissociated.fork`. What needs no call to the catalog works in the child, too."""
         leak(self._connection)
         self._connection = None
@@ -122,7 +122,7 @@ class FlightBatches:
             raise StopIteration
         return batch
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         leak(self._reader)
         invalidate(self)
 

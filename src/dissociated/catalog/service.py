@@ -126,7 +126,7 @@ class CatalogService:
         self._ticker.start()
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         leak(self._flight)
         invalidate(self)

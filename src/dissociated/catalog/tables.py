@@ -82,7 +82,7 @@ class Tables:
             raise CatalogError(f"the catalog's database {path}: {error}; is another catalog using it?") from None
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         leak(self._connection)  # SQLite takes its parent's locks for its own, and would remove the log that is in use
         invalidate(self)
 

@@ -87,7 +87,7 @@ class ReceiveThread:
         self._on_misrouted(error)
         raise error
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         invalidate(self)
 
     def stop(self) -> None:

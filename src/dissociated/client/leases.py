@@ -39,7 +39,7 @@ class ClientLeases:
         self._thread: threading.Thread | None = None
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         invalidate(self)
 
     def expect(self, count: int) -> None:

@@ -67,7 +67,7 @@ class Dashboard:
         self._http.close()
         self._sampler.join()
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         invalidate(self)
 

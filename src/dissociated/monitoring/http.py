@@ -91,7 +91,7 @@ class HttpService:
         self._http.server_close()
         self._thread.join()
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         self._http.socket.close()
         invalidate(self)

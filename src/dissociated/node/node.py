@@ -114,7 +114,7 @@ class Node:
         draft.rename(address)
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         invalidate(self)
 
     def _listen_uri(self, uri: str) -> str:

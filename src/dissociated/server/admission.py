@@ -60,7 +60,7 @@ class Admission:
             if connection not in self._asking:
                 raise ConnectionClosed("it had not said what it wants when others wanted its place")
             del self._asking[connection]
-            connection.due = None
+            connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
                 raise ServerFull("the server takes no more connections now: try again later")

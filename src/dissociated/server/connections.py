@@ -137,7 +137,7 @@ class Connections:
             with connection:
                 trace(connection, TAGS, stats.connection)
                 timeout = self._limits.handshake_timeout
-                connection.due = time.monotonic() + timeout
+                connection.request_deadline = time.monotonic() + timeout
                 connection.handshake(timeout)
                 Session(self._registry, self._limits, self._admission, connection, stats).run()
             outcome, why = ("done", "the stream is over") if stats.sent else ("gone", "the client has had enough")

@@ -60,7 +60,7 @@ class Sending(ABC):
             incoming = receive(self._connection, timeout)
             if incoming is None:
                 if not self.holds_live:  # which whoever `ends` this waits for, without a limit
-                    self._outlast(timeout)
+                    self._wait_peer_closed(timeout)
                 return
             self._receive_free(incoming)
 
@@ -111,15 +111,15 @@ class Sending(ABC):
         Raises ConnectionClosed where it is gone. Where that shows only by sending, as over TCP, who shares a live
         stream is taken to be gone: what is read next is for those who are there.
         """
-        gone = self._connection.hung_up()
+        gone = self._connection.peer_closed()
         if gone or (gone is None and self.joined):
             raise ConnectionClosed("the client closed the connection")
         self._half_closed = True
 
-    def _outlast(self, timeout: float) -> None:
+    def _wait_peer_closed(self, timeout: float) -> None:
         """Wait until the client, which gives nothing back any more, has hung up."""
         end = time.monotonic() + timeout
-        while self._connection.hung_up() is False:
+        while self._connection.peer_closed() is False:
             left = end - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"the client held memory for {timeout:g} s without a word")

@@ -188,7 +188,7 @@ class Server:
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
         atexit.unregister(self.close)
         invalidate(self)

@@ -121,10 +121,10 @@ class Session:
             if not sending.joined:
                 raise
             # What it has been sent is used again once it is freed: until then the client may take its time.
-            self._connection.farewell(peer_message(error))
+            self._connection.send_close_reason(peer_message(error))
             self._sender.fail()
         sending.drain(self._limits.lease_timeout)
-        self._connection.last_words(self._limits.stall_timeout)
+        self._connection.flush_close_reason(self._limits.stall_timeout)
 
     def _abort(self, reason: str) -> None:
         """Tell the client why there is no more. What it holds of a live stream stays until it lets go."""
@@ -134,17 +134,17 @@ class Session:
             return
         _log.info("%s was sent away, and still holds memory: %s", self._connection.peer, reason)
         sending.detach()
-        self._connection.farewell(reason)
+        self._connection.send_close_reason(reason)
         with suppress(DissociatedError):  # of one that breaks the rules, only its end is waited for
             self._sender.fail()
             sending.drain(_NO_TIMEOUT)
-            self._connection.last_words(self._limits.stall_timeout)
+            self._connection.flush_close_reason(self._limits.stall_timeout)
 
     def _end(self) -> None:
         """Nothing is held for this client any more. What it may still map of a live stream is not used again."""
         sending = self._sending
         if sending is not None:
-            gone = not sending.holds_live or self._connection.outlast()
+            gone = not sending.holds_live or self._connection.linger()
             self._stats.kept = None  # which leads back here
             sending.end(gone)
 

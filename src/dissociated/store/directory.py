@@ -85,7 +85,7 @@ class Directory:
         bind_to_process(self)
         return self
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         if self._owned:
             os.close(self._lock)
         invalidate(self)

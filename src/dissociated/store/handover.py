@@ -143,7 +143,7 @@ class HandoverListener:
         self._socket.close()
         self.path.unlink(missing_ok=True)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         self._socket.close()
         invalidate(self)
 

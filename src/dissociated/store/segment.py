@@ -219,7 +219,7 @@ class _File(Sink):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         if self._open:
             os.close(self._file.descriptor)
         invalidate(self)
@@ -252,7 +252,7 @@ class MemfdSink(DescriptorSink):
         super().__init__(descriptor, what)
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         self._file.close()
         invalidate(self)
 

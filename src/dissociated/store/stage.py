@@ -95,7 +95,7 @@ class Stage:
             os.close(self._lock)
             self._lock = None
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         self._unlock()
         invalidate(self)
 

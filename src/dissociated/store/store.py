@@ -93,7 +93,7 @@ class Store:
             self._undo = undo.pop_all()
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         invalidate(self)
 
     @property

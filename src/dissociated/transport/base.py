@@ -63,22 +63,36 @@ class Connection(ABC):
     supports_rma: bool = False
     space = Renamed("address_space")
     fetches = Renamed("supports_rma")
+    due = Renamed("request_deadline")
+    forked = Renamed("after_fork_in_child")
+    hung_up = Renamed("peer_closed")
+    farewell = Renamed("send_close_reason")
+    last_words = Renamed("flush_close_reason")
+    outlast = Renamed("linger")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        take_old_names(cls, fetches="supports_rma")
+        take_old_names(
+            cls,
+            fetches="supports_rma",
+            forked="after_fork_in_child",
+            hung_up="peer_closed",
+            farewell="send_close_reason",
+            last_words="flush_close_reason",
+            outlast="linger",
+        )
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.
         self.address_space = AddressSpace()
         #: When, by time.monotonic, the peer must have said what is waited for, however it does so; None: whenever.
-        self.due: float | None = None
+        self.request_deadline: float | None = None
         #: Bytes that the medium has taken so far, with whatever they are wrapped in, where it tells while it sends.
         self.written = 0
         self._woken = threading.Event()
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
         invalidate(self)
 
@@ -104,11 +118,11 @@ class Connection(ABC):
 
     def _time_left(self, timeout: float) -> float:
         """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""
-        if self.due is None:
+        if self.request_deadline is None:
             return timeout
-        left = self.due - time.monotonic()
+        left = self.request_deadline - time.monotonic()
         if left <= 0:
-            self.due = None  # it is still to be told
+            self.request_deadline = None  # it is still to be told
             raise DeadlineExceeded(f"{self.peer} took too long to say what it wants")
         return min(left, timeout)
 
@@ -138,7 +152,7 @@ class Connection(ABC):
     def arrived(self) -> bool:
         """Whether a message, or at least its beginning, or the end of the connection is there to be received."""
 
-    def hung_up(self) -> bool | None:
+    def peer_closed(self) -> bool | None:
         """Once `receive` has returned None: whether the peer is gone, and has not only ended what it sends.
 
         None where the medium cannot tell before something is sent. From then on `arrived` tells that it is gone.
@@ -160,14 +174,14 @@ class Connection(ABC):
     def abort(self, reason: str) -> None:
         """Tell the peer why this side gives up, as far as it still listens. `close` is still due. Never raises."""
 
-    def farewell(self, reason: str) -> None:
+    def send_close_reason(self, reason: str) -> None:
         """`abort` for a peer that may not listen now: it learns why when it comes to that, while this side receives."""
         self.abort(reason)
 
-    def last_words(self, timeout: float) -> None:  # noqa: B027  # `abort` waits by itself
-        """Wait until the peer has taken what `farewell` said, or has taken nothing for `timeout`. Never raises."""
+    def flush_close_reason(self, timeout: float) -> None:  # noqa: B027  # `abort` waits by itself
+        """Wait until the peer has taken what `send_close_reason` sent, or took nothing for `timeout`. Never raises."""
 
-    def outlast(self) -> bool:
+    def linger(self) -> bool:
         """Wait, without a limit, until the peer has closed the connection: so it gives back all that it has mapped.
 
         False where this side was interrupted before that. Media that share no memory do not wait.
@@ -230,11 +244,16 @@ class Listener(ABC):
     uri: Uri
     #: Whether peers can fetch from memory that is exposed here.
     exposes_memory: bool = False
+    forked = Renamed("after_fork_in_child")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_names(cls, forked="after_fork_in_child")
 
     def __init__(self) -> None:
         bind_to_process(self)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
         invalidate(self)
 

@@ -87,9 +87,9 @@ class _InprocListener(Listener):
                 del _listeners[self.uri.host]
         self.waiting.put(None)
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         _listeners.pop(self.uri.host, None)
-        super().forked()
+        super().after_fork_in_child()
 
 
 class InprocTransport(Transport):

@@ -24,8 +24,8 @@ def transport(scheme: str) -> Transport:
     """The transport for `scheme`, loaded on first use. Raises UriError for a scheme that nobody provides."""
     if scheme in _OURS:
         module, name = _OURS[scheme].split(":")
-        made: Transport = getattr(import_module(module), name)()
-        return made
+        ours: Transport = getattr(import_module(module), name)()
+        return ours
     for entry in entry_points(group="dissociated.transports", name=scheme):
         loaded: Transport = entry.load()()
         return loaded

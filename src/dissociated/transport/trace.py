@@ -86,7 +86,7 @@ class _Trace:
             self.line(f"received regions: {len(after) - len(before)}, of {nbytes:,} bytes together")
 
     def aborted(self, reason: str) -> None:
-        if reason != self._reason:  # media whose `farewell` is an `abort` come here twice
+        if reason != self._reason:  # media whose `send_close_reason` is an `abort` come here twice
             self._reason = reason
             self.line(f"sent abort: {reason!r}")
 
@@ -165,8 +165,8 @@ class _Traced(Connection):
         super().abort(reason)  # type: ignore[safe-super]
         self.trace.aborted(reason)
 
-    def farewell(self, reason: str) -> None:
-        super().farewell(reason)
+    def send_close_reason(self, reason: str) -> None:
+        super().send_close_reason(reason)
         self.trace.aborted(reason)
 
 

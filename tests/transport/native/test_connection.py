@@ -57,7 +57,7 @@ class Quiet(NativeConnection):
     def _read(self, *arguments: Any) -> None:
         raise NotImplementedError
 
-    def _tell(self, reason: str) -> bool:
+    def _send_abort(self, reason: str) -> bool:
         return False
 
     def _release(self) -> None:

@@ -40,7 +40,7 @@ def test_what_is_missing_is_said_in_one_sentence(side: str, library: str, senten
 
 
 def test_a_library_that_is_too_old_is_refused() -> None:
-    old = "from dissociated.transport.native.fabric import _ofi\n_ofi._OLDEST = (99, 0)\n"
+    old = "from dissociated.transport.native.fabric import _ofi\n_ofi._OLDEST_LIBFABRIC = (99, 0)\n"
     assert "is too old: install 99.0 or later, or pip install 'dissociated[fabric]'" in complaint(old + SERVE)
 
 
@@ -88,7 +88,7 @@ def test_what_a_peer_says_that_it_consumed_may_come_late_but_not_be_more_than_it
         with client, server:
             server.send([Message(1, (b"",))] * 2, PATIENCE)
             for consumed in told:
-                client._say(Kind.CREDIT, struct.pack("<Q", consumed))
+                client._send_control(Kind.CREDIT, struct.pack("<Q", consumed))
             client.send([Message(2, (b"said",))], PATIENCE)
             with pytest.raises(RemoteProtocolError, match="consumed more than it was sent") if more else nullcontext():
                 assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
@@ -102,7 +102,7 @@ def where(request: pytest.FixtureRequest) -> Uri:
 
 def talk(client: FabricConnection, count: int) -> None:
     """Let the client say that it consumed nothing, so often that more has arrived than there are receives for."""
-    sent = [client._say(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
+    sent = [client._send_control(Kind.CREDIT, struct.pack("<Q", 0)) for _ in range(count)]
     while not all(one.ended for one in sent):
         client.arrived()
 

@@ -64,7 +64,7 @@ def test_what_is_missing_is_said_in_one_sentence(script: str, environment: dict[
 
 
 def test_a_library_that_is_too_old_is_refused() -> None:
-    old = "from dissociated.transport.native.ucx import _ucp\n_ucp._OLDEST = (99, 0)\n"
+    old = "from dissociated.transport.native.ucx import _ucp\n_ucp._OLDEST_UCX = (99, 0)\n"
     line = complaint(old + SERVE)
     assert "is too old: install 99.0 or later" in line
 

@@ -86,17 +86,17 @@ class SocketConnection(Connection):
         self._peer = peer
         # Clients send no metadata: what a server takes of it is enough for telling them so.
         self._reader = FrameReader(self._read_into, MAX_CONTROL if accepted else MAX_UNTAGGED)
-        self._greeted = False
-        self._torn = False  # whether a send broke off, so that nothing may follow
-        self._rest: list[Any] = []  # but this
+        self._preamble_sent = False
+        self._cut_short = False  # whether a send broke off, so that nothing may follow
+        self._unsent_parts: list[Any] = []  # but this
         self._interrupted = False
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
         self._ended = False  # whether the peer will send no more
-        self._told = False  # whether `receive` has said so
-        self._bell: int | None = None  # an eventfd, of connections that are waited for
+        self._end_received = False  # whether `receive` has said so
+        self._wake_descriptor: int | None = None  # an eventfd, of connections that are waited for
         self._accepted = accepted
-        self._silence = 0.0  # the deadline that the kernel knows
+        self._socket_timeout = 0.0  # the deadline that the kernel knows
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} with {self._peer}>"
@@ -130,7 +130,7 @@ class SocketConnection(Connection):
                 except OSError as error:
                     raise socket_error(error, f"receiving from {self._peer}") from None
             if frame is None:
-                self._ended = self._told = True
+                self._ended = self._end_received = True
                 return None
             if frame.kind == FrameKind.TAGGED:
                 return Incoming(frame.tag, frame.payload)
@@ -144,39 +144,39 @@ class SocketConnection(Connection):
             self._region_shared(frame.payload)
 
     def arrived(self) -> bool:
-        if self._told:
-            return bool(self.hung_up())
+        if self._end_received:
+            return bool(self.peer_closed())
         if self._arrived or self._reader.buffered:
             return True
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    def hung_up(self) -> bool | None:
+    def peer_closed(self) -> bool | None:
         poll = select.poll()
         poll.register(self._socket, 0)
         return bool(poll.poll(0)) or None
 
     def wait(self, timeout: float) -> None:
-        if self._bell is None:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if self._wake_descriptor is None:
+            self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         if not self._woken.is_set() and not self._arrived and not self._reader.buffered:  # wake may have come before
             poll = select.poll()
-            poll.register(self._socket, 0 if self._told else select.POLLIN)
-            poll.register(self._bell, select.POLLIN)
+            poll.register(self._socket, 0 if self._end_received else select.POLLIN)
+            poll.register(self._wake_descriptor, select.POLLIN)
             poll.poll(timeout * 1000)
         self._woken.clear()
         with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._wake_descriptor)
 
     def wake(self) -> None:
         super().wake()
-        if self._bell is not None:
+        if self._wake_descriptor is not None:
             with suppress(BlockingIOError):
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wake_descriptor, 1)
 
     def abort(self, reason: str) -> None:
-        if self._torn:
+        if self._cut_short:
             return  # the peer would take it for the rest of what it is waiting for
         try:
             self._write([abort_frame(reason)], _ABORT_TIMEOUT)
@@ -202,21 +202,21 @@ class SocketConnection(Connection):
 
     def leave(self) -> None:
         self._socket.close()
-        if self._bell is not None:
-            os.close(self._bell)
-            self._bell = None
+        if self._wake_descriptor is not None:
+            os.close(self._wake_descriptor)
+            self._wake_descriptor = None
         self._reader.detach()  # it refers back to this connection, whose regions shall not wait for the collector
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         self.leave()
-        super().forked()
+        super().after_fork_in_child()
 
     def _region_shared(self, payload: bytes) -> None:
         raise RemoteProtocolError("the peer shared memory on a connection that cannot")
 
     def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
-        if not self._greeted:
-            self._greeted = True
+        if not self._preamble_sent:
+            self._preamble_sent = True
             parts = [PREAMBLE, *parts]
         at = offset = 0  # of what is not sent yet: which part, and where in it
         while at < len(parts):
@@ -227,10 +227,10 @@ class SocketConnection(Connection):
                 try:
                     self._wait_writable(timeout)
                 except DeadlineExceeded:
-                    self._rest = [_after(window[0], offset), *parts[at + 1 :]]
+                    self._unsent_parts = [_after(window[0], offset), *parts[at + 1 :]]
                     raise
                 continue
-            self._torn = True
+            self._cut_short = True
             self.written += sent
             sent += offset
             offset = 0
@@ -240,7 +240,7 @@ class SocketConnection(Connection):
                     break
                 sent -= len(part)
                 at += 1
-        self._torn = False
+        self._cut_short = False
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
         """Send what the socket takes of these parts, from `offset` in the first on."""
@@ -280,11 +280,11 @@ class SocketConnection(Connection):
 
     def _set_silence(self, timeout: float) -> None:
         """Let the kernel end a read after `timeout` seconds: one call a read, where polling needs two or three."""
-        if timeout != self._silence:
+        if timeout != self._socket_timeout:
             seconds, fraction = divmod(max(timeout, 0.001), 1)  # 0 would mean for ever
             value = _timeval.pack(int(seconds), int(fraction * 1_000_000))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-            self._silence = timeout
+            self._socket_timeout = timeout
 
 
 def abort_frame(reason: str) -> bytes:
@@ -337,6 +337,6 @@ class SocketListener(Listener):
             pass
         self._socket.close()
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         self._socket.close()
-        super().forked()
+        super().after_fork_in_child()

@@ -223,7 +223,7 @@ class FrameReader:
         self._begin = 0  # of what is not used yet
         self._end = 0
         self._read_size = _CHUNK
-        self._greeted = False
+        self._preamble_sent = False
 
     def limit_untagged(self, length: int) -> None:
         """Take untagged messages of up to so many bytes."""
@@ -236,7 +236,7 @@ class FrameReader:
 
     def read(self, timeout: float, allocate: Allocate) -> Frame | None:
         """The next frame, or None at the end of the stream. Raises RemoteProtocolError for what is no frame."""
-        if not self._greeted:
+        if not self._preamble_sent:
             self._greet(timeout)
         if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
             return None
@@ -293,7 +293,7 @@ class FrameReader:
                 )
             raise RemoteProtocolError(f"the peer does not speak dissociated's framing: its first bytes are {start!r}")
         self._begin += len(PREAMBLE)
-        self._greeted = True
+        self._preamble_sent = True
 
     def _fill(self, size: int, timeout: float, inside: bool = False) -> bool:
         """Have `size` bytes (at most a quarter chunk) in the chunk. False if the stream ended before the first."""
@@ -311,7 +311,7 @@ class FrameReader:
             limit = max(self._end + missing, min(len(view), self._end + self._read_size))
             count = self._read_into(view[self._end : limit], timeout)
             if not count:
-                if not self._greeted:
+                if not self._preamble_sent:
                     return False
                 if inside or self._end > self._begin:
                     raise ConnectionClosed("the peer closed the connection in the middle of a message")

@@ -66,8 +66,8 @@ class ShmConnection(SocketConnection):
 
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
         frame = encode_frame(FrameKind.REGION, 0, _region.pack(base, size, backing))
-        if not self._greeted:
-            self._greeted = True
+        if not self._preamble_sent:
+            self._preamble_sent = True
             frame = PREAMBLE + frame
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
@@ -81,18 +81,18 @@ class ShmConnection(SocketConnection):
         except OSError as error:
             raise socket_error(error, f"sharing memory with {self._peer}") from None
 
-    def hung_up(self) -> bool:
-        return bool(super().hung_up())  # a Unix socket says at once that its peer is closed
+    def peer_closed(self) -> bool:
+        return bool(super().peer_closed())  # a Unix socket says at once that its peer is closed
 
-    def farewell(self, reason: str) -> None:
-        self._rest.append(abort_frame(reason))
-        self._say_the_rest(0, 0)  # a peer that gives everything back before this side receives hears it all the same
+    def send_close_reason(self, reason: str) -> None:
+        self._unsent_parts.append(abort_frame(reason))
+        self._flush_unsent_parts(0, 0)  # a peer that gives everything back before this side receives hears it, too
 
-    def last_words(self, timeout: float) -> None:
-        self._say_the_rest(0, timeout)
+    def flush_close_reason(self, timeout: float) -> None:
+        self._flush_unsent_parts(0, timeout)
 
-    def outlast(self) -> bool:
-        self._say_the_rest(0, None)
+    def linger(self) -> bool:
+        self._flush_unsent_parts(0, None)
         poll = select.poll()
         poll.register(self._socket, 0)  # the end of both directions is told in any case
         poll.poll()
@@ -103,33 +103,34 @@ class ShmConnection(SocketConnection):
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         if self.address_space.live and self._socket.fileno() >= 0:
             # Arrays hold on to this copy: what lies below them stays as it is for as long as that is open.
             weakref.finalize(self, os.close, self._socket.detach()).atexit = False
-        super().forked()
+        super().after_fork_in_child()
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        if self._rest:
-            self._say_the_rest(select.POLLIN, timeout)
+        if self._unsent_parts:
+            self._flush_unsent_parts(select.POLLIN, timeout)
         return super()._read_into(memory, timeout)
 
-    def _say_the_rest(self, events: int, timeout: float | None) -> None:
+    def _flush_unsent_parts(self, events: int, timeout: float | None) -> None:
         """Until one of `events`, or the peer's end, send what is left to be said as far as the peer takes it."""
         poll = select.poll()
         poll.register(self._socket, events | select.POLLOUT)
-        while self._rest:
+        while self._unsent_parts:
             happened = poll.poll(None if timeout is None else timeout * 1000)
             if not happened or not happened[0][1] & select.POLLOUT:
                 return
             try:
-                sent = self._socket.send(self._rest[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = self._socket.send(self._unsent_parts[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 continue
             except OSError:
-                self._rest.clear()  # it does not listen any more
+                self._unsent_parts.clear()  # it does not listen any more
                 return
-            self._rest[:1] = [memoryview(self._rest[0]).cast("B")[sent:]] if sent < len(self._rest[0]) else []
+            unsent = memoryview(self._unsent_parts[0]).cast("B")[sent:]
+            self._unsent_parts[:1] = [unsent] if unsent else []
             if happened[0][1] != select.POLLOUT:
                 return
 

@@ -95,7 +95,7 @@ class TlsConnection(SocketConnection):
             return bool(self._incoming.pending or self._tls.pending())
 
     def close(self) -> None:
-        if self._agreed and not self._torn:
+        if self._agreed and not self._cut_short:
             try:
                 with self._using:
                     self._tls.unwrap()
@@ -112,12 +112,12 @@ class TlsConnection(SocketConnection):
     def _write(self, parts: Sequence[Buffer], timeout: float) -> None:
         super()._write(parts, timeout)
         while self._encrypted:
-            self._torn = True
+            self._cut_short = True
             try:
                 self._send_encrypted()
             except BlockingIOError:
                 self._wait_writable(timeout)
-        self._torn = False
+        self._cut_short = False
 
     def _send_buffers(self, window: Sequence[Buffer], offset: int) -> int:
         """Encrypt some of these parts, and send what the socket takes of that. Returns how much was encrypted."""
@@ -157,8 +157,8 @@ class TlsConnection(SocketConnection):
 
     def _receive_into(self, memory: memoryview) -> int:
         while (count := self._decrypt(memory)) is None:
-            if self.due is not None:  # a record may come in many pieces
-                self._set_silence(self._time_left(self._silence))
+            if self.request_deadline is not None:  # a record may come in many pieces
+                self._set_silence(self._time_left(self._socket_timeout))
             if not self._read_more():
                 return 0
         return count

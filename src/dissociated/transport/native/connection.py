@@ -54,11 +54,11 @@ class NativeConnection(ProgressConnection):
         self._accepted = accepted
         self._max_untagged = MAX_CONTROL if accepted else MAX_UNTAGGED
         self._moving = False  # whether there is a thread for what is under way while nobody waits for it
-        self._given = 0  # bytes, of all messages so far
+        self._bytes_given = 0  # bytes, of all messages so far
         self._arrived: deque[Incoming] = deque()
         self._arrived_bytes = 0
         self._put_off_bytes = 0  # of messages that are known, and that are not fetched yet
-        self._most = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
+        self._max_unread = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
         self._stopped = False
         self._remote: RemoteAddressSpace | None = None
         self._retained: list[Region] = []  # which the peer may fetch from
@@ -84,7 +84,7 @@ class NativeConnection(ProgressConnection):
         """
 
     @abstractmethod
-    def _tell(self, reason: str) -> bool:
+    def _send_abort(self, reason: str) -> bool:
         """Send the reason for giving up. False if the peer does not know what that is."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class NativeConnection(ProgressConnection):
                 if not self._has_room(size):
                     self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
                 self._check_open()
-                self._given += size
+                self._bytes_given += size
                 self._start(message)
             if not self._accepted:
                 # What a client has to say is little. A server that sends without end shall not keep it here.
@@ -187,7 +187,7 @@ class NativeConnection(ProgressConnection):
             if self._closed:
                 return
             self._end(lambda: not self._under_way or self._gone or self._interrupted, _ABORT_TIMEOUT)
-            if not (self._gone or self._interrupted) and self._tell(reason):
+            if not (self._gone or self._interrupted) and self._send_abort(reason):
                 self._end(lambda: self._gone or self._interrupted, _ABORT_TIMEOUT)
 
     def interrupt(self) -> None:
@@ -219,7 +219,7 @@ class NativeConnection(ProgressConnection):
 
     @property
     def backlog(self) -> int:
-        return max(0, self._given - self.written)
+        return max(0, self._bytes_given - self.written)
 
     def _has_room(self, size: int) -> bool:
         """Whether so many bytes more may be under way."""
@@ -240,12 +240,12 @@ class NativeConnection(ProgressConnection):
             return True
         if self._broken is not None:
             raise self._broken
-        self._take(self._keep, self._most)
-        if self._arrived_bytes + self._put_off_bytes > self._most:
+        self._take(self._keep, self._max_unread)
+        if self._arrived_bytes + self._put_off_bytes > self._max_unread:
             raise RemoteProtocolError(
                 f"{self._peer} sends and does not receive"
                 if self._accepted
-                else f"{self._peer} sent more than {self._most} bytes that nobody had asked for yet"
+                else f"{self._peer} sent more than {self._max_unread} bytes that nobody had asked for yet"
             )
         return False
 
@@ -259,7 +259,7 @@ class NativeConnection(ProgressConnection):
 
     def _keep(self, tag: int | None, length: int) -> Buffer:
         """Allocate for what arrives while this side does not receive."""
-        if length > self._most:
+        if length > self._max_unread:
             raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
         return bytearray(length) if self._accepted else pa.allocate_buffer(length)
 

@@ -26,15 +26,15 @@ class Library(NamedTuple):
 
     def open(self, ffi: Any, candidates: Iterable[str]) -> tuple[str, Any]:
         """The first of these that is there, and where. Raises TransportError where none is."""
-        said = []
+        errors = []
         for candidate in candidates:
             try:
                 return candidate, ffi.dlopen(candidate)
             except OSError as error:
-                said.append(str(error))
+                errors.append(str(error))
         raise TransportError(
             f"{self.scheme}: needs {self._stem}, and there is none: {self._extra}, or install {self.name}, "
-            f"or let {self.variable} name its {self.file} ({'; '.join(said)})"
+            f"or let {self.variable} name its {self.file} ({'; '.join(errors)})"
         )
 
     def no_cffi(self) -> TransportError:

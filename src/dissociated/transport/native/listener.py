@@ -28,9 +28,9 @@ def withdraw_with(region: Region, withdraw: Callable[..., None], *arguments: Any
 
     What is registered must not be unmapped before: the finalizer holds on to it, so it is one of the arguments.
     """
-    made = weakref.finalize(region, withdraw, *arguments)
-    made.atexit = False
-    return made
+    finalizer = weakref.finalize(region, withdraw, *arguments)
+    finalizer.atexit = False
+    return finalizer
 
 
 class NativeListener(Listener):
@@ -120,7 +120,7 @@ class NativeListener(Listener):
             self._release()
             self._waker.close()
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         for _, withdraw in self._exposed.values():
             withdraw.detach()
-        super().forked()
+        super().after_fork_in_child()

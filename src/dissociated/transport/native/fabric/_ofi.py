@@ -235,7 +235,7 @@ EIO, EAGAIN, ENOMSG, EAVAIL = 5, 11, 42, 259
 #: The API that we ask for, which every later version also speaks.
 API = 1 << 16 | 17
 #: The first whose provider tcp;ofi_rxm does what we need.
-_OLDEST = (1, 17)
+_OLDEST_LIBFABRIC = (1, 17)
 #: sizeof of what libfabric copies to and from memory of ours, in every version since 1.17, on 64 bits.
 _SIZES = {"struct fi_cq_tagged_entry": 48, "struct fi_msg": 48, "struct fi_msg_tagged": 64, "struct fi_cq_attr": 40}
 
@@ -256,7 +256,7 @@ class Ofi:
             raise LIBRARY.wrong(self.path) from None
         found = number >> 16, number & 0xFFFF
         self.version = "{}.{}".format(*found)
-        LIBRARY.check_age(self.path, self.version, found, _OLDEST)
+        LIBRARY.check_age(self.path, self.version, found, _OLDEST_LIBFABRIC)
         _limit_buffers(found)
         self._check_layouts()
 
@@ -288,7 +288,7 @@ class Ofi:
                 f"libfabric {self.version} ({self.path}) has no provider tcp;ofi_rxm: {self.explain(code)}"
             )
         info = found[0]
-        made = {
+        checks = {
             "fi_info": info.addr_format in (1, 2, 3) and info.src_addrlen in (16, 28) and not info.handle,
             "fi_ep_attr": info.ep_attr.type == EP_RDM and info.ep_attr.max_msg_size > 1 << 30,
             "fi_tx_attr": 1 <= info.tx_attr.iov_limit <= 256 and 1 <= info.tx_attr.rma_iov_limit <= 256,
@@ -296,7 +296,7 @@ class Ofi:
             "fi_domain_attr": info.domain_attr.mr_key_size in range(1, 65) and info.domain_attr.mr_iov_limit > 0,
             "fi_fabric_attr": info.fabric_attr.prov_name and ffi.string(info.fabric_attr.prov_name) == b"tcp;ofi_rxm",
         }
-        wrong += [name for name, right in made.items() if not right]
+        wrong += [name for name, fits in checks.items() if not fits]
         self.lib.fi_freeinfo(info)
         if wrong:
             raise TransportError(

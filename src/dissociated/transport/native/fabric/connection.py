@@ -42,7 +42,7 @@ from dissociated.transport.native.fabric.control import (
 from dissociated.transport.native.fabric.control_receiver import ControlReceiver
 from dissociated.transport.native.fabric.credit import Credit
 from dissociated.transport.native.fabric.domain import RMA_KEY
-from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED, PeekedMessage
+from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, PeekedMessage
 from dissociated.transport.native.fabric.info import QUEUE
 from dissociated.transport.native.fabric.liveness import Liveness
 from dissociated.transport.native.fabric.operations import Completion
@@ -81,15 +81,15 @@ class FabricConnection(NativeConnection):
         self._credit = Credit(self._accepted)
         self._control = ControlReceiver(self._ffi, endpoint, peer)
         self._bodies_joined = False  # whether that was heard
-        self._farewell: set[int] = set()  # of the last words, those that were heard
+        self._byes: set[int] = set()  # of the last words, those that were heard
         self.heartbeat = heartbeat
         self._liveness = Liveness()
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
-        self._stirred: int | None = None
+        self._woken_at: int | None = None
         with self._lock:
             self._control.start(self)
             for _ in range(2):
-                self._receive_untagged(self._ffi.new(f"char[{MAX_UNTAGGED * (2 if self._accepted else 16)}]"))
+                self._receive_untagged(self._ffi.new(f"char[{MAX_SMALL_UNTAGGED * (2 if self._accepted else 16)}]"))
         heartbeat_of(os.getpid()).add(self)
 
     @property
@@ -128,7 +128,7 @@ class FabricConnection(NativeConnection):
         end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
         with self._lock:
             self._outbox.peer = endpoint.insert(listener)
-            self._say(Kind.HELLO, version + endpoint.name)
+            self._send_control(Kind.HELLO, version + endpoint.name)
             self._until(lambda: self._welcome is not None, end, timeout)
             if self._reason is not None:
                 raise RemoteError(self._reason)
@@ -142,7 +142,7 @@ class FabricConnection(NativeConnection):
                 self._outbox.peer = endpoint.insert(advertised_names(self._welcome[1:], host))
             except (ValueError, OSError, struct.error):
                 raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
-            joining = self._say_each(JOINS)
+            joining = self._send_controls(JOINS)
             self._until(lambda: all(one.ended for one in joining), end, timeout)
             self._check_open()
 
@@ -167,11 +167,11 @@ class FabricConnection(NativeConnection):
         if not sending.ended:
             self._posted(sending, 0, None)
 
-    def _say(self, kind: Kind, payload: bytes = b"") -> PendingSend:
+    def _send_control(self, kind: Kind, payload: bytes = b"") -> PendingSend:
         return self._outbox.send(PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])]), self)
 
-    def _say_each(self, kinds: Sequence[Kind]) -> list[PendingSend]:
-        return [self._say(kind) for kind in kinds[: self._endpoint.lanes]]
+    def _send_controls(self, kinds: Sequence[Kind]) -> list[PendingSend]:
+        return [self._send_control(kind) for kind in kinds[: self._endpoint.lanes]]
 
     def sent(self, sending: PendingSend) -> None:
         """It has been sent."""
@@ -185,10 +185,10 @@ class FabricConnection(NativeConnection):
         return request.ended or None
 
     def _taken_all(self) -> bool:
-        return self._credit.spent or len(self._farewell) == self._endpoint.lanes
+        return self._credit.spent or len(self._byes) == self._endpoint.lanes
 
-    def _tell(self, reason: str) -> bool:
-        self._say(Kind.ABORT, reason.encode(errors="backslashreplace"))
+    def _send_abort(self, reason: str) -> bool:
+        self._send_control(Kind.ABORT, reason.encode(errors="backslashreplace"))
         return True
 
     # Receiving
@@ -198,15 +198,15 @@ class FabricConnection(NativeConnection):
         if incoming is not None and not self._accepted:
             with self._lock:
                 self._credit.consume(len(incoming.data))
-                self._tell_if_worthwhile()
+                self._report_if_due()
         return incoming
 
-    def _tell_if_worthwhile(self) -> None:
-        if self._credit.worth_telling and not self._closed and not self._gone and self._outbox.peer is not None:
-            self._tell_consumed()
+    def _report_if_due(self) -> None:
+        if self._credit.should_report and not self._closed and not self._gone and self._outbox.peer is not None:
+            self._report_consumed()
 
-    def _tell_consumed(self) -> None:
-        self._say(Kind.CREDIT, self._credit.tell())
+    def _report_consumed(self) -> None:
+        self._send_control(Kind.CREDIT, self._credit.report())
 
     def _receive_untagged(self, memory: Any) -> None:
         def done(completion: Completion) -> None:
@@ -231,7 +231,7 @@ class FabricConnection(NativeConnection):
         self._liveness.heard = True
         kind = tag & KIND_MASK
         if kind == Kind.CREDIT and len(data) == CONSUMED.size:
-            more = self._credit.hear(data)
+            more = self._credit.receive_report(data)
             if more is None:
                 self._broken = RemoteProtocolError(f"{self._peer} says that it consumed more than it was sent")
             elif more:
@@ -247,11 +247,11 @@ class FabricConnection(NativeConnection):
             self._give_up(data.decode(errors="replace"))
         elif kind == Kind.BODIES_JOIN and self._accepted and not self._bodies_joined:
             self._bodies_joined = True  # it has done its work: there is a connection
-        elif kind in BYES and kind not in self._farewell:
-            self._farewell.add(kind)
-            if len(self._farewell) == self._endpoint.lanes:
+        elif kind in BYES and kind not in self._byes:
+            self._byes.add(kind)
+            if len(self._byes) == self._endpoint.lanes:
                 if not self._closed and not self._gone and self._outbox.peer is not None:
-                    self._say_each(BYES)
+                    self._send_controls(BYES)
                 self._lose()
         else:
             self._broken = RemoteProtocolError(f"{self._peer} said {data[:20]!r}, of kind {kind}, which means nothing")
@@ -271,7 +271,7 @@ class FabricConnection(NativeConnection):
             if (found := self._peek()) is None:
                 if self._accepted:  # not before: nobody but one who sends without end has more under way
                     self._credit.consume_all()
-                    self._tell_if_worthwhile()
+                    self._report_if_due()
                 break
             if found.length > self._endpoint.eager_limit and (only_small or not self._connected()):
                 return not only_small or bool(self._receiving)
@@ -298,7 +298,7 @@ class FabricConnection(NativeConnection):
         """
         if self._gone or self._outbox.first:
             return False
-        self._say(Kind.CREDIT, self._credit.repeat())
+        self._send_control(Kind.CREDIT, self._credit.last_report())
         if self._outbox.first and not self._under_way:
             self._lose()
         return not self._outbox.first and not self._gone
@@ -335,9 +335,9 @@ class FabricConnection(NativeConnection):
         for _ in range(_ROUNDS):
             if not self._endpoint.progress():
                 break
-        if self._stirred == self._endpoint.ended:
+        if self._woken_at == self._endpoint.ended:
             self._liveness.heard = True  # a part of a large message, behind which heartbeats must wait
-        self._stirred = None
+        self._woken_at = None
         if self._asleep and self._endpoint.peeked is None and self._endpoint.peek() is not None:
             self._happened = True  # for the one who sleeps: libfabric will not wake it for what it has shown us
         happened, self._happened = self._happened, False  # here, or while looking
@@ -357,7 +357,7 @@ class FabricConnection(NativeConnection):
         woken = self._endpoint.sleep(
             self._waker, min(seconds, _RETRY_DELAY) if self._outbox.first or self._again else seconds
         )
-        self._stirred = ended if woken and self._receiving else None
+        self._woken_at = ended if woken and self._receiving else None
 
     def send_heartbeat(self) -> None:
         """Tell the peer that we are here, and see whether it is.
@@ -374,7 +374,7 @@ class FabricConnection(NativeConnection):
                 if self._has(lambda: self._liveness.heard):
                     break
                 self._endpoint.progress()
-            self._stirred = None  # it is we who woke whoever sleeps
+            self._woken_at = None  # it is we who woke whoever sleeps
             self._advance()
             self._has(lambda: False)
             missed = self._liveness.miss()
@@ -382,13 +382,13 @@ class FabricConnection(NativeConnection):
                 _log.info("%s is gone without a word", self._peer)
                 self._lose()
             elif self._outbox.peer is not None and not self._outbox.first:
-                self._tell_consumed()
+                self._report_consumed()
         except RemoteProtocolError as error:
             self._broken = error
         finally:
             if self._asleep and self._over:
                 self._waker.set()
-            self._stirred = None
+            self._woken_at = None
             self._lock.release()
 
     def _refused(self) -> PendingSend | None:
@@ -414,7 +414,7 @@ class FabricConnection(NativeConnection):
     def _release(self) -> None:
         if self._outbox.peer is not None and not self._gone and self._broken is None:
             # Until the answer comes there is something to read: closing over that could take our last words back.
-            self._say_each(BYES)
+            self._send_controls(BYES)
             end = time.monotonic() + _LAST_TIMEOUT
             with suppress(TransportError):
                 while not self._gone and time.monotonic() < end:

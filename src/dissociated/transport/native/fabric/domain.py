@@ -52,11 +52,11 @@ class Domain:
 
     def register(self, memory: Any, access: int) -> Any:
         """Let libfabric use memory, or peers, until what is returned is given to `unregister`."""
-        made, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
+        registered, null = self._ffi.new("struct fid_mr **"), self._ffi.NULL
         fid = self._ffi.addressof(self.domain.fid)
-        code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, made, null)
+        code = self.domain.mr.reg(fid, memory, len(memory), access, 0, next(self._keys), 0, registered, null)
         self._used.check(code, "registering memory")
-        return made[0]
+        return registered[0]
 
     def unregister(self, registered: Any) -> None:
         """Peers, and libfabric, have no more access."""

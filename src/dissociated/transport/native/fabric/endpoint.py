@@ -30,7 +30,7 @@ _ENOUGH = 64  # messages that are thrown away before the peer is kept from sendi
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
 _CUT = 0.25  # seconds for what is cut off to end
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
-MAX_UNTAGGED = 1 << 16
+MAX_SMALL_UNTAGGED = 1 << 16
 
 
 class PeekedMessage(NamedTuple):
@@ -101,10 +101,10 @@ class FabricEndpoint:
         doing = f"opening {self._provider}"
 
         def opened(kind: str, call: Callable[..., int], *arguments: Any) -> Any:
-            made = ffi.new(f"struct {kind} **")
-            check(call(*arguments, made, null), doing)
-            self._opened.append(made[0])
-            return made[0]
+            created = ffi.new(f"struct {kind} **")
+            check(call(*arguments, created, null), doing)
+            self._opened.append(created[0])
+            return created[0]
 
         self.domain = shared or Domain(self.ofi, info)
         self.domain.enter()
@@ -120,7 +120,7 @@ class FabricEndpoint:
         self._fid = ffi.addressof(self._endpoint.fid)
         for other, flags in ((self._queue, c.SEND | c.RECV), (self._vector, 0)):
             check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(other.fid), flags), doing)
-        least = ffi.new("size_t *", MAX_UNTAGGED)
+        least = ffi.new("size_t *", MAX_SMALL_UNTAGGED)
         check(self._endpoint.ops.setopt(self._fid, 0, c.OPT_MIN_MULTI_RECV, least, ffi.sizeof("size_t")), doing)
         check(self._endpoint.fid.ops.control(self._fid, c.ENABLE, null), doing)
         self._enabled = True

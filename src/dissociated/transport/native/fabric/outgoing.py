@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from dissociated.errors import LocalProtocolError
 from dissociated.protocol.message import Message
 from dissociated.transport.native.fabric.control import CONTROL, KIND_MASK, LARGE
-from dissociated.transport.native.fabric.endpoint import MAX_UNTAGGED
+from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED
 
-_MAX_COPIED = 1 << 13  # bytes up to which parts are copied together at once
+_JOIN_LIMIT = 1 << 13  # bytes up to which parts are copied together at once
 _SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
 _STAGING = 4  # pieces of memory that are kept to join messages in
 
@@ -35,9 +35,9 @@ def encode(ffi: Any, max_message: int, message: Message) -> Outgoing:
         raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
     if size > max_message:
         raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
-    if tag is None and size > MAX_UNTAGGED:
+    if tag is None and size > MAX_SMALL_UNTAGGED:
         tag = LARGE
-    if not parts or (len(parts) > 1 and size <= _MAX_COPIED):
+    if not parts or (len(parts) > 1 and size <= _JOIN_LIMIT):
         parts = [b"".join(parts)]
     return Outgoing(tag, size, [ffi.from_buffer(part) for part in parts])
 

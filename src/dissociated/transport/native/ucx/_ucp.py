@@ -198,7 +198,7 @@ INVALID_PARAM, BUSY, CONNECTION_RESET = -5, -15, -25
 #: Pointers from here on are errors.
 _ERRORS = 2**64 - 100
 #: The first with every function above.
-_OLDEST = (1, 13)
+_OLDEST_UCX = (1, 13)
 
 
 class Ucp:
@@ -217,7 +217,7 @@ class Ucp:
         except AttributeError:
             raise LIBRARY.wrong(self.path) from None
         self.version = f"{numbers[0]}.{numbers[1]}.{numbers[2]}"
-        LIBRARY.check_age(self.path, self.version, (numbers[0], numbers[1]), _OLDEST)
+        LIBRARY.check_age(self.path, self.version, (numbers[0], numbers[1]), _OLDEST_UCX)
         self._address = self.ffi.typeof("uintptr_t")
 
     def address(self, pointer: Any) -> int:

@@ -54,13 +54,13 @@ class _Receiving(NamedTuple):
 class UcxConnection(NativeConnection):
     """One endpoint, which has a worker for itself."""
 
-    def __init__(self, worker: Worker, peer: str, description: Any, accepted: bool, ours: bool) -> None:
+    def __init__(self, worker: Worker, peer: str, description: Any, accepted: bool, knows_abort: bool) -> None:
         """`description` are UCX's parameters for an endpoint."""
         super().__init__(peer, accepted)
         self._worker = worker
         self._ucp = u = worker.ucp
         self._ffi, self._lib = u.ffi, u.lib
-        self._ours = ours
+        self._knows_abort = knows_abort
         self._connected = accepted
         self._plain, self._pieces, _, self._am, self._am_pieces = params()
         self._receiving: deque[_Receiving] = deque()
@@ -136,8 +136,8 @@ class UcxConnection(NativeConnection):
             self._lose_by(status)
         return bool(status == c.OK)
 
-    def _tell(self, reason: str) -> bool:
-        if not self._ours:
+    def _send_abort(self, reason: str) -> bool:
+        if not self._knows_abort:
             return False
         data = reason.encode(errors="backslashreplace")[:_MAX_REASON]
         pointer = self._ucp.ffi.from_buffer(data)

@@ -25,10 +25,10 @@ def client_id(segment: int) -> int:
 
 
 def client_says(client_id: int) -> tuple[bool, int]:
-    """Whether a client with this id is one of ours, and the segment that it receives, or 0."""
-    ours = client_id >> 16 == _NAME and client_id & 0xFF == _VERSION
+    """Whether a client with this id is one of ours, which know abort, and the segment that it receives, or 0."""
+    knows_abort = client_id >> 16 == _NAME and client_id & 0xFF == _VERSION
     exponent = client_id >> 8 & 0xFF
-    return ours, 1 << exponent if ours and exponent else 0
+    return knows_abort, 1 << exponent if knows_abort and exponent else 0
 
 
 def error_mode(uri: Uri) -> str:

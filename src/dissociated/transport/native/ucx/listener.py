@@ -40,16 +40,16 @@ class UcxListener(NativeListener):
         params.field_mask = c.LISTENER_PARAM_SOCK_ADDR | c.LISTENER_PARAM_CONN_HANDLER
         keep = u.point(params.sockaddr, sockaddr(address, port))
         params.conn_handler.cb, params.conn_handler.arg = callbacks().requested, self._handle
-        made = u.ffi.new("ucp_listener_h *")
+        listener = u.ffi.new("ucp_listener_h *")
         try:
-            status = u.lib.ucp_listener_create(self._worker.handle, params, made)
+            status = u.lib.ucp_listener_create(self._worker.handle, params, listener)
             u.check(status, f"listening on {host}:{port}")
         except BaseException:
             self._worker.destroy()
             self._waker.close()
             raise
         del keep
-        self._listener = made[0]
+        self._listener = listener[0]
         attributes = u.ffi.new("ucp_listener_attr_t *")
         attributes.field_mask = c.LISTENER_ATTR_SOCKADDR
         u.check(u.lib.ucp_listener_query(self._listener, attributes), "listening")
@@ -78,11 +78,11 @@ class UcxListener(NativeListener):
 
     def _welcome(self, request: Any) -> Connection:
         u = self._ucp
-        asked = u.ffi.new("ucp_conn_request_attr_t *")
-        asked.field_mask = c.CONN_REQUEST_CLIENT_ADDR | c.CONN_REQUEST_CLIENT_ID
-        known = u.lib.ucp_conn_request_query(request, asked) == c.OK
-        peer = "ucx client {}:{}".format(*host_and_port(u.raw(asked.client_address))) if known else "ucx client"
-        ours, segment = client_says(asked.client_id if known else 0)
+        attributes = u.ffi.new("ucp_conn_request_attr_t *")
+        attributes.field_mask = c.CONN_REQUEST_CLIENT_ADDR | c.CONN_REQUEST_CLIENT_ID
+        known = u.lib.ucp_conn_request_query(request, attributes) == c.OK
+        peer = "ucx client {}:{}".format(*host_and_port(u.raw(attributes.client_address))) if known else "ucx client"
+        knows_abort, segment = client_says(attributes.client_id if known else 0)
         try:
             # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
             worker = Worker(self._place._replace(large=segment >= SEGMENT and not self.exposes_memory))
@@ -94,9 +94,9 @@ class UcxListener(NativeListener):
         if self._mode == "peer":  # otherwise it is the client's choice
             endpoint.field_mask |= c.EP_PARAM_ERR_MODE
             endpoint.err_mode = c.ERR_MODE_PEER
-        made = UcxConnection(worker, peer, endpoint, accepted=True, ours=ours)
-        made.exposes_memory = self.exposes_memory
-        return made
+        connection = UcxConnection(worker, peer, endpoint, accepted=True, knows_abort=knows_abort)
+        connection.exposes_memory = self.exposes_memory
+        return connection
 
     def _register(self, region: Region) -> tuple[Span, Withdraw]:
         u, context = self._ucp, self._worker.context.handle

@@ -11,7 +11,7 @@ from dissociated.buffers import Buffer
 from dissociated.protocol.message import Message
 from dissociated.transport.native.ucx._ucp import Ucp
 
-_MAX_COPIED = 1 << 12  # bytes up to which parts are copied together
+_COPY_LIMIT = 1 << 12  # bytes up to which parts are copied together
 
 
 class Outgoing(NamedTuple):
@@ -33,7 +33,7 @@ def encode(u: Ucp, message: Message) -> Outgoing:
     """A message as UCX takes it: in its parts, unless they are small."""
     parts: list[Buffer] = [part for part in message.parts if len(part)]
     size = sum(map(len, parts))
-    if len(parts) > 1 and size > _MAX_COPIED:
+    if len(parts) > 1 and size > _COPY_LIMIT:
         pieces = array("Q")
         keep = []
         for part in parts:

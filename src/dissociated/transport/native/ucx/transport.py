@@ -40,7 +40,7 @@ class UcxTransport(Transport):
         keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
         spans = parse_spans(uri)
         worker = Worker(context_key(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT))
-        connection = UcxConnection(worker, where, endpoint, accepted=False, ours=False)
+        connection = UcxConnection(worker, where, endpoint, accepted=False, knows_abort=False)
         del keep
         try:
             connection.wait_connected(timeout)

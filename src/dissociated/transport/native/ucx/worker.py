@@ -67,11 +67,11 @@ def context(where: ContextKey) -> Context:
     params.field_mask = c.PARAM_FEATURES | c.PARAM_MT_WORKERS_SHARED
     params.features = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_WAKEUP | (c.FEATURE_RMA if where.rma else 0)
     params.mt_workers_shared = 1
-    made = u.ffi.new("ucp_context_h *")
-    status = u.lib.ucp_init_version(1, 12, params, config[0], made)
+    handle = u.ffi.new("ucp_context_h *")
+    status = u.lib.ucp_init_version(1, 12, params, config[0], handle)
     u.lib.ucp_config_release(config[0])
     u.check(status, "starting UCX")
-    return Context(made[0], segment)
+    return Context(handle[0], segment)
 
 
 #: Those that can connect two processes, as UCX_TLS names them.
