@@ -40,6 +40,17 @@ _WORDS = {
 }
 
 
+class _Help(argparse.HelpFormatter):
+    """Fills the paragraphs of a description, but leaves those as they are that are indented."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(
+            one if re.search("^ ", one, re.MULTILINE) else super(_Help, self)._fill_text(one, width, indent)
+            for one in paragraphs
+        )
+
+
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The command line, with the options of those commands alone that `arguments` name: theirs load what they need."""
     from dissociated._version import __version__
@@ -61,7 +72,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             name,
             help=summary,
             description=command.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)

@@ -22,11 +22,13 @@ from dissociated.store.files import NewFile
 
 DESCRIPTION = """\
 Copy a dataset into a file, in the format that --format or the file's ending says:
+
   arrow    .arrow .feather  Arrow IPC file
   arrows   .arrows          Arrow IPC stream
   parquet  .parquet         Parquet
   csv      .csv             CSV
   jsonl    .jsonl .ndjson   JSON, an object a line
+
 The file appears when it is whole. "-" writes to the standard output, an Arrow IPC stream if --format says nothing."""
 
 

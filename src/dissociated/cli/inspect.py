@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dissociated.cli import text
+from dissociated.cli import terminal, text
 from dissociated.cli.inputs import check_arrow
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.details import Details, details
@@ -95,11 +95,13 @@ def _print(
         print(f"{rows} rows in {many}, bodies of {text.size(index.body_size)}{compressed}")
     if schema is not None:
         fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in schema]
-        print("\n" + text.table(("COLUMN", "TYPE", ""), fields))
+        print()
+        terminal.print_table(("COLUMN", "TYPE", ""), fields)
     for of, metadata in (("SCHEMA", schema.metadata if schema is not None else None), ("FILE", custom)):
         if metadata:
             pairs = [(_short(key), _short(value)) for key, value in metadata.items()]
-            print("\n" + text.table((f"METADATA OF THE {of}", "VALUE"), pairs))
+            print()
+            terminal.print_table((f"METADATA OF THE {of}", "VALUE"), pairs)
     shown = messages if arguments.all else messages[:_DEFAULT_LIMIT]
     lines = [
         (
@@ -114,7 +116,8 @@ def _print(
         for number, m in enumerate(shown)
     ]
     head = ("#", "MESSAGE", "OFFSET", "METADATA", "BODY", "ROWS", "BUFFERS")
-    print("\n" + text.table(head, lines, right=(0, 2, 3, 4, 5, 6)))
+    print()
+    terminal.print_table(head, lines, right=(0, 2, 3, 4, 5, 6))
     if len(shown) < len(messages):
         print(f"and {text.count(len(messages) - len(shown))} more: --all shows them")
     if arguments.buffers:
@@ -123,7 +126,8 @@ def _print(
             for number, m in enumerate(shown)
             for which, (offset, length) in enumerate(m.buffers)
         ]
-        print("\n" + text.table(("#", "BUFFER", "OFFSET", "LENGTH"), buffers, right=(0, 1, 2, 3)))
+        print()
+        terminal.print_table(("#", "BUFFER", "OFFSET", "LENGTH"), buffers, right=(0, 1, 2, 3))
 
 
 def _name(message: _Message) -> str:
