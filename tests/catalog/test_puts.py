@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
 from arrow_cases import corrupt_parquet
+from dissociated.catalog import service
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
 from dissociated.errors import OptionError, SourceError
@@ -31,8 +33,11 @@ BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
 
 
 @pytest.fixture(params=["node", "catalog"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Path]]:
     """Where to put, a node or a catalog that has one, and the stage that it ends in. There is a dataset already."""
+    monkeypatch.setattr(service, "_SWEEP_TICKS", 1)  # what killed writers leave goes within a second, not ten
     with ExitStack() as running:
         store = tmp_path / "store"
         catalog = None
@@ -74,9 +79,9 @@ def batches():
     if end == "raise":
         raise ValueError("no more")
 
-if kind == "ours":
+if kind in ("shm", "grpc"):
     with dis.connect(uri) as client:
-        client.put("d", pa.RecordBatchReader.from_batches(BATCH.schema, batches()))
+        client.put("d", pa.RecordBatchReader.from_batches(BATCH.schema, batches()), transport=kind)
 else:
     client = flight.FlightClient(uri)
     asked = flight.FlightDescriptor.for_command(kind)
@@ -105,11 +110,11 @@ MARKED = '{"name": "d", "end": true}'
 #: Whose writer, and how it ends: by a signal while it writes, or by itself. A plain one that is not marked and raises
 #: has said the end, for all that a server sees.
 ENDS: list[tuple[str, str, int | None]] = [
-    ("ours", "wait", signal.SIGKILL),
-    ("ours", "wait", signal.SIGTERM),
-    ("ours", "wait", signal.SIGINT),
-    ("ours", "raise", None),
-    ("ours", "exit", None),
+    ("shm", "wait", signal.SIGKILL),
+    ("shm", "wait", signal.SIGINT),
+    ("grpc", "wait", signal.SIGKILL),
+    ("grpc", "wait", signal.SIGINT),
+    ("grpc", "exit", None),
     ("d", "wait", signal.SIGKILL),
     ("d", "wait", signal.SIGTERM),
     (MARKED, "wait", signal.SIGKILL),
@@ -178,6 +183,23 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
             with pytest.raises(SourceError, match=why):
                 client.put("d", source)
             nothing_has_changed(*place)
+        for transport in ("shm", "grpc"):
+            with pytest.raises(SourceError, match="no more"):
+                client.put("d", raising(), transport=transport)
+            nothing_has_changed(*place)
+        (tmp_path / "differ").mkdir()
+        pq.write_table(OLD, tmp_path / "differ" / "1.parquet")
+        pq.write_table(OLD.append_column("more", OLD["n"]), tmp_path / "differ" / "2.parquet")
+        for wrong, why in (
+            (tmp_path / "differ", "2.parquet is not of one dataset with .*1.parquet: there is a column 'more' more"),
+            (iter(()), "say it, schema="),
+            ([BATCH, pa.record_batch({"n": ["text"]})], "column 'n' is string, not int64"),
+            (iter([BATCH, 7]), "a int came, which is no record batch"),
+            (b"no Arrow IPC at all", "the source of 'd' failed"),
+        ):
+            with pytest.raises(SourceError, match=why):
+                client.put("d", wrong)
+        nothing_has_changed(*place)
 
 
 @pytest.mark.parametrize("place", ["catalog"], indirect=True)
@@ -213,6 +235,11 @@ def test_whatever_a_server_publishes_can_be_put(place: tuple[str, Path], tmp_pat
     with pa.ipc.new_file(tmp_path / "some.arrow", table.schema) as writer:
         writer.write_table(table)
     pq.write_table(table, tmp_path / "some.parquet")
+    (tmp_path / "directory").mkdir()
+    pq.write_table(table[:2], tmp_path / "directory" / "1.parquet")
+    pq.write_table(table[2:], tmp_path / "directory" / "2.parquet")
+    (tmp_path / "directory" / "_SUCCESS").touch()
+    stream, file = ((tmp_path / f"some.{ending}").read_bytes() for ending in ("arrows", "arrow"))
     sources: dict[str, Any] = {
         "table": table,
         "batch": table.to_batches()[0],
@@ -222,11 +249,26 @@ def test_whatever_a_server_publishes_can_be_put(place: tuple[str, Path], tmp_pat
         "parquet": tmp_path / "some.parquet",
         "callable": lambda: table,
         "frame": table.to_pandas(),
+        "batches": table[:2].to_batches() + table[2:].to_batches(),
+        "generator": (batch for batch in table.to_batches()),
+        "directory": tmp_path / "directory",
+        "dataset": ds.dataset(tmp_path / "some.parquet"),
+        "scanner": ds.dataset(tmp_path / "some.parquet").scanner(),
+        "buffer": pa.py_buffer(stream),
+        "bytes": file,
+        "file reader": pa.ipc.open_file(file),
     }
     with dis.connect(place[0]) as client:
         for name, source in sources.items():
             assert client.put(name, source) == 3, name
             assert client.read(name).read_all().to_pylist() == table.to_pylist(), name
+        assert client.put("dataset", client["file"], transport="grpc") == 3
+        assert client.put("dataset", iter(table.to_batches()), transport="shm", mode="append") == 3
+        assert client.read("dataset").read_all() == pa.concat_tables([table, table])
+        nothing: list[Any] = [[], iter(())]
+        for empty in nothing:
+            assert client.put("empty", empty, schema=table.schema) == 0
+            assert client.read("empty").read_all() == table.schema.empty_table()
         assert client.put("d", table.schema.empty_table()) == 0
         assert client.read("d").read_all() == table.schema.empty_table()
 
@@ -290,3 +332,25 @@ def test_a_server_takes_no_name_that_is_none() -> None:
         with pytest.raises(OptionError, match="the name of a dataset"):
             server.writer("", OLD.schema)
         assert server.names() == []
+
+
+def test_a_put_says_how_far_it_is_and_can_be_ended_so(place: tuple[str, Path]) -> None:
+    told: list[tuple[int, int, int | None]] = []
+
+    def progress(*so_far: Any) -> None:
+        told.append(so_far)
+        if told[-1][0] == 200 and told[-1][2] is None:
+            raise KeyboardInterrupt
+
+    with dis.connect(place[0]) as client:
+        for transport in ("shm", "grpc"):
+            told.clear()
+            with pytest.raises(KeyboardInterrupt):
+                client.put("d", iter([BATCH] * 3), transport=transport, progress=progress)
+            assert told == [(100, 800, None), (200, 1600, None)]
+            nothing_has_changed(*place)
+        client.put("new", [BATCH] * 3, progress=progress)
+        assert told[-1] == (300, 2400, 300)
+        assert client.read("new").read_all().num_rows == 300
+        with pytest.raises(OptionError, match="transport is"):
+            client.put("d", OLD, transport="tcp")

@@ -419,7 +419,10 @@ def test_files_that_hold_something_else(serve: Serve, tmp_path: Path) -> None:
             publish("bad", path)
     with pytest.raises(SourceError, match="there is no such file"):
         publish("bad", tmp_path / "nothing")
-    with pytest.raises(SourceError, match="it is a directory"):
+    with pytest.raises(SourceError, match="thing"):  # which begins like Parquet
+        publish("bad", tmp_path)
+    path.write_bytes(b"text")
+    with pytest.raises(SourceError, match=r"it is a directory.*\(thing is none\)"):
         publish("bad", tmp_path)
     with pytest.raises((StoreError, SourceError), match="/proc/self/mem"):
         publish("bad", "/proc/self/mem")

@@ -6,7 +6,8 @@ import base64
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,20 +15,26 @@ import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.calls import CatalogConnection, FlightBatches
-from dissociated.catalog.chunks import receive_get, upload
+from dissociated.catalog.chunks import receive_get
 from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.publication import Publication
+from dissociated.catalog.put import Progress, Put
 from dissociated.catalog.stage import StagePlace
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import check_field_names
-from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Source
-from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
 from dissociated.display import html
-from dissociated.errors import CatalogError, CatalogUnreachable, DatasetNotFound, DissociatedError, FormatError
+from dissociated.errors import (
+    CatalogError,
+    CatalogUnreachable,
+    DatasetNotFound,
+    DissociatedError,
+    FormatError,
+    OptionError,
+)
 from dissociated.host import boot_id, host_name
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
@@ -144,39 +151,68 @@ class CatalogClient:
         name: str,
         source: Source,
         *,
+        schema: pa.Schema | None = None,
         mode: str = "overwrite",
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
+        transport: str | None = None,
+        progress: Progress | None = None,
     ) -> int:
-        """Publish everything that `source` gives under `name`, by DoPut, whole and at once. Returns the number of rows.
+        """Publish everything that `source` gives under `name`, whole and at once. Returns the number of rows.
 
         - `source`: whatever `Server.publish` takes, but for tensors.
+        - `schema`: of an iterator or a list of record batches, which may then be empty.
         - `mode`: "overwrite" or "append".
         - `tags`: kept with the dataset; `list` can ask for them.
         - `ttl`: after so many seconds the dataset is gone. None: it stays.
+        - `transport`: "shm", through the memory of a node on this host, or "grpc", by Flight's DoPut. Left out: the
+          first where it can be.
+        - `progress`: called after each batch with the rows and the bytes so far, and with the number of all rows, or
+          None where that is not known. What it raises ends the put.
 
         Where this fails or is interrupted, also by the end of this process, what had that name stays as it was.
 
         Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
         """
+        if transport not in (None, "shm", "grpc"):
+            raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
         asked = Publication(name, mode, dict(tags or {}), ttl)
-        made = make_dataset(name, source)
-        reader = made.open_reader()
+        put = Put(asked, make_dataset(name, source, schema=schema), progress)
+        place = None if transport == "grpc" else self._stage_here()
+        if place is not None:
+            return self._put_into(place, put)
+        if transport == "shm":
+            raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
+        return self._calls.call(put.by_flight)
 
-        def pairs() -> Iterator[BatchAndMetadata]:
-            with source_errors(name):
-                yield from batches(reader)
+    def _stage_here(self) -> StagePlace | None:
+        """The stage of a node that this process can write to."""
+        try:
+            place = self.stage()
+        except CatalogUnreachable:
+            raise
+        except CatalogError:
+            return None  # it has none, or is somebody else's and knows no such action
+        return place if place.here and os.access(place.directory, os.W_OK | os.X_OK) else None
 
-        size = None
-        if not made.reopened:  # then a node makes room for all of it, or for nothing
-            with source_errors(name):
-                for _ in batches(made.open_reader()):
-                    pass  # what is no valid data is refused before anything looks into it
-            size = made.packed_size
-        command = json.dumps({**asdict(asked), "key": secrets.token_hex(16), "end": True, "nbytes": size})
-        descriptor = self._calls.flight.FlightDescriptor.for_command(command)
-        answer = self._calls.call(lambda client: upload(client, descriptor, reader.schema, pairs()))
-        return int(answer["rows"])
+    def _put_into(self, place: StagePlace, put: Put) -> int:
+        key = secrets.token_hex(16)
+        segment = f"{key}-0.arrows"
+        asked = put.asked
+        try:
+            with ExitStack() as stack:
+                reserve = None
+                if place.limited:
+                    keeper = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
+                    reserve = keeper.reserve
+                rows = put.write(place, segment, reserve)
+            written = [{"node": place.node, "segment": segment}]
+            self.commit(asked.name, written, asked.mode, put.schema, key=key, tags=asked.tags, ttl=asked.ttl)
+        except BaseException:
+            with suppress(DissociatedError):
+                self.abort(key)
+            raise
+        return rows
 
     def stage(self) -> StagePlace:
         """Where writers put segments: on this host, if there is a node."""

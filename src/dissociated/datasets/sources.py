@@ -3,49 +3,75 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_columns, select_fields
+from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions, check_options
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import SegmentsDataset, TableDataset
 from dissociated.datasets.streamed import LiveDataset
-from dissociated.errors import SourceError
+from dissociated.errors import OptionError, SourceError
+from dissociated.format.encapsulated import MAGIC
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
+_DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
 
-def make_dataset(name: str, source: Source, options: WriteOptions | None = None) -> Dataset:
+
+def make_dataset(
+    name: str, source: Source, options: WriteOptions | None = None, schema: pa.Schema | None = None
+) -> Dataset:
     """A dataset of whatever `source` is.
 
-    A Table or a RecordBatch is held. A path to an Arrow IPC stream or file is mapped and served from where it
-    lies; one to a Parquet file is read anew by each client. A RecordBatchReader can be read by one client, once.
-    A callable is called once to learn the schema and again for each client; it gives a reader, or anything with
-    `__arrow_c_stream__`, and the same stream each time. Anything else with `__arrow_c_stream__` (a
-    DataFrame of Polars or pandas, a relation of DuckDB) is asked for a new stream each time. A Tensor, a sparse one,
-    or a list of them is held, and read with `read_tensors` or `open_tensors`.
+    - Held: a Table, a RecordBatch, or a list of these; Arrow IPC in a Buffer or bytes, or a RecordBatchFileReader.
+    - A path to an Arrow IPC stream or file is mapped and served from where it lies. One to a Parquet file, or to a
+      directory of them, is read anew by each client.
+    - A RecordBatchReader, or an iterator of record batches, as a generator, can be read by one client, once.
+    - A callable is called once to learn the schema and again for each client; it gives a reader, anything with
+      `__arrow_c_stream__`, or an iterator of record batches, and the same stream each time.
+    - Anything else with `__arrow_c_stream__` (a DataFrame of Polars or pandas, a relation of DuckDB), and a dataset of
+      pyarrow or a scanner, is asked for a new stream each time.
+    - A Tensor, a sparse one, or a list of them is held, and read with `read_tensors` or `open_tensors`.
 
-    Raises SourceError for what is none of these, and FormatError for a schema deeper than `options` allow.
+    `schema` is that of an iterator or list, which may then be empty.
+
+    Raises SourceError for what is none of these, FormatError for a schema deeper than `options` allow, and OptionError
+    for a `schema` of what has its own.
     """
     if options is not None:
         check_options(options, WriteOptions)
-    dataset = _make_dataset(name, source, options)
+    if schema is not None and not (isinstance(source, list | tuple | Iterator) or callable(source)):
+        raise OptionError(f"schema is for iterators and lists of record batches: a {type(source).__name__} has its own")
+    dataset = _make_dataset(name, source, options, schema)
     if options is not None:
         options.check_depth(dataset.schema)
     return dataset
 
 
-def _make_dataset(name: str, source: Source, options: WriteOptions | None) -> Dataset:
+def _make_dataset(name: str, source: Source, options: WriteOptions | None, schema: pa.Schema | None) -> Dataset:
+    if _are_batches(source, schema):
+        with source_errors(name):
+            return TableDataset(name, _reader(iter(source), schema).read_all(), options)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
         return TableDataset(name, source, options)
+    if isinstance(source, pa.Buffer | bytes | bytearray | memoryview | pa.ipc.RecordBatchFileReader):
+        with source_errors(name):
+            return _held(name, source, options)
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
+        if path.is_dir():
+            return _parquet_directory(name, path, options)
         if not path.is_file():
             raise SourceError(f"cannot publish {path}: {_no_file(path)}")
         if _is_parquet(path):
@@ -56,31 +82,89 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None) -> Da
                 "opens it, whose batches are then written anew"
             )
         return SegmentsDataset(name, [Segment.open(path)])
-    if isinstance(source, pa.RecordBatchReader):
-        return LiveDataset(name, lambda: source, options, one_shot=True)
+    if isinstance(source, pa.RecordBatchReader | Iterator):
+        reader = open_source(name, source, schema)
+        return LiveDataset(name, lambda: reader, options, one_shot=True)
     from dissociated.datasets.tensors import TensorDataset, as_tensors
 
     if (tensors := as_tensors(source)) is not None:
         return TensorDataset(name, tensors, options)
-    return LiveDataset(name, lambda: open_source(name, source), options)
+    return LiveDataset(name, lambda: open_source(name, source, schema), options)
 
 
-def open_source(name: str, source: Source) -> pa.RecordBatchReader:
+def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
     with source_errors(name):
-        return _reader(source() if callable(source) else source)
+        return _reader(source() if callable(source) else source, schema)
 
 
-def _reader(source: Source) -> pa.RecordBatchReader:
+def _reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     if isinstance(source, pa.RecordBatchReader):
         return source
+    if isinstance(source, Iterator):
+        return _chained(source, schema)
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
+    if hasattr(source, "scanner"):  # a dataset of pyarrow
+        source = source.scanner()
+    if hasattr(source, "to_reader"):
+        return source.to_reader()
     raise SourceError(
-        f"cannot publish a {type(source).__name__}: give a Table, a RecordBatchReader, an object with "
-        "__arrow_c_stream__, a callable that returns one of these, the path of an Arrow IPC or Parquet file, "
-        "or one or more tensors"
+        f"cannot publish a {type(source).__name__}: give a Table, record batches, a RecordBatchReader, an object with "
+        "__arrow_c_stream__, a dataset of pyarrow, a callable that returns one of these, the path of an Arrow IPC or "
+        "Parquet file, or one or more tensors"
     )
+
+
+def _are_batches(source: Source, schema: pa.Schema | None) -> bool:
+    """Whether it is a list of them; an empty one where the schema is said."""
+    if not isinstance(source, list | tuple):
+        return False
+    return all(isinstance(one, pa.RecordBatch | pa.Table) for one in source) and bool(source or schema is not None)
+
+
+def _chained(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.RecordBatchReader:
+    """A reader over record batches and tables, which all have the schema of the first."""
+    if schema is None:
+        first = next(pieces, None)
+        if first is None:
+            raise SourceError("there is no record batch that would tell the schema: say it, schema=...")
+        _check_piece(first, None)
+        schema, pieces = first.schema, chain([first], pieces)
+    known = schema
+
+    def pairs() -> Iterator[BatchAndMetadata]:
+        for piece in pieces:
+            _check_piece(piece, known)
+            for batch in piece.to_batches() if isinstance(piece, pa.Table) else [piece]:
+                yield batch, None
+
+    return BatchReader(known, pairs())
+
+
+def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
+    if not isinstance(piece, pa.RecordBatch | pa.Table):
+        raise SourceError(f"a {type(piece).__name__} came, which is no record batch")
+    if schema is not None and not piece.schema.equals(schema):
+        raise SourceError(f"the record batches differ: {schema_difference(schema, piece.schema)}")
+
+
+def _held(name: str, source: Any, options: WriteOptions | None) -> Dataset:
+    """What is in memory as Arrow IPC: its batches, or where these have metadata of their own, a copy."""
+    if not isinstance(source, pa.ipc.RecordBatchFileReader):
+        buffer = pa.py_buffer(source)
+        if buffer[: len(MAGIC)].to_pybytes() != MAGIC:
+            return _held_pairs(name, pa.ipc.open_stream(buffer), options)
+        source = pa.ipc.open_file(buffer)
+    pairs = (source.get_batch_with_custom_metadata(number) for number in range(source.num_record_batches))
+    return _held_pairs(name, BatchReader(source.schema, ((one.batch, one.custom_metadata) for one in pairs)), options)
+
+
+def _held_pairs(name: str, reader: pa.RecordBatchReader, options: WriteOptions | None) -> Dataset:
+    held = [*batches(reader)]
+    if any(metadata for _, metadata in held):
+        return SegmentsDataset(name, [Segment.in_memory(name, BatchReader(reader.schema, iter(held)), options)])
+    return TableDataset(name, pa.Table.from_batches([batch for batch, _ in held], reader.schema), options)
 
 
 def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
@@ -93,8 +177,6 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
 
 
 def _no_file(path: Path) -> str:
-    if path.is_dir():
-        return "it is a directory, and a dataset is made of files: name them"
     return "it is neither a file nor a directory" if path.exists() else "there is no such file"
 
 
@@ -104,6 +186,42 @@ def _is_parquet(path: Path) -> bool:
             return file.read(4) == b"PAR1"
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
+    """All Parquet files in it, in the order of their names; directories NAME=VALUE are a column each."""
+    import pyarrow.dataset
+
+    files = [*_parquet_files(path)]
+    if not files:
+        raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
+    with source_errors(name):
+        found = pyarrow.dataset.dataset(
+            [str(file) for file in files], format="parquet", partitioning="hive", partition_base_dir=str(path)
+        )
+        known = None
+        for file, fragment in zip(files, found.get_fragments(), strict=True):  # pyarrow would drop what only some have
+            known = known or fragment.physical_schema
+            if not fragment.physical_schema.equals(known):
+                difference = schema_difference(known, fragment.physical_schema)
+                raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
+        dataset = LiveDataset(name, lambda: open_source(name, found), options)
+        dataset.rows = found.count_rows()
+    return dataset
+
+
+def _parquet_files(directory: Path) -> Iterator[Path]:
+    """Those in it and in its directories NAME=VALUE. Raises SourceError for one that is something else."""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith((".", "_")):  # as Spark and pyarrow say: not of the data
+            continue
+        if entry.is_dir():
+            if "=" in entry.name:
+                yield from _parquet_files(entry)
+        elif entry.is_file() and _is_parquet(entry):
+            yield entry
+        else:
+            raise SourceError(f"cannot publish {directory}: {_DIRECTORY} ({entry.name} is none)")
 
 
 def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:

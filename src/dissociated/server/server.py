@@ -200,13 +200,15 @@ class Server:
         name: str,
         source: Source,
         *,
+        schema: pa.Schema | None = None,
         options: WriteOptions | None = None,
         ticket: bytes | None = None,
         live: Live | None = None,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
-        What a source can be: see `dissociated.datasets.sources.make_dataset`. `options` say how it is written:
+        What a source can be: see `dissociated.datasets.sources.make_dataset`. `schema` is that of an iterator or list
+        of record batches, which may then be empty. `options` say how it is written:
         compression, alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what
         clients ask with, or if tickets are signed what they are signed for; left out, it is random. Two servers that
         publish the same source with one ticket can share the work: metadata from one, bodies from the other.
@@ -219,7 +221,7 @@ class Server:
         """
         check_name(name)
         dataset = (
-            make_dataset(name, source, options)
+            make_dataset(name, source, options, schema)
             if live is None
             else Broadcast(name, source, live, self.limits.live_limit, options)
         )

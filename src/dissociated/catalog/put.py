@@ -1,0 +1,88 @@
+"""A put: what is read of a source, and the way that it takes to a node: shared memory on the same host, else DoPut."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.catalog.chunks import upload
+from dissociated.catalog.publication import Publication
+from dissociated.catalog.stage import StagePlace
+from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.source_errors import source_errors
+from dissociated.store.files import Reserve
+from dissociated.store.segment import SegmentWriter
+
+#: Called with the rows and bytes so far, and with how many rows there will be, None where that is not known.
+Progress: TypeAlias = Callable[[int, int, int | None], object]
+
+
+@dataclass
+class Put:
+    """One reading of `source`, to be published as `asked`. Raises SourceError where it cannot be read."""
+
+    asked: Publication
+    source: Dataset
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        self._reader = self.source.open_reader()
+        #: Bytes of all bodies, where that is known: then a node makes room for all of it, or for nothing.
+        self.nbytes = None if self.source.reopened else self._measure()
+
+    def _measure(self) -> int | None:
+        with source_errors(self.asked.name):
+            for _ in batches(self.source.open_reader()):
+                pass  # what is no valid data is refused before anything looks into it
+        return self.source.packed_size
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._reader.schema
+
+    def pairs(self) -> Iterator[BatchAndMetadata]:
+        """Everything, once."""
+        some = batches(self._reader)
+        rows = nbytes = 0
+        while True:
+            with source_errors(self.asked.name):
+                pair = next(some, None)
+            if pair is None:
+                return
+            yield pair
+            if self.progress is not None:
+                rows, nbytes = rows + pair[0].num_rows, nbytes + pair[0].get_total_buffer_size()
+                self.progress(rows, nbytes, self.source.rows)
+
+    def by_flight(self, client: Any) -> int:
+        """Send it by DoPut of a Flight client. Returns the number of rows."""
+        from pyarrow.flight import FlightDescriptor
+
+        told = {**asdict(self.asked), "key": secrets.token_hex(16), "end": True, "nbytes": self.nbytes}
+        answer = upload(client, FlightDescriptor.for_command(json.dumps(told)), self.schema, self.pairs())
+        return int(answer["rows"])
+
+    def write(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:
+        """Write it into the stage of a node on this host, as a segment. Returns the number of rows."""
+        validator = Validator(self.schema)
+        with ExitStack() as stack:
+            path = Path(place.directory, segment)
+            admit = None if reserve is None else self._admitted(reserve)
+            writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=admit))
+            for batch, metadata in self.pairs():
+                validator.check(batch)
+                writer.write_batch(batch, metadata)
+        return writer.rows
+
+    def _admitted(self, reserve: Reserve) -> Reserve:
+        """The same, which asks for the room of all of it at first."""
+        whole = self.nbytes or 0
+        return lambda name, size, wish: reserve(name, max(size, whole), max(wish, whole))
