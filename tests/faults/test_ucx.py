@@ -136,7 +136,7 @@ import numpy as np
 import pyarrow as pa
 import dissociated as dis
 server = dis.Server([sys.argv[1]], catalog=None)
-server.publish("large", pa.table({"n": pa.array(np.arange(1 << 24))}))
+server.publish("large", pa.table({"n": pa.array(np.arange(1 << 21))}))
 print(server.ticket("large").hex(), server.locations("large")[0], flush=True)
 sys.stdin.readline()
 """
