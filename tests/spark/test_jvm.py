@@ -72,6 +72,41 @@ def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     assert "BroadcastHashJoin" in plan(small)  # it knows how large they are
 
 
+def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: SparkSession, server: dis.Server) -> None:
+    each, count = 20_000, 4  # smaller batches have no statistics
+    days = pa.array([n // each for n in range(each * count)], pa.int32())
+    table = pa.table(
+        {
+            "n": pa.array(range(each * count)),
+            "day": days.cast(pa.date32()),
+            "at": pa.array(range(each * count), pa.timestamp("us", "UTC")),
+            "x": pa.array([n / 2 if n % each else None for n in range(each * count)]),
+            "exact": pa.array(range(each * count), pa.timestamp("ns")),  # which Spark sees in microseconds
+        }
+    )
+    server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=each)))
+    conditions = {
+        "n >= 75000": True,
+        "n in (3, 4) and x is not null": True,
+        "day = date'1970-01-03'": True,
+        "at < timestamp'1970-01-01 00:00:00.000007Z'": True,
+        "x = 37500.5 or n < 0": False,  # too much for these bounds
+        "exact = timestamp_ntz'1970-01-01 00:00:00.000001'": False,
+    }
+    for transport in ("shm", "tcp"):
+        df = read(spark, "data", server.catalog_uri, transport=transport, nanoseconds="truncate")
+        for condition, spares in conditions.items() if transport == "shm" else [("n >= 75000", True)]:
+            wanted, all_there_is = df.where(condition), df.where(f"coalesce({condition}, false)")
+            before = server.status().totals.bytes
+            found = wanted.collect()
+            wait_until(lambda: connections_left(server) == 0, "all have left")
+            between = server.status().totals.bytes
+            assert found == all_there_is.collect() != [], condition
+            wait_until(lambda: connections_left(server) == 0, "all have left")
+            after = server.status().totals.bytes
+            assert (2 * (between - before) < after - between) is spares, (transport, condition)
+
+
 def test_a_field_within_a_struct_is_read(spark: SparkSession, server: dis.Server) -> None:
     structs = pa.array([{"a": n, "b": {"c": str(n), "d": [n]}} for n in range(ROWS)])
     server.publish("data", pa.table({"s": structs}).slice(10))

@@ -39,6 +39,10 @@ def read_filtered(request: ReadRequest, uris: Sequence[Uri], opened: _Opened) ->
         return _filter(reader, rows, wanted, request.limit)
     schema = request.schema
     rows, wanted = _bind(request, schema)
+    if not request.exact:
+        encoded = _encode(rows, schema) if capable else None
+        reader = None if encoded is None else _asked(inner, RowSelection(encoded, exact=exact), opened)
+        return reader or opened(inner)
     needed = sorted({*wanted, *rows.columns})
     encoded = _encode(rows, schema) if capable else None
     if encoded is not None and exact:

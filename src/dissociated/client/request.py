@@ -23,6 +23,7 @@ class ReadRequest:
     """The parameters of a read. `open_stream` says what each of them means.
 
     `rows` are counted from the first of the `batches`, `filter` chooses among them, and `limit` counts what passes.
+    Where that need not be `exact`, rows that do not pass are left out only as far as that costs nothing here.
     `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
     Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
@@ -31,6 +32,7 @@ class ReadRequest:
     batches: tuple[int, int] | None = None
     rows: range | None = None
     filter: Any = None
+    exact: bool = True
     limit: int | None = None
     schema: pa.Schema | None = None
     rows_at_server: RowSelection | None = None

@@ -291,15 +291,16 @@ def is_readable(type_: pa.DataType) -> bool:
     if types.is_dictionary(type_):
         return not types.is_nested(type_.value_type) and is_readable(type_.value_type)
     if not any(is_one(type_) for is_one in _READABLE):
-        return bool(type_.equals(_own(type_))) and not types.is_time(type_)
+        return is_own(type_)
     return all(is_readable(type_.field(index).type) for index in range(type_.num_fields))
 
 
-def _own(type_: pa.DataType) -> pa.DataType | None:
+def is_own(type_: pa.DataType) -> bool:
+    """Whether this is what a type of Spark's is in Arrow, and each of its values is one of Spark's."""
     try:
-        return _spark_type(type_)
+        return bool(type_.equals(_spark_type(type_))) and not _has_times(type_)
     except _UnsupportedType:
-        return None
+        return False
 
 
 def _nulls(array: pa.Array) -> pa.Array | None:

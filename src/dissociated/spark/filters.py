@@ -1,15 +1,23 @@
-"""The option `filters`: conditions as JSON.
+"""Conditions on rows: the option `filters`, as JSON, and those of Spark's queries.
 
-They are an option of each read, and not what Spark hands over (`pushFilters`): Spark 4.1 to 4.3 keep that with the
-DataFrame, and give the rows of one query to the next.
+The data source in Python has that option alone, and does not take what Spark hands over (`pushFilters`): Spark 4.1 to
+4.3 keep that with the DataFrame, and give the rows of one query to the next.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, date, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.types as types
 
 from dissociated.codec.conditions import Conditions
 from dissociated.errors import OptionError
+from dissociated.spark.columns import is_own
 
 
 def parse_filters(text: str) -> Conditions:
@@ -22,3 +30,30 @@ def parse_filters(text: str) -> Conditions:
     except (ValueError, RecursionError) as error:
         raise OptionError(f"the option filters is not JSON: {error}") from None
     return Conditions.parse(plain)
+
+
+def certain(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
+    """Those of Spark's own conditions that mean the same for the Arrow columns of this schema.
+
+    Spark tells values as it has them: days, and microseconds, since 1970.
+    """
+    found = []
+    for column, operator, *values in conditions:
+        if schema.names.count(column) != 1 or not is_own(schema.field(column).type):
+            continue
+        type_ = schema.field(column).type
+        with suppress(OptionError, OverflowError):
+            condition = [column, operator, *(_value(value, type_) for value in values)]
+            Conditions.parse([condition]).expression(schema)
+            found.append(condition)
+    return found
+
+
+def _value(told: Any, type_: pa.DataType) -> Any:
+    if isinstance(told, list):
+        return [_value(one, type_) for one in told]
+    if types.is_date32(type_):
+        return date(1970, 1, 1) + timedelta(days=told)
+    if types.is_timestamp(type_):
+        return datetime(1970, 1, 1, tzinfo=None if type_.tz is None else UTC) + timedelta(microseconds=told)
+    return told

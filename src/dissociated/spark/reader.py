@@ -40,7 +40,7 @@ from dissociated.host import host_name
 from dissociated.node.local import restart_here
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
-from dissociated.spark.filters import parse_filters
+from dissociated.spark.filters import certain, parse_filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
@@ -152,14 +152,19 @@ class EndpointPartition(InputPartition):
     slice: Slice | None
     hosts: tuple[str, ...] = ()
     rows: int = 0
+    whole: bool = True  # batches, none of which is cut
 
 
 class DatasetReader(DataSourceReader):
-    """Reads the columns of `schema`, by name. Made while Spark plans a query, then copied to every task."""
+    """Reads the columns of `schema`, by name. Made while Spark plans a query, then copied to every task.
 
-    def __init__(self, request: Request, schema: StructType) -> None:
+    Spark itself filters by `conditions`: what has no such rows may be left out.
+    """
+
+    def __init__(self, request: Request, schema: StructType, conditions: Sequence[Any] = ()) -> None:
         self.request = request
         self.schema = schema
+        self.conditions = conditions
         self._asked: _Asked | None = None
 
     def partitions(self, version: int = 0, slice_bytes: int = SLICE_BYTES) -> Sequence[EndpointPartition]:
@@ -178,9 +183,10 @@ class DatasetReader(DataSourceReader):
                     slice=one,
                     hosts=endpoint.hosts,
                     rows=(endpoint.rows or 0) if one is None else one.rows,
+                    whole=whole,
                 )
                 for number, endpoint in enumerate(info.endpoints)
-                for one in self._slices(client, info, endpoint, slice_bytes)
+                for one, whole in self._slices(client, info, endpoint, slice_bytes)
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -211,11 +217,13 @@ class DatasetReader(DataSourceReader):
         if asked is None or time.monotonic() > asked.until:
             info = wait_for_catalog(lambda: self._planned(client, partition.version))
             selected = _BatchFilter(self.request, self.schema, info.schema)
-            asked = _Asked(info, selected, time.monotonic() + _FRESH)
+            asked = _Asked(info, selected, certain(self.conditions, info.schema), time.monotonic() + _FRESH)
         endpoint = partition.endpoint or asked.info.endpoints[partition.number]
         wanted = replace(client.defaults, columns=asked.selected.requested)
         if partition.slice is not None:
             wanted = partition.slice.of(wanted)
+        if partition.whole and asked.conditions:
+            wanted = replace(wanted, rows=None, filter=asked.conditions, exact=False)
         reader = self.request.open(client, asked.info, endpoint, self.request.transport, wanted)
         self._asked = asked
         return reader, asked.selected
@@ -232,9 +240,9 @@ class DatasetReader(DataSourceReader):
 
     def _slices(
         self, client: Client, info: DatasetInfo, endpoint: Endpoint, slice_bytes: int
-    ) -> Sequence[Slice | None]:
-        """How to cut an endpoint; where it must not be asked, or cannot choose, it stays whole."""
-        whole: list[Slice | None] = [None]
+    ) -> Sequence[tuple[Slice | None, bool]]:
+        """How to cut an endpoint, and whether at the ends of batches; where it cannot choose, it stays whole."""
+        whole: list[tuple[Slice | None, bool]] = [(None, True)]
         asked = self.request.partitions
         wanted = asked or math.ceil((info.nbytes or 0) / slice_bytes)
         if not info.rows or wanted <= 1:  # a reader that is published can be read once, and has no rows to be known
@@ -246,7 +254,8 @@ class DatasetReader(DataSourceReader):
         counting = client.defaults.without_columns()
         with closing(self.request.open(client, info, endpoint, transport, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
-        return slices(sizes, max(1, round(wanted * sum(sizes) / info.rows))) or whole
+        cut = slices(sizes, max(1, round(wanted * sum(sizes) / info.rows)))
+        return [(one, sum(sizes[one.first : one.stop]) == one.rows) for one in cut] or whole
 
 
 class _Asked(NamedTuple):
@@ -254,6 +263,7 @@ class _Asked(NamedTuple):
 
     info: DatasetInfo
     selected: _BatchFilter
+    conditions: Sequence[Any]
     until: float
 
 

@@ -5,7 +5,8 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
 "error":
 
     describe(options)                       on the driver: {"schema", "version"}, and "rows" and "nbytes" if known
-    plan(options, schema, columns, version) on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}
+    plan(options, schema, columns, version, conditions)
+                                            on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}
     open(reader, partition)                 in a task: the number of a stream
     next(stream)                            {"regions": new files to map, "batches", "ended"}
     close(stream)                           gives back what it holds
@@ -75,10 +76,12 @@ class Sidecar:
         known = {name: size for name, size in sizes.items() if size is not None}
         return {"schema": spark_schema(info.schema, request.columns).json(), "version": info.version, **known}
 
-    def plan(self, options: Mapping[str, str], schema: str, columns: str, version: int) -> Any:
+    def plan(
+        self, options: Mapping[str, str], schema: str, columns: str, version: int, conditions: Sequence[Any]
+    ) -> Any:
         request = Request.parse(options)
         request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
-        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)))
+        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), conditions)
         partitions = [
             {"what": _pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
             for one in reader.partitions(version, _SLICE_BYTES)

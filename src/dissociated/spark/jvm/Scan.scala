@@ -1,5 +1,6 @@
 package org.apache.spark.sql.dissociated
 
+import java.util
 import java.util.OptionalLong
 
 import scala.jdk.CollectionConverters._
@@ -7,6 +8,7 @@ import scala.jdk.CollectionConverters._
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.sql.catalyst.InternalRow
 import org.apache.spark.sql.connector.expressions.aggregate.{Aggregation, CountStar}
+import org.apache.spark.sql.connector.expressions.filter.Predicate
 import org.apache.spark.sql.connector.read._
 import org.apache.spark.sql.connector.read.streaming.MicroBatchStream
 import org.apache.spark.sql.types.{LongType, StructField, StructType}
@@ -14,14 +16,24 @@ import org.apache.spark.sql.util.CaseInsensitiveStringMap
 
 /** Takes what Spark tells of a query before it is planned. */
 class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
-    extends ScanBuilder with SupportsPushDownRequiredColumns with SupportsPushDownLimit with SupportsPushDownAggregates {
+    extends ScanBuilder with SupportsPushDownRequiredColumns with SupportsPushDownV2Filters with SupportsPushDownLimit
+    with SupportsPushDownAggregates {
   private var columns = dataset.schema
   private var limit = Long.MaxValue
   private var counts = 0
+  private var pushed = Array.empty[Predicate]
 
   /** Structs stay whole, although Spark says which of their fields it needs. */
   override def pruneColumns(required: StructType): Unit =
     columns = StructType(required.fieldNames.map(dataset.schema(_)))
+
+  /** Batches without such rows may be left out. Spark filters, all the same. */
+  override def pushPredicates(predicates: Array[Predicate]): Array[Predicate] = {
+    pushed = predicates.filter(Conditions.of(_, dataset.schema).isDefined)
+    predicates
+  }
+
+  override def pushedPredicates(): Array[Predicate] = pushed
 
   /** The first partitions that have so many rows; Spark takes the rows. */
   override def pushLimit(limit: Int): Boolean = {
@@ -43,7 +55,8 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   }
 
   override def build(): Scan =
-    if (counts == 0) new DatasetScan(dataset, options, columns, limit)
+    if (counts == 0) 
+      new DatasetScan(dataset, options, columns, limit, pushed.flatMap(Conditions.of(_, dataset.schema)).toSeq.asJava)
     else new CountScan(dataset.known(options).get("rows").asLong, counts)
 }
 
@@ -56,7 +69,8 @@ class CountScan(rows: Long, counts: Int) extends LocalScan {
 }
 
 /** Some columns of a dataset. Two that are equal are read once. */
-case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long)
+case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long,
+    conditions: util.List[util.List[Any]])
     extends Scan with Batch with SupportsReportStatistics {
   private val python = Python.ofDriver()
   private var streams = false
@@ -88,7 +102,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   }
 
   private lazy val plan = Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
-    "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong)
+    "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
+    "conditions" -> conditions)
 
   override def planInputPartitions(): Array[InputPartition] = {
     var rows = 0L
