@@ -37,7 +37,11 @@ def _parquet(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
 def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
     import pyarrow.csv
 
-    writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
+    try:
+        writer: AbstractContextManager[Any] = pyarrow.csv.CSVWriter(sink, schema)
+    except pa.ArrowInvalid as error:
+        refused = ", ".join(f"{field.name!r}, {field.type}" for field in schema if str(field.type) in str(error))
+        raise OptionError(f"CSV cannot hold column {refused}: choose --columns, or --format jsonl") from None
     return writer
 
 
