@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -128,6 +129,13 @@ def test_over_flight_alone_rows_are_read_once(tmp_path: Path) -> None:
 def test_rows_are_a_range_of_positions(rows: range) -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
+        wrongs: list[tuple[dict[str, Any], str]] = [
+            ({"rows": 10}, "rows is a range of positions, .* limit="),
+            ({"columns": "n"}, r"columns is a list of names: \['n'\]"),
+        ]
+        for wrong, why in wrongs:
+            with pytest.raises(OptionError, match=why):
+                client.read("data", **wrong)
         with pytest.raises(OptionError, match="rows is a range of positions"):
             client.read("data", rows=rows)
 

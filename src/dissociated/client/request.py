@@ -44,6 +44,12 @@ class ReadRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
+        if isinstance(self.columns, str):
+            raise OptionError(f"columns is a list of names: [{self.columns!r}]")
+        if self.rows is not None and not isinstance(self.rows, range):
+            raise OptionError(
+                f"rows is a range of positions, as range(100, 200), not {self.rows!r}; limit=100 gives the first"
+            )
         if self.columns is not None and self.options.included_fields:
             raise OptionError("give columns or included_fields, not both")
         if self.batches is not None and not 0 <= self.batches[0] <= self.batches[1]:
