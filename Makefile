@@ -14,7 +14,7 @@ flights: .venv/demo.stamp
 
 # Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
 test: export PYTHONDONTWRITEBYTECODE =
-test: .venv/dev.stamp lint
+test: .venv/spark.jsa lint
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
@@ -28,6 +28,9 @@ bench: .venv/dev.stamp
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
+
+.venv/spark.jsa: .venv/dev.stamp
+	$(BIN)/python tests/spark/archive.py $@
 
 .venv/%.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from certificates import Certificates, certificates
 from helpers import Serve, leaving_nothing
 from machine import need
 from processes import Process, Start
+from spark.archive import OPTIONS
 
 TESTS = Path(__file__).parent
 
@@ -119,8 +121,9 @@ def _log_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _java_for_minutes() -> Iterator[None]:
     """No Java of these tests lives long enough to gain from its best compiler, or from a collector with threads."""
+    archive = Path(sys.prefix, "spark.jsa")  # see tests/spark/archive.py
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        patch.setenv("JDK_JAVA_OPTIONS", f"{OPTIONS} -XX:SharedArchiveFile={archive}" if archive.exists() else OPTIONS)
         yield
 
 
