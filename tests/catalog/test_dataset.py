@@ -152,7 +152,7 @@ def test_what_a_filter_cannot_be(server: dis.Server, client: dis.Client) -> None
         with pytest.raises(OptionError):
             handle.to_table(filter=wrong)
     for absent in (("y", ">", 5), pc.field("y") > 5):
-        with pytest.raises(ColumnNotFound):
+        with pytest.raises(ColumnNotFound, match="there are n, x, s"):
             handle.to_table(filter=absent)
     for limit in (-1, 2.5, "3"):
         with pytest.raises(OptionError, match="limit"):

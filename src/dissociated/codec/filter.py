@@ -41,7 +41,7 @@ class RowFilter:
         conditions = Conditions.parse([wanted] if single else wanted)
         columns = tuple(sorted(map(schema.get_field_index, conditions.columns)))
         expression = conditions.expression(schema)
-        _try(expression, select_fields(schema, columns))
+        _try(expression, schema, columns)
         return cls(expression, columns)
 
     def among(self, columns: Sequence[int]) -> RowFilter:
@@ -69,10 +69,10 @@ def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
     return acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0)
 
 
-def _try(expression: pc.Expression, schema: pa.Schema) -> None:
-    """Raise OptionError or ColumnNotFound where the expression is no filter of such batches."""
+def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -> None:
+    """Raise OptionError or ColumnNotFound where the expression is no filter of these columns of the schema."""
     try:
-        type_ = _compute(expression, schema.empty_table()).type
+        type_ = _compute(expression, select_fields(schema, columns).empty_table()).type
     except pa.ArrowException as error:
         why = str(error).partition("\n")[0]
         if why.startswith("No match for FieldRef"):
@@ -93,12 +93,12 @@ def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
     text = str(expression)
     named = [index for index, name in enumerate(schema.names) if name in text or "FieldPath" in text]
     try:
-        _try(expression, select_fields(schema, named))
+        _try(expression, schema, named)
     except DissociatedError:
         if "FieldPath" in text:
             raise
         named = [index for index in named if _computable(schema.field(index))]
-        _try(expression, select_fields(schema, named))
+        _try(expression, schema, named)
     return tuple(named)
 
 
