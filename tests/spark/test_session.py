@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dissociated.spark import session
@@ -20,6 +21,17 @@ def test_the_environment_is_as_it_was(spark: SparkSession) -> None:
 def test_a_running_session_is_taken_and_told_the_settings(spark: SparkSession) -> None:
     settings: dict[str, Any] = {"spark.sql.shuffle.partitions": 2}
     assert session("again", **settings) is spark
+
+
+def test_a_thread_that_takes_it_has_it(spark: SparkSession) -> None:
+    """So that Spark finds data sources in Python there."""
+
+    def active() -> SparkSession | None:
+        session("again")
+        return type(spark).getActiveSession()
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(active).result() is not None
 
 
 def test_settings_of_the_caller_win(spark: SparkSession) -> None:

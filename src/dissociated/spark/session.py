@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +64,12 @@ def session(
         settings["spark.jars"] = ",".join(filter(None, (str(settings.get("spark.jars", "")), str(found))))
     for key, value in settings.items():
         builder = builder.config(key, value)
-    if not starts:
-        return builder.getOrCreate()
-    with _launching, _environment(_launch_variables(started)):
-        return builder.getOrCreate()
+    with _launching, _environment(_launch_variables(started)) if starts else nullcontext():
+        running = builder.getOrCreate()
+    jvm: Any = getattr(running, "_jvm", None)
+    if jvm is not None:  # Spark finds data sources in Python by a thread's own session, which only the first thread has
+        jvm.org.apache.spark.sql.classic.SparkSession.setActiveSession(running._jsparkSession)
+    return running
 
 
 def publish(
