@@ -118,17 +118,17 @@ def raced(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, 
     write(mapped(spark, rows, partitions, meet), name, uri, mode)
 
 
-def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str) -> None:
-    """Two partitions are written at the same time, so on two executors."""
+def spread(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, meeting: str, executors: int) -> None:
+    """Every executor begins to write a partition at the same time as the others."""
 
     def meet(
         batches: Iterator[pa.RecordBatch], partition: int, attempt: int, attempt_id: int
     ) -> Iterator[pa.RecordBatch]:
-        if partition < 2:
+        if partition < executors:
             if not attempt:
                 Path(meeting, str(partition)).touch()
             # Of a second attempt, on the other executor, nothing comes: Spark gives it up when the first is done.
-            wait_for(lambda: not attempt and len(os.listdir(meeting)) == 2)
+            wait_for(lambda: not attempt and len(os.listdir(meeting)) == executors)
         yield from batches
 
     write(mapped(spark, rows, partitions, meet), name, uri)
@@ -154,7 +154,7 @@ def summed(spark: SparkSession, uri: str, name: str, rows: int, partitions: int)
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    function.__name__: function for function in (plain, killed_within, raced, spread, never_ending, summed)
+    function.__name__: function for function in (plain, killed_within, raced, spread, summed)
 }
 
 

@@ -1,12 +1,8 @@
-"""Micro-batches into datasets and out of them: rows exactly once, whoever is killed in between."""
+"""Micro-batches into datasets and out of them: rows exactly once, whoever fails or is killed in between."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +21,7 @@ from dissociated.spark.reader import Request
 from dissociated.spark.streaming import DatasetStreamReader, RowsPartition, StreamOptions
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from helpers import PATIENCE, connections_left, wait_until
+from helpers import connections_left, wait_until
 from processes import Process, Start, free_port
 
 if TYPE_CHECKING:
@@ -157,55 +153,6 @@ def test_parts_on_a_node_of_a_catalog_are_read_over_tcp(spark: SparkSession, sta
 # What is killed, and what fails
 
 
-DRIVER = """
-import sys
-from dissociated.spark import session
-
-catalog, checkpoint, gate = sys.argv[1:]
-spark = session("driver", "local[1]", **{"spark.log.level": "OFF"})
-
-def gated(batches):
-    yield from batches
-    open(gate).read()  # until somebody opens it for writing
-
-rows = spark.readStream.format("dissociated").schema("id long").option("catalog", catalog).load("in")
-out = rows.mapInArrow(gated, "id long").writeStream.format("dissociated")
-out = out.option("catalog", catalog).option("checkpointLocation", checkpoint).trigger(availableNow=True)
-out.start("out").awaitTermination()
-"""
-
-
-class Driver:
-    """A query in a process of its own, which waits before it has written the last row of its first batch."""
-
-    def __init__(self, catalog: str, checkpoint: Path, gate: Path) -> None:
-        os.mkfifo(gate)
-        self._gate = gate
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(DRIVER), catalog, str(checkpoint), str(gate)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def go_on(self) -> None:
-        self._gate.open("w").close()
-
-    def kill(self) -> None:
-        """Its JVM and its Python workers too."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(PATIENCE)
-
-
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[list[Driver]]:
-    drivers: list[Driver] = []
-    yield drivers
-    for one in drivers:
-        if one._process.poll() is None:
-            one.kill()
-
-
 def wait_for(store: Path, suffix: str) -> list[str]:
     """The segments being written, or that are whole."""
     wait_until(lambda: any(name.endswith(suffix) for name in staged(store)), f"{suffix} in {store}", patience=180.0)
@@ -216,28 +163,6 @@ def wait_for(store: Path, suffix: str) -> list[str]:
 def outer(tmp_path: Path, start: Start) -> Process:
     listen = f"grpc://127.0.0.1:{free_port()}"
     return start("catalog", "--db", tmp_path / "db", "--listen", listen)
-
-
-def test_a_driver_killed_between_write_and_commit(
-    spark: SparkSession, start: Start, outer: Process, memory: Path, tmp_path: Path, driver: list[Driver]
-) -> None:
-    store, check = memory / "store", tmp_path / "check"
-    start("node", "--store", store, "--catalog", outer.uri, "--beat", "0.2")
-    put(outer.uri, "in", range(50_000))
-    driver.append(Driver(outer.uri, check, tmp_path / "gate"))
-    wait_for(store, ".part")
-    outer.signal(signal.SIGSTOP)  # so there is no commit
-    driver[0].go_on()
-    wait_for(store, ".arrows")
-    driver[0].kill()
-    outer.signal(signal.SIGCONT)
-    with dis.connect(outer.uri) as client:
-        assert [info.name for info in client.list()] == ["in"]
-    assert len(staged(store)) == 1
-    put(outer.uri, "in", range(50_000, 50_003))
-    assert run(stream(spark, outer.uri, "in"), outer.uri, "out", check) == [50_000, 3]  # that batch, and a new one
-    assert numbers(outer.uri, "out") == [*range(50_003)]
-    wait_until(lambda: staged(store) == [], "what the killed driver wrote is gone")
 
 
 def test_a_catalog_killed_before_the_commit_and_started_again(

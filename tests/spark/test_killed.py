@@ -1,0 +1,111 @@
+"""A driver that is killed while it writes: what was not committed goes, and a query goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import dissociated as dis
+from dissociated.spark import java_home
+from helpers import PATIENCE, wait_until
+from processes import Start, free_port
+
+from .test_streaming import numbers, put, run, staged, stream, wait_for
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+#: Three writes at once, none of which comes to its end.
+DRIVER = """
+import sys
+from threading import Thread
+
+from dissociated.spark import session
+from driver import never_ending
+
+catalog, checkpoint, gate, forgetful = sys.argv[1:]
+spark = session("driver", "local[3]", **{"spark.log.level": "OFF", "spark.python.daemon.module": "warm"})
+
+def gated(batches):
+    yield from batches
+    open(gate).read()  # until somebody opens it for writing
+
+for mode in ("overwrite", "append"):
+    Thread(target=never_ending, args=(spark, forgetful, mode, 100_000, 2, mode), daemon=True).start()
+rows = spark.readStream.format("dissociated").schema("id long").option("catalog", catalog).load("in")
+out = rows.mapInArrow(gated, "id long").writeStream.format("dissociated")
+out = out.option("catalog", catalog).option("checkpointLocation", checkpoint).trigger(availableNow=True)
+out.start("out").awaitTermination()
+"""
+
+
+class Driver:
+    """See above; it is killed with its JVM and its Python workers."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        path = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *map(str, arguments)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "JAVA_HOME": java_home(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(PATIENCE)
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
+def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
+    spark: SparkSession, start: Start, memory: Path, tmp_path: Path
+) -> None:
+    store, forgetful = memory / "store", memory / "forgetful"
+    check, gate = tmp_path / "check", tmp_path / "gate"
+    os.mkfifo(gate)
+    catalog = start("catalog", "--db", tmp_path / "db", "--listen", f"grpc://127.0.0.1:{free_port()}")
+    start("node", "--store", store, "--catalog", catalog.uri, "--beat", "0.2")
+    other = start("node", "--store", forgetful, "--forget", "2", "--beat", "0.1")
+    put(catalog.uri, "in", range(50_000))
+    seen: set[tuple[str, str]] = set()
+
+    def written() -> bool:
+        """Of each of two writes one segment is whole, which may be forgotten by now, and the other is half."""
+        seen.update((job, rest[:6]) for job, _, rest in (name.partition("-") for name in staged(forgetful)))
+        return sorted(partition for _, partition in seen) == ["000000", "000000", "000001", "000001"]
+
+    with Driver(catalog.uri, check, gate, other.uri) as driver:
+        wait_until(written, "both batch writes wait for their last partition", 300)  # to which belongs Spark's start
+        wait_for(store, ".part")
+        catalog.signal(signal.SIGSTOP)  # so there is no commit
+        gate.open("w").close()
+        wait_for(store, ".arrows")
+        driver.kill()
+    catalog.signal(signal.SIGCONT)
+    with dis.connect(catalog.uri) as client:
+        assert [info.name for info in client.list()] == ["in"]
+    assert len(staged(store)) == 1
+    put(catalog.uri, "in", range(50_000, 50_003))
+    # That batch, and a new one.
+    assert run(stream(spark, catalog.uri, "in"), catalog.uri, "out", check) == [50_000, 3]
+    assert numbers(catalog.uri, "out") == [*range(50_003)]
+    wait_until(lambda: staged(store) == [], "what the killed driver wrote is gone")
+    wait_until(lambda: staged(forgetful) == [], "what was never to be committed is forgotten")
+    with dis.connect(other.uri) as client:
+        assert client.list() == []
+    assert not list(forgetful.glob("segments/*"))
