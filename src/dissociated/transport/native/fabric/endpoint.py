@@ -106,7 +106,7 @@ class FabricEndpoint:
             self._opened.append(created[0])
             return created[0]
 
-        self.domain = shared or Domain(self.ofi, info)
+        self.domain = self._operations.domain = shared or Domain(self.ofi, info)
         self.domain.enter()
         self._entered = True
         self._fabric, domain = self.domain.fabric, self.domain.domain

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dissociated.transport.native.fabric import _ofi as c
-from dissociated.transport.native.fabric.domain import close_object
+from dissociated.transport.native.fabric.domain import Domain
 
 _CONTEXT_SIZE = 8  # pointers that a provider may keep in the context of an operation (struct fi_context2)
 
@@ -37,6 +37,8 @@ class Operation(NamedTuple):
 
 class Operations:
     """Those of one endpoint, by their contexts. Owns the memory that is registered for them."""
+
+    domain: Domain  #: with which it is registered; set before any is
 
     def __init__(self, ffi: Any) -> None:
         self._ffi = ffi
@@ -87,7 +89,7 @@ class Operations:
 
     def _unregister(self, operation: Operation) -> None:
         for memory in operation.registered:
-            close_object(self._ffi, memory)
+            self.domain.unregister(memory)
 
     def _key(self, context: Any) -> int:
         return int(self._ffi.cast("uintptr_t", context))
