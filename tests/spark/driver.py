@@ -35,11 +35,11 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 def writer_of(segment: str, stores: str) -> int | None:
-    """The process that writes the segment whose name ends so."""
+    """The process in Python that writes the segment whose name ends so, or that has made its file for Spark's JVM."""
     for part in Path(stores).glob(f"*/staging/*{segment}.part"):
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             try:
-                if os.path.samefile(link, part):
+                if os.path.samefile(link, part) and "python" in os.readlink(link.parent.parent / "exe"):
                     return int(link.parts[2])
             except OSError:
                 pass
@@ -68,11 +68,9 @@ def mapped(spark: SparkSession, rows: int, partitions: int, function: Callable[.
 
 
 def write(df: DataFrame, name: str, uri: str, mode: str = "overwrite") -> None:
-    """By the data source: what replaces a dataset. What is added comes by `publish`, so that both meet what happens."""
-    if mode == "append":
-        publish(df, name, uri, mode)
-    else:
-        df.write.format("dissociated").option("catalog", uri).mode(mode).save(name)
+    """In Spark's JVM: what replaces a dataset. What is added comes by way of Python, so that both meet what happens."""
+    df.sparkSession.conf.set("spark.dissociated.jvm", str(mode != "append").lower())
+    publish(df, name, uri, mode)
 
 
 def plain(spark: SparkSession, uri: str, name: str, rows: int, partitions: int, mode: str = "overwrite") -> None:

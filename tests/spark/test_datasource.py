@@ -303,7 +303,7 @@ def test_types_that_arrow_does_not_have_come_back(
 
 
 def test_a_mode_that_is_none(spark: SparkSession, catalog: str) -> None:
-    with pytest.raises(OptionError, match="not 'ignore'"):
+    with pytest.raises(OptionError, match="the mode 'ignore' is neither overwrite nor append"):
         publish(spark.range(1), "x", catalog, mode="ignore")
 
 

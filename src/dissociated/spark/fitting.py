@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from dissociated.errors import DatasetNotFound, SourceError
-from dissociated.spark.types import conform, kept_type
+from dissociated.spark.types import conform, kept_type, same_layout
 
 if TYPE_CHECKING:
     from dissociated.spark.target import Target
@@ -74,6 +74,14 @@ class Fitting:
             if place is not None and _is_stricter(there.field(number), frame.field(place))
         )
         return cls(name, there, places, stricter)
+
+    def is_identity(self, frame: pa.Schema) -> bool:
+        """Whether the values of a DataFrame with this schema are in memory what the dataset has."""
+        return (
+            self.places == (*range(len(frame)),)
+            and not self.without_nulls
+            and all(map(same_layout, frame.types, self.schema.types))
+        )
 
     def conform(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a batch of the DataFrame as the dataset has them; without a copy where no type differs.

@@ -19,6 +19,7 @@ from dissociated.spark.catalog import VARIABLE, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
 from dissociated.spark.target import Target
+from dissociated.spark.types import arrow_schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -87,8 +88,8 @@ def publish(
     """Publish `df` as the dataset `name` of a catalog.
 
     Every partition writes its own Arrow batches into shared memory; nothing passes through the driver. The dataset
-    changes at once and whole, or not at all. This does what `df.write.format("dissociated")` does, and takes Spark less
-    time.
+    changes at once and whole, or not at all. This does what `df.write.format("dissociated")` does, in less time where a
+    Spark has no data source for its JVM.
 
     - `catalog`: its URI. Left out, it is that of the setting spark.dissociated.catalog or the variable
       DISSOCIATED_CATALOG.
@@ -104,12 +105,14 @@ def publish(
 
     config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
     target = Target(config, Publication(name, mode, dict(tags or {}), ttl), merge_schema)
-    if is_remote():  # the server of Spark Connect writes: this process may not even reach the catalog
-        df.write.format("dissociated").options(**target.options()).mode(mode).save(name)
-    else:
+    if not is_remote():  # else the server of Spark Connect writes: this process may not even reach the catalog
         from dissociated.spark import writer
 
-        writer.publish(df, target)
+        if not _writes_in_jvm(df.sparkSession):
+            writer.publish(df, target)
+            return
+        writer.DatasetWriter(target, arrow_schema(df.schema))  # raises what Spark would hide in an exception of its own
+    df.write.format("dissociated").options(**target.options()).mode(mode).save(name)
 
 
 def read(
@@ -163,6 +166,14 @@ def _jar() -> Path | None:
     except JarNotMade as error:
         warnings.warn(f"{error}\nThe data source in Python stands in: it is slower, and does the same", stacklevel=3)
         return None
+
+
+def _writes_in_jvm(spark: SparkSession) -> bool:
+    """Whether Spark has the data source for its JVM, and may use it."""
+    assert spark._jvm is not None, "it is no Spark Connect"
+    loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
+    there = loader.getResource("org/apache/spark/sql/dissociated/Source.class") is not None
+    return there and spark.conf.get("spark.dissociated.jvm", "true") == "true"
 
 
 def _heap() -> int:

@@ -11,6 +11,8 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
     next(stream)                            {"regions": new files to map, "batches", "ended"}
     close(stream)                           gives back what it holds
 
+and those of `dissociated.spark.staging`, by which it writes, and `dissociated.spark.tables`.
+
 Schemas are Spark's JSON, and "rows" of a partition is 0 where nobody knows.
 An array of a batch is `[length, offset, nulls, [region, at, size of each buffer], [its children], kind, width]`, as
 Arrow's C data interface has it, but for addresses: a buffer lies in a file that both processes have. That is the memory
@@ -19,10 +21,8 @@ of the server where this process has mapped it, and a memfd to which it is copie
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -40,8 +40,11 @@ from pyspark.sql.types import StructType
 
 from dissociated.errors import DissociatedError
 from dissociated.memory.shared import create_memfd
+from dissociated.spark import tables
 from dissociated.spark.columns import spark_schema
+from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader, Request
+from dissociated.spark.staging import Writes
 
 _MAX_THREADS = 256  # tasks of one executor
 _MAX_READERS = 64
@@ -66,6 +69,8 @@ class Sidecar:
             "open": self.open,
             "next": self.next,
             "close": self.close,
+            **Writes().calls,
+            **tables.CALLS,
         }
 
     def describe(self, options: Mapping[str, str]) -> Any:
@@ -83,18 +88,18 @@ class Sidecar:
         request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), conditions)
         partitions = [
-            {"what": _pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
+            {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
             for one in reader.partitions(version, _SLICE_BYTES)
         ]
-        return {"reader": _pickled(reader), "partitions": partitions}
+        return {"reader": pickled(reader), "partitions": partitions}
 
     def open(self, reader: str, partition: str) -> int:
         with self._lock:
-            found = self._readers.pop(reader, None) or _unpickled(reader)
+            found = self._readers.pop(reader, None) or unpickled(reader)
             self._readers[reader] = found  # the last
             while len(self._readers) > _MAX_READERS:
                 del self._readers[next(iter(self._readers))]
-            stream = _Stream(found.batches(_unpickled(partition), _MAX_ROWS, in_place=True))
+            stream = _Stream(found.batches(unpickled(partition), _MAX_ROWS, in_place=True))
             self._opened += 1
             self._streams[self._opened] = stream
             return self._opened
@@ -292,14 +297,6 @@ def _reopen(inode: int, path: str) -> int | None:
             return descriptor
         os.close(descriptor)
     return None
-
-
-def _pickled(what: Any) -> str:
-    return base64.b64encode(pickle.dumps(what)).decode()
-
-
-def _unpickled(text: str) -> Any:
-    return pickle.loads(base64.b64decode(text))
 
 
 def main() -> None:

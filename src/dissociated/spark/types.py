@@ -82,19 +82,19 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """`batch` with exactly this schema: no copy unless a type really differs."""
     if batch.schema.equals(schema, check_metadata=True):
         return batch
-    if all(map(_same_layout, batch.schema.types, schema.types)):
+    if all(map(same_layout, batch.schema.types, schema.types)):
         return pa.record_batch(_Relabelled(batch, schema))
     return batch.cast(schema)
 
 
-def _same_layout(here: pa.DataType, there: pa.DataType) -> bool:
+def same_layout(here: pa.DataType, there: pa.DataType) -> bool:
     """Whether two types differ in nothing but time zones, names, nullability and metadata."""
     if pa.types.is_timestamp(here) and pa.types.is_timestamp(there):
         return bool(here.unit == there.unit)
     if not pa.types.is_nested(here):
         return bool(here == there)
     return here.id == there.id and all(
-        _same_layout(here.field(i).type, there.field(i).type) for i in range(here.num_fields)
+        same_layout(here.field(i).type, there.field(i).type) for i in range(here.num_fields)
     )
 
 

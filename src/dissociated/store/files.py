@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -43,8 +44,12 @@ class NewFile:
             self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._named = True
 
-    def reserve(self, end: int) -> None:
-        """Make sure that bytes up to `end` can be written. Raises OSError or StoreError where they cannot."""
+    def reserve(self, end: int) -> int:
+        """Make sure that bytes up to `end` can be written. Returns up to where they can, at least.
+
+        Raises OSError or StoreError where they cannot.
+        """
+        return sys.maxsize
 
     def commit(self, size: int) -> None:
         """Give the file, which has `size` bytes, its name, and close it."""
@@ -104,10 +109,11 @@ class StagedFile(NewFile):
                 return descriptor
         return None
 
-    def reserve(self, end: int) -> None:
+    def reserve(self, end: int) -> int:
         if end > self._reserved:
             self._reserved = self._reserve(self._partial.name, end, end + self._granule)
             self._granule = min(2 * self._granule, _MAX_GRANULE)
+        return self._reserved
 
     def commit(self, size: int) -> None:
         os.ftruncate(self.descriptor, size)

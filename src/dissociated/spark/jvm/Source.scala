@@ -97,9 +97,13 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
     if (geometry) inPython.newScanBuilder(options) else new DatasetScanBuilder(this, options)
   }
 
-  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = inPython.newWriteBuilder(new LogicalWriteInfo {
-    override def schema(): StructType = info.schema
-    override def queryId(): String = info.queryId
-    override def options(): CaseInsensitiveStringMap = Source.withCatalog(info.options)
-  })
+  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
+    val completed = new LogicalWriteInfo {
+      override def schema(): StructType = info.schema
+      override def queryId(): String = info.queryId
+      override def options(): CaseInsensitiveStringMap = Source.withCatalog(info.options)
+    }
+    def python = inPython.newWriteBuilder(completed)
+    if (Column.supports(info.schema)) new DatasetWriteBuilder(completed, python) else python
+  }
 }
