@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
@@ -257,8 +258,8 @@ class Ofi:
         found = number >> 16, number & 0xFFFF
         self.version = "{}.{}".format(*found)
         LIBRARY.check_age(self.path, self.version, found, _OLDEST_LIBFABRIC)
-        _limit_buffers(found)
-        self._check_layouts()
+        with _small_buffers(found):
+            self._check_layouts()
 
     def explain(self, code: int) -> str:
         """An error in libfabric's own words."""
@@ -326,15 +327,23 @@ def _set_environment() -> None:
     os.environ["FI_OFI_RXM_EAGER_LIMIT"] = "16384"  # see FabricEndpoint.eager_limit
 
 
-def _limit_buffers(version: tuple[int, int]) -> None:
-    """What libfabric reads with its first fi_getinfo, by its version.
+@contextmanager
+def _small_buffers(version: tuple[int, int]) -> Iterator[None]:
+    """What libfabric reads with its first fi_getinfo, by its version. Children may have another, and do not get it.
 
     A message that nobody has received yet takes a whole buffer, however small it is: of 16 kB, which is the default, a
     peer that sends without end costs hundreds of MB before it is noticed. Larger messages take what they are. With
     1.22 and 2.5, messages that are larger than such a buffer never arrive; what is between was not tried.
     """
-    if version == (1, 17):
-        os.environ.setdefault("FI_OFI_RXM_BUFFER_SIZE", "2048")
+    name = "FI_OFI_RXM_BUFFER_SIZE"
+    if version != (1, 17) or name in os.environ:
+        yield
+        return
+    os.environ[name] = "2048"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _candidates() -> Iterator[str]:
