@@ -168,7 +168,7 @@ def test_a_commit_that_cannot_be_leaves_what_was_staged(memory: Path) -> None:
         name = write(store, "a", 1)
         with store.writer("b", pa.schema([("s", pa.string())])):
             pass
-        for names, why in (([name, "missing"], "No such file"), ([name, "b"], "must have one schema")):
+        for names, why in (([name, "missing"], "missing is not in .* any more"), ([name, "b"], "must have one schema")):
             with pytest.raises(StoreError, match=why):
                 store.commit("some", names, key="k")
         assert sorted(os.listdir(store.staging)) == ["a", "b"]

@@ -352,10 +352,8 @@ class Server:
         return len(self._connections)
 
     def status(self) -> ServerStatus:
-        """What this server publishes, who reads it, and what it has sent. Raises DissociatedError once it is closed."""
-        if self._closed:
-            raise DissociatedError("the server is closed")
-        if self._catalog is not None:
+        """What this server publishes, who reads it, and what it has sent. Once it is closed, who still holds memory."""
+        if self._catalog is not None and not self._closed:
             return self._catalog.status()
         return self.activity.status(None, self.endpoints.listener_uris(), self.registry.datasets())
 

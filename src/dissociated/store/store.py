@@ -285,7 +285,7 @@ class Store:
 
     def _staged(self, name: str) -> Path:
         path = self._memfds.staged(name) or self._directory.staged(name)
-        if not path.exists():
+        if not os.path.lexists(path):  # what it is, whoever opens it says
             raise StoreError(
                 f"the segment {name} is not in {self.staging} any more: what is not committed within "
                 f"{self._forgotten:g} seconds after it was written is removed (--forget); write it again"
