@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print it."""
     try:
-        import argcomplete
+        from argcomplete.shell_integration import shellcode
     except ImportError:
         raise OptionError("completion needs argcomplete: pip install argcomplete") from None
-    print(argcomplete.shellcode(["dissociated"], shell=arguments.shell))
+    print(shellcode(["dissociated"], shell=arguments.shell))

@@ -6,7 +6,7 @@ import scala.jdk.CollectionConverters._
 
 import org.apache.spark.sql.connector.expressions.{Expression, Literal, NamedReference}
 import org.apache.spark.sql.connector.expressions.filter.Predicate
-import org.apache.spark.sql.types.{Decimal, StructType}
+import org.apache.spark.sql.types.{DataType, Decimal, StringType, StructType}
 import org.apache.spark.unsafe.types.UTF8String
 
 /**
@@ -20,7 +20,7 @@ object Conditions {
   def of(predicate: Predicate, schema: StructType): Option[util.List[Any]] = {
     val name = predicate.children.headOption.collect {
       case reference: NamedReference if reference.fieldNames.length == 1 => reference.fieldNames.head
-    }.filter(schema.fieldNames.contains(_))
+    }.filter(schema.fieldNames.contains(_)).filter(name => isBinary(schema(name).dataType))
     val values = predicate.children.drop(1).map(value)
     def told(operator: String, more: Any*) = name.map(one => (one +: operator +: more).asJava)
     predicate.name match {
@@ -31,6 +31,12 @@ object Conditions {
       case operator if operators.contains(operator) && values.length == 1 => told(operator, values.head.get)
       case _ => None
     }
+  }
+
+  /** Whether values are compared as they are. Statistics know nothing of collations. */
+  private def isBinary(kind: DataType): Boolean = kind match {
+    case text: StringType => text.isUTF8BinaryCollation
+    case _ => true
   }
 
   /** A literal as JSON has it: days, microseconds and nanoseconds are numbers, decimals are text. */
