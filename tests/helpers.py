@@ -38,9 +38,12 @@ def connections_left(server: dis.Server, but: Iterable[threading.Thread] = (), p
     return server.connections
 
 
-def clients_end() -> None:
-    """Wait for the threads of clients whose arrays have all been dropped: they let go of the memory last."""
-    _join(thread for thread in threading.enumerate() if thread.name == "give back")
+def clients_end(but: Iterable[threading.Thread] = ()) -> None:
+    """Wait for the threads of clients whose arrays have all been dropped: they let go of the memory last.
+
+    `but` these, which another test may have left with arrays that are still there.
+    """
+    _join(thread for thread in {*threading.enumerate()}.difference(but) if thread.name == "give back")
 
 
 def _join(threads: Iterable[threading.Thread], patience: float = PATIENCE) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -55,6 +56,7 @@ def debugging(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFix
 def test_each_message_is_a_line_and_its_content_in_none(
     debugging: pytest.LogCaptureFixture, serve: Serve, medium: str
 ) -> None:
+    before = threading.enumerate()
     server = serve(LISTEN[medium])
     server.publish("words", WORDS, ticket=TICKET)
     server.publish("many", MANY)
@@ -63,7 +65,7 @@ def test_each_message_is_a_line_and_its_content_in_none(
     assert dis.open_stream(uri, server.ticket("many")).read_all() == MANY
     with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
         dis.open_stream(uri, TICKET + b"!")
-    clients_end()
+    clients_end(before)
     assert connections_left(server) == 0
 
     log = "\n".join(f"{record.getMessage()} {vars(record)}" for record in debugging.records)
