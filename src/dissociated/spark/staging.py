@@ -33,6 +33,9 @@ from dissociated.store.files import NewFile, StagedFile
 if TYPE_CHECKING:
     from dissociated.spark.streaming import DatasetStreamWriter
 
+#: Names of segments. A task that is killed while its file is made comes back for it within seconds, or never.
+_MAX_UNWANTED = 1 << 16
+
 
 class Writes:
     """The calls, by their names:
@@ -52,7 +55,7 @@ class Writes:
 
     def __init__(self) -> None:
         self._segments: dict[str, _StagedSegment] = {}
-        self._unwanted: set[str] = set()  # whose tasks were killed while they were made
+        self._unwanted: dict[str, None] = {}  # whose tasks were killed while they were made, the oldest first
         self._lock = threading.Lock()
         calls: Sequence[Callable[..., Any]] = (
             *(write, commit, abort, write_stream, commit_stream, abort_stream, committed),
@@ -80,7 +83,9 @@ class Writes:
     def discard(self, segment: str) -> None:
         with self._lock:
             if segment not in self._segments:
-                self._unwanted.add(segment)
+                self._unwanted[segment] = None
+                if len(self._unwanted) > _MAX_UNWANTED:
+                    del self._unwanted[next(iter(self._unwanted))]
                 return
         self._take(segment).abort()
 

@@ -55,7 +55,7 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   }
 
   override def build(): Scan =
-    if (counts == 0) 
+    if (counts == 0)
       new DatasetScan(dataset, options, columns, limit, pushed.flatMap(Conditions.of(_, dataset.schema)).toSeq.asJava)
     else new CountScan(dataset.known(options).get("rows").asLong, counts)
 }
