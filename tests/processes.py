@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import termios
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,13 +22,14 @@ from helpers import PATIENCE
 class Process:
     """A `dissociated` command that says where its catalog answers."""
 
-    def __init__(self, *arguments: str | Path, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, *arguments: str | Path, prefix: Sequence[str] = (), cwd: Path | None = None) -> None:
         with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would be full, and it would wait
             self._process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "dissociated", *map(str, arguments)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                cwd=cwd,
             )
             assert self._process.stdout is not None
             for line in self._process.stdout:
@@ -75,3 +80,19 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
     return port
+
+
+def in_terminal(columns: int, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> str:
+    """What a terminal of so many columns is sent."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    around = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
+        os.close(theirs)
+        written = b""
+        with suppress(OSError):  # EIO, at the end
+            while some := os.read(ours, 1 << 16):
+                written += some
+        process.wait(PATIENCE)
+    os.close(ours)
+    return written.decode()

@@ -12,16 +12,54 @@ with dis.connect(uri) as client:
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dissociated import errors
 from dissociated._version import __version__ as __version__
-from dissociated.catalog.locations import DatasetInfo
-from dissociated.catalog.reader import Client, connect
-from dissociated.client.open import open_stream, open_stream_async
-from dissociated.client.tensors import open_tensors
-from dissociated.codec.options import ReadOptions, WriteOptions
-from dissociated.datasets.live import Live
 from dissociated.errors import DatasetNotFound, DissociatedError
-from dissociated.server.server import Server
+
+if TYPE_CHECKING:
+    from dissociated.catalog.locations import DatasetInfo
+    from dissociated.catalog.reader import Client, connect
+    from dissociated.client.open import open_stream, open_stream_async
+    from dissociated.client.tensors import open_tensors
+    from dissociated.codec.options import ReadOptions, WriteOptions
+    from dissociated.datasets.live import Live
+    from dissociated.server.server import Server
+else:
+    #: Where a name is. It is loaded when it is first asked for: all of them take half a second, mostly of pyarrow's.
+    _PLACES = {
+        "Client": "catalog.reader",
+        "DatasetInfo": "catalog.locations",
+        "Live": "datasets.live",
+        "ReadOptions": "codec.options",
+        "Server": "server.server",
+        "WriteOptions": "codec.options",
+        "connect": "catalog.reader",
+        "open_stream": "client.open",
+        "open_stream_async": "client.open",
+        "open_tensors": "client.tensors",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """One of the names that are loaded on first use, or a package within this one (PEP 562)."""
+        place = f"{__name__}.{_PLACES.get(name, name)}"
+        try:
+            if name.startswith("_"):
+                raise ModuleNotFoundError(name=place)
+            found = import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name != place:  # something that it needs
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        if name in _PLACES:
+            found = globals()[name] = getattr(found, name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Client",

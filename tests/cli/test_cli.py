@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import shlex
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -28,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
+import processes
 from dissociated.cli import COMMANDS, main, text
 from dissociated.node.launch import running
 from helpers import wait_until
@@ -64,20 +60,8 @@ def run(*arguments: str | Path, given: bytes = b"", **environment: str) -> subpr
 
 def in_terminal(columns: int, arguments: list[str], **environment: str) -> str:
     """What a terminal of so many columns is sent."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    around = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", *_ENVIRONMENT)}
-    with subprocess.Popen(
-        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**around, **environment}
-    ) as process:
-        os.close(theirs)
-        written = b""
-        with suppress(OSError):  # EIO, at the end
-            while some := os.read(ours, 1 << 16):
-                written += some
-        process.wait(PATIENCE)
-    os.close(ours)
-    return written.decode()
+    around = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
+    return processes.in_terminal(columns, arguments, {**around, **environment})
 
 
 def until_catalog(output: IO[str]) -> str:
@@ -229,6 +213,25 @@ def test_sql_asks_datasets_by_their_names(catalog: str, files: Path) -> None:
         refused = run("sql", asked, "--catalog", catalog)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert why in refused.stderr
+
+
+def test_what_asks_nobody_loads_no_library() -> None:
+    """Help, and the names of commands, which a shell asks for at each key."""
+    script = """if True:
+        import sys
+        import dissociated as dis
+        from dissociated.cli import main
+        assert main([]) == 0
+        assert not {"pyarrow", "numpy", "rich.console", "dissociated.catalog"} & {*sys.modules}
+        from dissociated import *
+        assert (Server, connect, open_stream) == (dis.Server, dis.connect, dis.open_stream)
+        assert {*dis.__all__} <= {*dir(dis)}
+        assert dis.monitoring.__name__ == "dissociated.monitoring"
+        assert not hasattr(dis, "nothing")
+    """
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("usage: dissociated")
 
 
 def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:

@@ -85,21 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(parser(os.environ["COMP_LINE"].split()))
-    import pyarrow as pa
-
-    from dissociated.errors import DissociatedError
-    from dissociated.monitoring import log
-
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
-    top = parser(given)
-    parsed = top.parse_args(given)
-    if getattr(parsed, "log_level", None):
-        log.configure(parsed.log_format, parsed.log_level)
     try:
+        top = parser(given)
+        parsed = top.parse_args(given)
         if hasattr(parsed, "run"):
-            parsed.run(parsed)
+            _run(parsed)
         else:
             top.print_help()
         sys.stdout.flush()
@@ -107,12 +100,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has had enough; do not complain about it again while Python shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (DissociatedError, OSError, pa.ArrowException) as error:
-        print(f"{terminal.red('dissociated:', sys.stderr)} {_reworded(str(error), parsed)}", file=sys.stderr)
+    except _Failed as error:
+        print(f"{terminal.red('dissociated:', sys.stderr)} {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+class _Failed(Exception):
+    """A command has failed, for this reason."""
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    """Run a command. Raises _Failed."""
+    import pyarrow as pa
+
+    from dissociated.errors import DissociatedError
+    from dissociated.monitoring import log
+
+    try:
+        if getattr(parsed, "log_level", None):
+            log.configure(parsed.log_format, parsed.log_level)
+        parsed.run(parsed)
+    except BrokenPipeError:
+        raise
+    except (DissociatedError, OSError, pa.ArrowException) as error:
+        raise _Failed(_reworded(str(error), parsed)) from error
 
 
 def _reworded(message: str, parsed: argparse.Namespace) -> str:
