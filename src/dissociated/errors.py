@@ -22,6 +22,9 @@
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   nobody answers where it should be
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
+    ├── DeviceError              a device fails, or what it holds cannot be used as it is asked for
+    │   ├── DeviceNotFound       no such device, or no driver or package for it, also a LookupError
+    │   └── DeviceFull           no memory left on a device
     ├── PySparkNotFound          PySpark, or what it needs, is not installed, also a ModuleNotFoundError
     ├── JavaNotFound             there is no Java that Spark could run on
     └── JarNotMade               Spark's compiler could not make the data source for its JVM
@@ -131,6 +134,21 @@ class DatasetNotFound(CatalogError, KeyError):
     """The catalog knows no dataset of that name."""
 
     __str__ = Exception.__str__  # KeyError would print the repr
+
+
+class DeviceError(DissociatedError):
+    """A device, such as a GPU, fails: its driver refuses, its context is lost, memory of a peer cannot be opened.
+
+    Or what lies on it cannot be had in the way that was asked for.
+    """
+
+
+class DeviceNotFound(DeviceError, LookupError):
+    """There is no such device here, or what it takes is not installed."""
+
+
+class DeviceFull(DeviceError):
+    """There is no memory left on the device."""
 
 
 class JavaNotFound(DissociatedError):

@@ -1,0 +1,1 @@
+"""Memory that the host does not read: what can be done with it (`base`), and on which devices."""

@@ -1,0 +1,189 @@
+"""Memory of a device: allocated, copied, exported and opened, all on streams.
+
+Addresses are numbers. Nobody but a stream of the device touches what lies there. What is copied may lie in host memory
+or on the device, as an address tells by itself.
+
+Every method may raise DeviceError.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import IntEnum
+
+import pyarrow as pa
+
+from dissociated.errors import DeviceError
+
+
+class DeviceType(IntEnum):
+    """The kinds of devices, as the Arrow C Device interface and DLPack both number them."""
+
+    CPU = 1
+    CUDA = 2
+    EXTENSION = 12
+
+
+class Event(ABC):
+    """A point in what a stream has to do."""
+
+    #: What the Arrow C Device interface hands on as `sync_event`. It is good for as long as this object.
+    pointer: int
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the stream has come to it."""
+
+
+class Stream(ABC):
+    """A queue of copies that a device does one after the other. Whoever uses it is one thread at a time."""
+
+    #: The driver's own handle of it.
+    handle: int = 0
+
+    @abstractmethod
+    def copy(self, target: int, source: int, length: int) -> None:
+        """Copy, at some time before the next `synchronize` ends: until then both must stay, and stay as they are."""
+
+    @abstractmethod
+    def clear(self, target: int, length: int) -> None:
+        """Write zeros on the device, at some time like that."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """The point after all that was asked for so far."""
+
+    @abstractmethod
+    def wait(self, pointer: int) -> None:
+        """Go on only after another stream has come to the event that this `pointer` is of."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all is done that was asked for."""
+
+
+class DeviceMemory:
+    """One allocation on a device, or an opened one of another process. It goes back when it is closed or collected."""
+
+    def __init__(self, device: Device, address: int, size: int, release: Callable[[], None]) -> None:
+        self.device = device
+        self.address = address
+        self.size = size
+        #: After which what was copied here is here. None where it is here already.
+        self.event: Event | None = None
+        self._close = weakref.finalize(self, device._released, size, release)
+        self._close.atexit = False  # what a process has goes with it
+
+    def close(self) -> None:
+        """Give it back. Nobody may use it any more."""
+        self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back."""
+        return not self._close.alive
+
+    def buffer(self) -> pa.Buffer:
+        """The same for libarrow, which slices it and does not look into it. It keeps the memory."""
+        return pa.foreign_buffer(self.address, self.size, self)
+
+    def __repr__(self) -> str:
+        return f"<DeviceMemory of {self.size} bytes on {self.device.name}>"
+
+
+class Device(ABC):
+    """A device of this host. There is one object for each in a process; any thread may use it."""
+
+    type: DeviceType
+
+    def __init__(self, name: str, number: int, identity: str) -> None:
+        #: As it is asked for: cuda:0.
+        self.name = name
+        #: Its number among those of its type that this process sees.
+        self.number = number
+        #: What names it in every process of this host, whatever number it has there.
+        self.identity = identity
+        self._lock = threading.RLock()  # memory may be collected by whoever holds it
+        self._used = [0, 0]
+        self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
+
+    @property
+    def allocations(self) -> int:
+        """How many pieces of its memory this process has, opened ones included."""
+        return self._used[0]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes these have."""
+        return self._used[1]
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    @abstractmethod
+    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
+        """The address of so many bytes, and what gives them back."""
+
+    @abstractmethod
+    def _export(self, memory: DeviceMemory) -> bytes: ...
+
+    @abstractmethod
+    def _open(self, handle: bytes, size: int) -> tuple[int, Callable[[], None]]: ...
+
+    def register(self, memory: pa.Buffer) -> Callable[[], None]:
+        """Let streams copy from this host memory at once, where the driver can. Call what is returned afterwards."""
+        return lambda: None
+
+    @abstractmethod
+    def wait_on(self, consumer: int, event: Event) -> None:
+        """Let a stream of somebody else's, by the driver's handle, go on only after the event."""
+
+    def allocate(self, size: int, stream: Stream, exportable: bool = False) -> DeviceMemory:
+        """Memory of so many bytes, one or more, for what `stream` does from now on; it goes back by this stream too.
+
+        `exportable` if other processes shall open it. Raises DeviceFull.
+        """
+        return self._account(size, *self._allocate(size, stream, exportable))
+
+    def export(self, memory: DeviceMemory) -> bytes:
+        """The handle by which another process of this host opens memory that is exportable, while that is there."""
+        handle = self._export(memory)
+        with self._lock:
+            self._exported[handle] = memory
+        return handle
+
+    def open(self, handle: bytes, size: int) -> DeviceMemory:
+        """Memory of so many bytes that a process of this host has exported; opened once, however often it is asked for.
+
+        Close all of it before its owner gives it back. Raises DeviceError where it is not there, or is smaller.
+        """
+        with self._lock:
+            known = self._exported.get(handle)
+        if known is None or known.closed:  # a driver opens no handle in the process that it is of
+            known = self._account(size, *self._open(handle, size))
+            with self._lock:
+                self._exported[handle] = known
+        if known.size < size:
+            raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
+        return known
+
+    def _account(self, size: int, address: int, release: Callable[[], None]) -> DeviceMemory:
+        with self._lock:
+            self._used[0] += 1
+            self._used[1] += size
+        return DeviceMemory(self, address, size, release)
+
+    def _released(self, size: int, release: Callable[[], None]) -> None:
+        try:
+            release()
+        finally:
+            with self._lock:
+                self._used[0] -= 1
+                self._used[1] -= size
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"

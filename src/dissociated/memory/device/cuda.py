@@ -1,0 +1,177 @@
+"""GPUs of NVIDIA: devices, streams, events and pools by `cuda.core`, and by the driver what that does not have.
+
+Memory that is exported is one allocation of its own (`cuMemAlloc`), since its handle has to fit into a URI: 64 bytes,
+which any process of this host opens. A pool of `cuda.core` takes a descriptor as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
+from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Stream
+from dissociated.once import once
+
+_PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_...
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_HANDLE_SIZE = 64  # CU_IPC_HANDLE_SIZE
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+@once
+def _packages() -> tuple[ModuleType, Any]:
+    """`cuda.core`, and the functions of the driver. Raises DeviceNotFound."""
+    try:
+        import cuda.core
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceNotFound(f"GPUs need cuda.core: pip install 'dissociated[cuda]' ({error})") from None
+    return cuda.core, driver
+
+
+def count() -> int:
+    """How many GPUs this process sees. Raises DeviceNotFound where it lacks a package or the driver."""
+    core, _ = _packages()
+    try:
+        return len(core.Device.get_all_devices())
+    except Exception as error:  # cuda.core has no root of its exceptions, and the loader of the driver has others
+        raise DeviceNotFound(f"there is no GPU to be used, since its driver says: {error}") from None
+
+
+class CudaDevice(Device):
+    """The GPU of that number among those that this process sees."""
+
+    type = DeviceType.CUDA
+
+    def __init__(self, number: int) -> None:
+        there = count()
+        if number >= there:
+            raise DeviceNotFound(f"there is no device cuda:{number}: this process sees {there} (CUDA_VISIBLE_DEVICES)")
+        self._core, self._driver = _packages()
+        with _device_errors(f"cuda:{number}"):
+            super().__init__(f"cuda:{number}", number, f"cuda-{self._core.Device(number).uuid}")
+
+    def current(self) -> Any:
+        """The device of cuda.core, made current in this thread."""
+        device = self._core.Device(self.number)
+        device.set_current()
+        return device
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """What a function of the driver gives."""
+        self.current()
+        code, *results = getattr(self._driver, function)(*arguments)
+        if code:
+            name = getattr(code, "name", str(code))
+            kind = DeviceFull if name == _OUT_OF_MEMORY else DeviceError
+            raise kind(f"{function} on {self.name} failed: {name}")
+        return results[0] if results else None
+
+    def stream(self) -> Stream:
+        with _device_errors(self.name):
+            return _CudaStream(self, self.current().create_stream())
+
+    def wait_on(self, consumer: int, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self.call("cuStreamWaitEvent", consumer, event.handle, 0)
+
+    def register(self, memory: pa.Buffer) -> Callable[[], None]:
+        with _device_errors(self.name):
+            read_only = self.current().properties.read_only_host_register_supported
+        try:
+            self.call("cuMemHostRegister", memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0))
+        except DeviceError:  # then the driver copies by way of memory of its own
+            return super().register(memory)
+        return lambda: self.call("cuMemHostUnregister", memory.address)
+
+    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
+        if exportable:
+            address = int(self.call("cuMemAlloc", size))
+            return address, lambda: self.call("cuMemFree", address)
+        assert isinstance(stream, _CudaStream)
+        with _device_errors(self.name):
+            allocated = self.current().allocate(size, stream=stream.stream)
+
+        def release() -> None:
+            with _device_errors(self.name):
+                self.current()
+                allocated.close()
+
+        return int(allocated.handle), release
+
+    def _export(self, memory: DeviceMemory) -> bytes:
+        handle = self.call("cuIpcGetMemHandle", memory.address)
+        return ctypes.string_at(handle.getPtr(), _HANDLE_SIZE)
+
+    def _open(self, handle: bytes, size: int) -> tuple[int, Callable[[], None]]:
+        if len(handle) != _HANDLE_SIZE:
+            raise DeviceError(f"a peer's handle of memory on {self.name} has {len(handle)} bytes, not {_HANDLE_SIZE}")
+        opened = self._driver.CUipcMemHandle()
+        ctypes.memmove(opened.getPtr(), handle, _HANDLE_SIZE)
+        address = int(self.call("cuIpcOpenMemHandle", opened, _PEER_ACCESS))
+
+        def release() -> None:
+            self.call("cuIpcCloseMemHandle", address)
+
+        self.current()
+        code, base, there = self._driver.cuMemGetAddressRange(address)
+        if code or int(base) + int(there) < address + size:
+            release()
+            raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {int(there)}")
+        return address, release
+
+
+class _CudaEvent(Event):
+    def __init__(self, name: str, event: Any) -> None:
+        self._name = name
+        self._event = event
+        self.handle = int(event.handle)
+        self._handle = ctypes.c_void_p(self.handle)
+        self.pointer = ctypes.addressof(self._handle)
+
+    def synchronize(self) -> None:
+        with _device_errors(self._name):
+            self._event.sync()
+
+
+class _CudaStream(Stream):
+    def __init__(self, device: CudaDevice, stream: Any) -> None:
+        self._device = device
+        self.stream = stream
+        self.handle = int(stream.handle)
+
+    def copy(self, target: int, source: int, length: int) -> None:
+        self._device.call("cuMemcpyAsync", target, source, length, self.handle)
+
+    def clear(self, target: int, length: int) -> None:
+        self._device.call("cuMemsetD8Async", target, 0, length, self.handle)
+
+    def record(self) -> Event:
+        with _device_errors(self._device.name):
+            self._device.current()
+            return _CudaEvent(self._device.name, self.stream.record())
+
+    def wait(self, pointer: int) -> None:
+        self._device.call("cuStreamWaitEvent", self.handle, ctypes.c_void_p.from_address(pointer).value, 0)
+
+    def synchronize(self) -> None:
+        with _device_errors(self._device.name):
+            self.stream.sync()
+
+
+@contextmanager
+def _device_errors(name: str) -> Iterator[None]:
+    """Turn what cuda.core raises into DeviceError and DeviceFull."""
+    try:
+        yield
+    except DeviceError:
+        raise
+    except Exception as error:  # it has no root of its exceptions
+        kind = DeviceFull if _OUT_OF_MEMORY in str(error) else DeviceError
+        raise kind(f"{name} failed: {error}") from error

@@ -1,0 +1,201 @@
+"""A device for tests, whose memory dies on whoever touches it.
+
+It is mapped without any permission, and reached only through copies, by descriptor: also from another process, which
+opens it by its handle. Copies are done as late as they may be, when somebody waits: so whoever does not wait does not
+find them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+
+import pyarrow as pa
+
+from dissociated.errors import DeviceError, DeviceFull
+from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Stream
+from dissociated.memory.shared import create_memfd
+
+#: How many there are.
+COUNT = 2
+
+
+class _Mapping:
+    """Memory that is mapped without permission, and the descriptor that copies go through."""
+
+    def __init__(self, descriptor: int, size: int, writable: bool) -> None:
+        self.descriptor = descriptor
+        self.size = size
+        self.writable = writable
+        # Nothing of PROT_READ and PROT_WRITE: to read or write there is SIGSEGV.
+        self._memory = pa.py_buffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=0))
+        self.address: int = self._memory.address
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class EmulatedDevice(Device):
+    """See the module. `limit` is how many bytes it has; after `lose`, all fails, as with a lost context."""
+
+    type = DeviceType.EXTENSION
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"test:{number}", number, f"test-{number}")
+        self.limit = 1 << 32
+        self._lost = False
+        self._mappings: dict[int, _Mapping] = {}
+        self._events: weakref.WeakValueDictionary[int, _Event] = weakref.WeakValueDictionary()
+
+    def lose(self, lost: bool = True) -> None:
+        """Fail from now on."""
+        self._lost = lost
+
+    def check(self) -> None:
+        if self._lost:
+            raise DeviceError(f"the context of {self.name} is lost: nothing on it can be used any more")
+
+    def stream(self) -> Stream:
+        self.check()
+        return _Stream(self)
+
+    def wait_on(self, consumer: int, event: Event) -> None:
+        event.synchronize()
+
+    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
+        self.check()
+        if self.nbytes + size > self.limit:
+            raise DeviceFull(f"{self.name} has no {size} bytes left: {self.nbytes} of {self.limit} are in use")
+        descriptor = create_memfd(self.name)
+        os.ftruncate(descriptor, size)
+        return self._map(_Mapping(descriptor, size, True), stream)
+
+    def _export(self, memory: DeviceMemory) -> bytes:
+        mapping, _ = self._find(memory.address, memory.size)
+        assert mapping is not None
+        descriptor = mapping.descriptor
+        return f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}".encode()
+
+    def _open(self, handle: bytes, size: int) -> tuple[int, Callable[[], None]]:
+        self.check()
+        try:
+            process, number, inode = map(int, handle.split(b":"))
+            descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        except (ValueError, OSError) as error:
+            raise DeviceError(f"memory of a peer on {self.name} cannot be opened: {error}") from None
+        found = os.fstat(descriptor)
+        if found.st_ino != inode or found.st_size < size:
+            os.close(descriptor)
+            raise DeviceError(f"memory of a peer on {self.name} cannot be opened: it is other memory now")
+        return self._map(_Mapping(descriptor, size, False), None)
+
+    def _map(self, mapping: _Mapping, stream: Stream | None) -> tuple[int, Callable[[], None]]:
+        with self._lock:
+            self._mappings[mapping.address] = mapping
+
+        def release() -> None:
+            if stream is not None and not self._lost:
+                stream.synchronize()  # what is still to be copied there is, as on a stream of a driver's
+            with self._lock:
+                del self._mappings[mapping.address]
+            mapping.close()
+
+        return mapping.address, release
+
+    def _find(self, address: int, length: int) -> tuple[_Mapping, int] | tuple[None, int]:
+        """The memory that an address lies in, and where in it; None for what is no memory of this device.
+
+        Raises DeviceError for what leaves it.
+        """
+        with self._lock:
+            bases = sorted(self._mappings)
+            at = bisect_right(bases, address) - 1
+            mapping = self._mappings[bases[at]] if at >= 0 else None
+        if mapping is None or address >= mapping.address + mapping.size:
+            return None, 0
+        if address + length > mapping.address + mapping.size:
+            raise DeviceError(f"{length} bytes at {address:#x} leave their memory on {self.name}")
+        return mapping, address - mapping.address
+
+    def read(self, address: int, length: int) -> bytes:
+        mapping, offset = self._find(address, length)
+        if mapping is None:
+            return ctypes.string_at(address, length)
+        return os.pread(mapping.descriptor, length, offset)
+
+    def write(self, address: int, content: bytes) -> None:
+        mapping, offset = self._find(address, len(content))
+        if mapping is None:
+            ctypes.memmove(address, content, len(content))
+        elif not mapping.writable:
+            raise DeviceError(f"memory of a peer on {self.name} is only read")
+        else:
+            os.pwrite(mapping.descriptor, content, offset)
+
+    def event(self, pointer: int) -> _Event:
+        number = ctypes.c_uint64.from_address(pointer).value
+        try:
+            return self._events[number]
+        except KeyError:
+            raise DeviceError(f"an event of {self.name} is not there any more") from None
+
+
+_numbers = itertools.count(1)
+
+
+class _Event(Event):
+    def __init__(self, stream: _Stream, position: int) -> None:
+        self._stream = stream
+        self._position = position
+        number = next(_numbers)
+        self._number = ctypes.c_uint64(number)
+        self.pointer = ctypes.addressof(self._number)
+        stream.device._events[number] = self
+
+    def synchronize(self) -> None:
+        self._stream.run_to(self._position)
+
+
+class _Stream(Stream):
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.device = device
+        self._lock = threading.RLock()
+        self._done = 0
+        self._due: deque[Callable[[], None]] = deque()
+
+    def copy(self, target: int, source: int, length: int) -> None:
+        self._add(lambda: self.device.write(target, self.device.read(source, length)))
+
+    def clear(self, target: int, length: int) -> None:
+        self._add(lambda: self.device.write(target, bytes(length)))
+
+    def record(self) -> Event:
+        self.device.check()
+        with self._lock:
+            return _Event(self, self._done + len(self._due))
+
+    def wait(self, pointer: int) -> None:
+        event = self.device.event(pointer)
+        self._add(event.synchronize)
+
+    def synchronize(self) -> None:
+        self.run_to(self._done + len(self._due))
+
+    def run_to(self, position: int) -> None:
+        self.device.check()
+        with self._lock:
+            while self._done < position:
+                self._done += 1
+                self._due.popleft()()
+
+    def _add(self, task: Callable[[], None]) -> None:
+        self.device.check()
+        with self._lock:
+            self._due.append(task)

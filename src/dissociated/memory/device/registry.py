@@ -1,0 +1,33 @@
+"""Devices by name."""
+
+from __future__ import annotations
+
+from dissociated.errors import DeviceNotFound
+from dissociated.memory.device.base import Device
+from dissociated.once import once
+
+
+def open_device(name: object) -> Device:
+    """The device of that name, cuda:0, or what prints as such a name; a Device is taken as it is.
+
+    Raises DeviceNotFound where there is none, or no driver or package for it.
+    """
+    if isinstance(name, Device):
+        return name
+    kind, _, number = str(name).partition(":")
+    if kind not in ("cuda", "test") or not (number or "0").isdecimal():
+        raise DeviceNotFound(f"a device has a name such as cuda:0, not {name!r}")
+    return _opened(kind, int(number or "0"))
+
+
+@once
+def _opened(kind: str, number: int) -> Device:
+    if kind == "cuda":
+        from dissociated.memory.device.cuda import CudaDevice
+
+        return CudaDevice(number)
+    from dissociated.memory.device.emulated import COUNT, EmulatedDevice
+
+    if number >= COUNT:
+        raise DeviceNotFound(f"there is no device test:{number}: there are {COUNT}, from test:0 on")
+    return EmulatedDevice(number)

@@ -1,0 +1,162 @@
+"""The words for memory of a device, on each device that there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+
+from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
+from dissociated.memory.device.base import Device, DeviceMemory, Stream
+from dissociated.memory.device.emulated import EmulatedDevice
+from dissociated.memory.device.registry import open_device
+from helpers import PATIENCE, rest_of
+
+CONTENT = os.urandom(1 << 16)
+
+
+def copied_in(device: Device, stream: Stream, exportable: bool = False) -> DeviceMemory:
+    source = pa.py_buffer(CONTENT)
+    memory = device.allocate(len(CONTENT), stream, exportable)
+    stream.copy(memory.address, source.address, source.size)
+    return memory
+
+
+def copied_out(stream: Stream, address: int, length: int) -> bytes:
+    target = pa.allocate_buffer(length)
+    stream.copy(target.address, address, length)
+    stream.synchronize()
+    return target.to_pybytes()
+
+
+def test_what_is_copied_in_is_copied_out_and_from_place_to_place(device: Device) -> None:
+    stream = device.stream()
+    first = copied_in(device, stream)
+    second = device.allocate(len(CONTENT), stream)
+    stream.clear(second.address, second.size)
+    stream.copy(second.address + 8, first.address, 1000)
+    assert copied_out(stream, second.address, 1010) == bytes(8) + CONTENT[:1000] + bytes(2)
+    assert copied_out(stream, first.address, first.size) == CONTENT
+
+
+def test_one_stream_waits_for_an_event_of_another(device: Device) -> None:
+    first, second = device.stream(), device.stream()
+    memory = copied_in(device, first)
+    event = first.record()
+    second.wait(event.pointer)
+    assert copied_out(second, memory.address, memory.size) == CONTENT
+    event.synchronize()
+
+
+def test_memory_goes_back_with_the_last_buffer_in_it(device: Device) -> None:
+    before = device.allocations
+    piece = copied_in(device, device.stream()).buffer()[100:200]
+    assert (device.allocations, piece.size) == (before + 1, 100)
+    del piece
+    assert device.allocations == before
+
+
+OPENS = """
+import sys
+import pyarrow as pa
+from dissociated.memory.device.registry import open_device
+name, handle, size = sys.argv[1:]
+device = open_device(name)
+memory = device.open(bytes.fromhex(handle), int(size))
+assert device.open(bytes.fromhex(handle), int(size)) is memory and device.allocations == 1
+stream = device.stream()
+for _ in range(2):
+    print("opened", flush=True)
+    sys.stdin.readline()
+    target = pa.allocate_buffer(memory.size)
+    stream.copy(target.address, memory.address, memory.size)
+    stream.synchronize()
+    print(target.to_pybytes().hex(), flush=True)
+memory.close()
+assert device.allocations == 0
+"""
+
+
+def test_another_process_opens_it_once_and_reads_it(device: Device) -> None:
+    stream = device.stream()
+    memory = copied_in(device, stream, exportable=True)
+    stream.synchronize()
+    handle = device.export(memory)
+    assert device.open(handle, memory.size) is memory
+    arguments = [sys.executable, "-c", OPENS, device.name, handle.hex(), str(memory.size)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write("\n\n")
+        process.stdin.flush()
+        said = rest_of(process).split()
+    assert said == ["opened", CONTENT.hex()] * 2
+    assert process.wait(PATIENCE) == 0
+
+
+def test_a_handle_that_is_no_good(device: Device) -> None:
+    stream = device.stream()
+    memory = copied_in(device, stream, exportable=True)
+    handle = device.export(memory)
+    with pytest.raises(DeviceError, match="announced"):
+        device.open(handle, memory.size + 1)
+    stream.synchronize()
+    memory.close()
+    for damaged in (handle, b"", b"1:2:3", bytes(64)):
+        with pytest.raises(DeviceError):
+            device.open(damaged, 16)
+
+
+TOUCHES = """
+import ctypes, sys
+from dissociated.memory.device.registry import open_device
+device = open_device("test:0")
+memory = device.allocate(16, device.stream())
+print("allocated", flush=True)
+if sys.argv[1] == "read":
+    ctypes.string_at(memory.address, 1)
+else:
+    ctypes.memset(memory.address, 1, 1)
+"""
+
+
+@pytest.mark.parametrize("how", ["read", "write"])
+def test_who_touches_memory_of_the_emulated_device_dies(how: str) -> None:
+    run = subprocess.run([sys.executable, "-c", TOUCHES, how], capture_output=True, text=True, timeout=PATIENCE)
+    assert (run.returncode, run.stdout) == (-signal.SIGSEGV, "allocated\n")
+
+
+def test_the_emulated_device_does_nothing_before_somebody_waits(emulated: EmulatedDevice) -> None:
+    stream, other = emulated.stream(), emulated.stream()
+    memory = copied_in(emulated, stream)
+    assert copied_out(other, memory.address, 16) == bytes(16)
+    stream.record().synchronize()
+    assert copied_out(other, memory.address, 16) == CONTENT[:16]
+
+
+def test_a_device_that_is_not_there() -> None:
+    for name in ("test:7", "cuda:99", "gpu", "cuda:x", 0, None):
+        with pytest.raises(DeviceNotFound):
+            open_device(name)
+
+
+def test_a_device_without_room(device: Device) -> None:
+    stream = device.stream()
+    with pytest.raises(DeviceFull, match=device.name):
+        device.allocate(1 << 45, stream)
+    assert copied_out(stream, copied_in(device, stream).address, 4) == CONTENT[:4]
+
+
+def test_a_lost_context(emulated: EmulatedDevice) -> None:
+    stream = emulated.stream()
+    memory = copied_in(emulated, stream)
+    event = stream.record()
+    emulated.lose()
+    for use in (stream.synchronize, event.synchronize, stream.record, lambda: emulated.allocate(1, stream)):
+        with pytest.raises(DeviceError, match="lost"):
+            use()
+    memory.close()
+    assert not emulated.allocations
