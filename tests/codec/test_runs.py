@@ -14,7 +14,6 @@ from dissociated.codec.options import ReadOptions
 from dissociated.codec.runs import join_deliveries
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import buffer_extents, parse_header
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches
 
 
@@ -34,7 +33,6 @@ def read(*deliveries: Delivered, options: ReadOptions | None = None) -> pa.Recor
     """What is read of deliveries whose bodies came inline."""
 
     def attach(delivery: Delivery) -> Pair:
-        assert not isinstance(delivery.body, AddressList)
         return delivery.header, delivery.body
 
     return join_deliveries((delivered for delivered in deliveries), attach, options or ReadOptions())

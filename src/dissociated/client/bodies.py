@@ -10,10 +10,10 @@ from dissociated.buffers import Buffer
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.codec.attach import attach
+from dissociated.codec.tensor import slice_buffers
 from dissociated.errors import RemoteProtocolError, TransportError
-from dissociated.format.message import Header, buffer_extents
+from dissociated.format.message import buffer_extents
 from dissociated.memory.remote import fetch_ranges
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery
 from dissociated.transport.base import Connection
 
@@ -30,23 +30,22 @@ class Bodies:
 
     def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
         """Flatbuffer and body of a message, as libarrow shall read them."""
-        if self._connection.supports_rma and isinstance(delivery.body, AddressList) and delivery.body.leased:
-            return delivery.header, self._fetch(delivery.header, delivery.parsed, delivery.body)
+        if self._connection.supports_rma and delivery.leased:
+            return delivery.header, self._fetch(delivery)
         return attach(delivery, self.address_space, self._leases, self.allocate)
 
     def buffers(self, delivery: Delivery) -> list[pa.Buffer]:
-        """The buffers of a message that came by address, each by itself, where they lie."""
-        body = delivery.body
-        assert isinstance(body, AddressList)
-        if not body.leased:
-            return [pa.py_buffer(b"")] * len(body.lengths)
+        """The buffers of a message, each by itself, where they lie. Raises FormatError for one that leaves its body."""
+        _, header, parsed, body, placed = delivery
+        if placed is None:
+            return slice_buffers(header, parsed, body or b"")
+        if not placed.leased:
+            return [pa.py_buffer(b"")] * len(placed.lengths)
         if self._connection.supports_rma:
-            packed = self._fetch(delivery.header, delivery.parsed, body)
-            wanted = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
-            return [packed.slice(at, length) for at, length in wanted]
-        located = self.address_space.locate(body.addresses, body.lengths)
-        whole = self.lease(located.memory, body.leased)
-        return [whole.slice(offset, length) for offset, length in zip(located.offsets, body.lengths, strict=True)]
+            return slice_buffers(header, parsed, self._fetch(delivery))
+        located = self.address_space.locate(placed.addresses, placed.lengths)
+        whole = self.lease(located.memory, placed.leased)
+        return [whole.slice(offset, length) for offset, length in zip(located.offsets, placed.lengths, strict=True)]
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         """Mapped memory as a buffer, at whose end `addresses`, which were delivered, go back."""
@@ -61,13 +60,15 @@ class Bodies:
                 f"there is no memory for a body of {length} bytes: read fewer columns, or over shm"
             ) from None
 
-    def _fetch(self, header: bytes, parsed: Header, body: AddressList) -> pa.Buffer:
+    def _fetch(self, delivery: Delivery) -> pa.Buffer:
         """The body, fetched from where it lies, which is then given back."""
-        wanted, lengths = buffer_extents(header, parsed)
+        assert delivery.addresses is not None
+        wanted, lengths = buffer_extents(delivery.header, delivery.parsed)
+        body_length = delivery.parsed.body_length
         for at, length in zip(wanted, lengths, strict=True):
-            if length and not 0 <= at <= parsed.body_length - length:
+            if length and not 0 <= at <= body_length - length:
                 raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body")
-        packed = self.allocate(parsed.body_length)
-        self._connection.fetch(fetch_ranges(body.addresses, body.lengths, wanted), packed, self._timeout)
-        self._leases.free(body.leased)
+        packed = self.allocate(body_length)
+        self._connection.fetch(fetch_ranges(delivery.addresses.addresses, lengths, wanted), packed, self._timeout)
+        self._leases.free(delivery.leased)
         return packed

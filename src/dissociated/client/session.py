@@ -13,7 +13,6 @@ from dissociated.client.bodies import Bodies
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DissociatedError, RemoteProtocolError
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivered
 from dissociated.protocol.receiver import Receiver
 from dissociated.transport.base import Connection
@@ -92,5 +91,4 @@ class ClientSession:
                 self._receiver.receive(arrived)
                 while (delivery := self._receiver.next()) is not None:
                     self._leases.expect(delivery.lease_count)
-                    if isinstance(delivery.body, AddressList):
-                        self._leases.free(delivery.body.leased)
+                    self._leases.free(delivery.leased)

@@ -11,9 +11,8 @@ from dissociated.codec.inplace import InPlace
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.runs import join_deliveries
-from dissociated.codec.tensor import Tensor, join_tensor, slice_buffers
+from dissociated.codec.tensor import Tensor, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivered, Delivery
 
 #: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
@@ -76,14 +75,10 @@ class Stream:
             yield from self._rest
 
     def _tensor(self, delivery: Delivery) -> Tensor:
-        _, header, parsed, body = delivery
-        if not parsed.is_tensor:
+        if not delivery.parsed.is_tensor:
             raise WrongKind("this stream holds record batches: read it with open_stream, or by name with read")
         try:
-            by_address = isinstance(body, AddressList)
-            return join_tensor(
-                header, self._bodies.buffers(delivery) if by_address else slice_buffers(header, parsed, body)
-            )
+            return join_tensor(delivery.header, self._bodies.buffers(delivery))
         except FormatError as error:
             why = str(error)  # and not the error: its frames hold what the peer leased to us
         raise RemoteProtocolError(f"the peer sent a tensor that cannot be read: {why}")

@@ -10,7 +10,6 @@ import pyarrow as pa
 from dissociated.buffers import Buffer
 from dissociated.format.message import buffer_extents, relocate
 from dissociated.memory.region import AddressSpace
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery
 
 
@@ -33,16 +32,16 @@ def attach(
     `allocate` gives memory for a body whose buffers lie where libarrow cannot read them: they are copied.
     Raises RemoteProtocolError where an address leaves the regions of `address_space`.
     """
-    _, header, parsed, body = delivery
-    if not isinstance(body, AddressList):
+    _, header, parsed, body, placed = delivery
+    if placed is None:
         return header, body
-    leased = body.leased
+    leased = placed.leased
     if not leased:
-        return (header if not parsed.body_length else relocate(header, parsed, body.addresses, 0)), b""
-    located = address_space.locate(body.addresses, body.lengths)
+        return (header if not parsed.body_length else relocate(header, parsed, placed.addresses, 0)), b""
+    located = address_space.locate(placed.addresses, placed.lengths)
     if any(offset % 8 for offset in located.offsets):  # which libarrow refuses: gather them where they should be
         wanted, _ = buffer_extents(header, parsed)
-        packed = located.gather(body.lengths, wanted, allocate(parsed.body_length))
+        packed = located.gather(placed.lengths, wanted, allocate(parsed.body_length))
         leases.free(leased)
         return header, packed
     return relocate(header, parsed, located.offsets, located.memory.size), leases.lease(located.memory, leased)

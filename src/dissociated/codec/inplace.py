@@ -17,7 +17,6 @@ from dissociated.codec.reader import PeerReader
 from dissociated.format.encapsulated import encapsulate, first_message_at
 from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
-from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery, PackedBatches, SharedBatches
 
 #: Gives the same memory as a buffer, at whose end these addresses go back.
@@ -88,13 +87,13 @@ class InPlace:
         return MappedReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
 
     def message(self, delivery: Delivery) -> bool:
-        if not isinstance(delivery.body, AddressList):
-            if delivery.body is None or len(delivery.body):
-                return False
-            part = self._streams[-1] if self._streams else None  # an empty body has no address: it must lie here
-        else:
-            leased = delivery.body.leased
-            part = self._stream_at(leased[0]) if leased else None
+        if not delivery.parsed.has_body or delivery.body:
+            return False
+        leased = delivery.leased
+        if leased:
+            part = self._stream_at(leased[0])
+        else:  # an empty body has no address: it must lie here
+            part = self._streams[-1] if self._streams else None
         if part is None:
             return False
         if is_compressed(delivery.header):
@@ -103,13 +102,12 @@ class InPlace:
         body_at = part.end + len(head)
         if not part.holds(part.end, head):
             return False
-        if isinstance(delivery.body, AddressList):
+        if leased:
             start = part.region.base + body_at
-            offsets, _ = buffer_extents(delivery.header, delivery.parsed)
-            for offset, address, length in zip(offsets, delivery.body.addresses, delivery.body.lengths, strict=True):
-                if length and address != start + offset:
-                    return False
-            part.leased.append(np.array(delivery.body.leased, np.uint64))
+            extents = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
+            if leased != tuple(start + offset for offset, length in extents if length):
+                return False
+            part.leased.append(np.array(leased, np.uint64))
         part.end = body_at + delivery.parsed.body_length
         return part.end <= part.region.size
 

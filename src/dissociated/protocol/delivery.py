@@ -58,14 +58,15 @@ class DeliveryVisitor(Protocol[T_co]):
 class Delivery(NamedTuple):
     """One Arrow IPC message, whole and in its turn.
 
-    `body` is None (no body), the packed bytes as the transport delivered them, or an AddressList that agrees
-    with the header.
+    Its body is packed, in `body` as the transport delivered it, or lies at `addresses`, which agree with the header.
+    Both are None where the message has none.
     """
 
     sequence: int
     header: bytes
     parsed: Header
-    body: Buffer | AddressList | None
+    body: Buffer | None = None
+    addresses: AddressList | None = None
 
     @property
     def largest_body(self) -> int:
@@ -73,9 +74,14 @@ class Delivery(NamedTuple):
         return self.parsed.body_length
 
     @property
+    def leased(self) -> tuple[int, ...]:
+        """The addresses that must be given back: none of a packed body."""
+        return () if self.addresses is None else self.addresses.leased
+
+    @property
     def lease_count(self) -> int:
-        """How many addresses must be given back."""
-        return len(self.body.leased) if isinstance(self.body, AddressList) else 0
+        """How many these are."""
+        return len(self.leased)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
         return visitor.message(self)
@@ -156,7 +162,7 @@ class SharedBatches(NamedTuple):
             offsets, lengths = buffer_extents(header, parsed)
             start = int(self.body_at[index])
             addresses = tuple(start + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
-            yield Delivery(self.sequence + index, header, parsed, AddressList(addresses, lengths))
+            yield Delivery(self.sequence + index, header, parsed, None, AddressList(addresses, lengths))
 
 
 def _as_expected(header: bytes, first: Header) -> Header:

@@ -219,14 +219,15 @@ class Receiver:
         if known is None:
             return None
         header, parsed = known
-        body: Buffer | AddressList | None = None
+        body: Buffer | None = None
+        addresses: AddressList | None = None
         if parsed.has_body:
             if sequence not in self._bodies:
                 return None
             kind, content = self._take_body(sequence)
             if kind is BodyKind.ADDRESSES:
-                listed = parse_addresses(content, parsed.body_length)
-                body = _check_address_list(listed, header, parsed, sequence)
+                addresses = parse_addresses(content, parsed.body_length)
+                _check_address_list(addresses, header, parsed, sequence)
             elif len(content) == parsed.body_length:
                 body = content
             else:
@@ -240,7 +241,7 @@ class Receiver:
         self._next = sequence + 1
         if self._next == self._count:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
-        return Delivery(sequence, header, parsed, body)
+        return Delivery(sequence, header, parsed, body, addresses)
 
     def _check_buffers(self, header: bytes, parsed: Header, sequence: int) -> None:
         """Whether a message, the next one, has the buffers that the schema needs: libarrow takes the first of more."""
@@ -296,7 +297,7 @@ class Receiver:
             self._machine.move(Step.DELIVERED, RemoteProtocolError)
 
 
-def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> AddressList:
+def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequence: int) -> None:
     _, lengths = buffer_extents(header, parsed)
     if len(listed.lengths) != len(lengths):
         raise RemoteProtocolError(
@@ -309,4 +310,3 @@ def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequ
                 f"the address list of message {sequence} gives buffer {index} {given} bytes; "
                 f"its metadata announced {announced}"
             )
-    return listed
