@@ -22,11 +22,25 @@ from dissociated.server.admission import Admission, Limits, ServerFull
 from dissociated.server.requests import TAGS
 from dissociated.server.session import Session
 from dissociated.transport.base import Connection, Listener
+from dissociated.transport.registry import transport
 from dissociated.transport.trace import trace
+from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
+
+
+def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool) -> Listener:
+    """A listener at `uri`, with the certificate and key of the server, and RMA where its medium has that.
+
+    Raises UriError and TransportError.
+    """
+    if uri.scheme == "tls" and certificate is not None:
+        uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
+    if allow_rma and uri.scheme in ("ucx", "fabric"):
+        uri = uri.with_parameters(rma="allow")
+    return transport(uri.scheme).listen(uri)
 
 
 class Connections:

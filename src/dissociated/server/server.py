@@ -32,19 +32,17 @@ from dissociated.monitoring.status import ServerStatus
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import SELECTION_MAGIC
 from dissociated.server.admission import Limits
-from dissociated.server.connections import Connections
+from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
+from dissociated.server.pages import Pages
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 from dissociated.transport.base import Listener, check_timeout
-from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
     from dissociated.catalog.backend import Backend
     from dissociated.catalog.holdings import Holdings
     from dissociated.catalog.service import CatalogService
-    from dissociated.monitoring.dashboard import Dashboard
-    from dissociated.monitoring.http import HttpService
 
 _JOIN_TIMEOUT = 5.0
 _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
@@ -143,7 +141,6 @@ class Server:
         guarded = security(
             ticket_lifetime=ticket_lifetime, secret=secret, authorize=authorize, tls_cert=tls_cert, tls_key=tls_key
         )
-        certificate = guarded.certificate
         #: What is served.
         self.registry = Registry(guarded.tickets, choose_rows)
         #: What is counted; the catalog counts here, too.
@@ -154,18 +151,12 @@ class Server:
         #: Where datasets can be requested.
         self.endpoints = Endpoints(self._listeners, advertise or host_name(), choose_rows)
         self._catalog: CatalogService | None = None
-        self._metrics: HttpService | None = None
-        self._dashboard: Dashboard | None = None
+        self._pages = Pages()
         self._lock = threading.Lock()
         self._closed = False
         try:
             for text in listen:
-                uri = Uri.parse(text)
-                if uri.scheme == "tls" and certificate is not None:
-                    uri = uri.with_parameters(**{"cert": certificate[0], "key": certificate[1], **uri.parameters})
-                if allow_rma and uri.scheme in ("ucx", "fabric"):
-                    uri = uri.with_parameters(rma="allow")
-                self._listeners.append(transport(uri.scheme).listen(uri))
+                self._listeners.append(open_listener(Uri.parse(text), guarded.certificate, allow_rma))
             if catalog is not None:
                 from dissociated.catalog.backend import StageBackend
                 from dissociated.catalog.service import CatalogService
@@ -173,14 +164,7 @@ class Server:
                 self._catalog = CatalogService(
                     catalog, self.holdings(StageBackend()), retain=retain, advertise=advertise, security=guarded
                 )
-            if metrics is not None:
-                from dissociated.monitoring.metrics import metrics_service
-
-                self._metrics = metrics_service(metrics, self.status)
-            if http is not None:
-                from dissociated.monitoring.dashboard import Dashboard
-
-                self._dashboard = Dashboard(http, self.status, self.activity, guarded)
+            self._pages.open(metrics, http, self.status, self.activity, guarded)
         except BaseException:
             self.close()
             raise
@@ -307,16 +291,12 @@ class Server:
     @property
     def metrics_uri(self) -> str:
         """Where metrics are. Raises DissociatedError for a server without them."""
-        if self._metrics is None:
-            raise DissociatedError("this server was made without metrics")
-        return f"{self._metrics.uri}/metrics"
+        return self._pages.metrics_uri
 
     @property
     def http_uri(self) -> str:
         """Where the page is. Raises DissociatedError for a server without it."""
-        if self._dashboard is None:
-            raise DissociatedError("this server was made without http")
-        return self._dashboard.uri
+        return self._pages.http_uri
 
     def ticket(self, name: str, *, columns: Sequence[str] | None = None) -> bytes:
         """The identifier that requests the dataset, or where tickets are signed these columns of it and no others.
@@ -389,10 +369,7 @@ class Server:
                 return
             self._closed = True
         self._connections.refuse()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._dashboard is not None:
-            self._dashboard.close()
+        self._pages.close()
         if self._catalog is not None:
             self._catalog.close()
         self._connections.stop_listening()

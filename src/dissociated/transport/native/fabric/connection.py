@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +24,6 @@ from dissociated.errors import (
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
-from dissociated.transport.native.addresses import advertised_names
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric.control import (
@@ -36,13 +34,13 @@ from dissociated.transport.native.fabric.control import (
     JOINS,
     KIND_MASK,
     LARGE,
-    VERSION,
     Kind,
 )
 from dissociated.transport.native.fabric.control_receiver import ControlReceiver
 from dissociated.transport.native.fabric.credit import Credit
 from dissociated.transport.native.fabric.domain import RMA_KEY
 from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED, PeekedMessage
+from dissociated.transport.native.fabric.handshake import Handshake
 from dissociated.transport.native.fabric.info import QUEUE
 from dissociated.transport.native.fabric.liveness import Liveness
 from dissociated.transport.native.fabric.operations import Completion
@@ -71,16 +69,14 @@ class FabricConnection(NativeConnection):
         super().__init__(peer, accepted=client is not None)
         self._endpoint = endpoint
         self._ffi = endpoint.ofi.ffi
-        self._client = client
         self._outbox = Outbox(endpoint)
-        self._welcome: bytes | None = None
+        self._handshake = Handshake(endpoint, self._outbox, peer, client)
         self._again = False  # whether a read must be tried again
         self._receiving = self._receiving_bytes = 0  # on their way into memory
         self._happened = False  # more than heartbeats
         self._ended_before = 0  # operations, when a thread last wanted to sleep
         self._credit = Credit(self._accepted)
         self._control = ControlReceiver(self._ffi, endpoint, peer)
-        self._bodies_joined = False  # whether that was heard
         self._byes: set[int] = set()  # of the last words, those that were heard
         self.heartbeat = heartbeat
         self._liveness = Liveness()
@@ -95,7 +91,7 @@ class FabricConnection(NativeConnection):
     @property
     def joining(self) -> bool:
         """Whether the client that this was made for is still to come."""
-        return self._client is not None and not self._closed
+        return self._handshake.joining and not self._closed
 
     def reach(self, spans: Sequence[Span]) -> None:
         """Let `fetch` take from these spans of the peer's memory. Raises UriError for keys that are none."""
@@ -124,24 +120,17 @@ class FabricConnection(NativeConnection):
 
     def introduce(self, listener: bytes, host: str, timeout: float) -> None:
         """Exchange names with the listener of this name. Raises DeadlineExceeded, TransportError, RemoteError."""
-        endpoint, version = self._endpoint, bytes([VERSION])
+        handshake = self._handshake
         end = time.monotonic() + timeout  # of all this: a server that says other things is not waited for either
         with self._lock:
-            self._outbox.peer = endpoint.insert(listener)
-            self._send_control(Kind.HELLO, version + endpoint.name)
-            self._until(lambda: self._welcome is not None, end, timeout)
+            self._outbox.peer = self._endpoint.insert(listener)
+            self._send_control(Kind.HELLO, handshake.hello)
+            self._until(lambda: handshake.welcomed, end, timeout)
             if self._reason is not None:
                 raise RemoteError(self._reason)
-            if self._welcome is None:
+            if not handshake.welcomed:
                 raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
-            if not self._welcome.startswith(version):
-                raise TransportError(f"{self._peer} exchanges names in another way than version {VERSION}")
-            try:
-                if len(self._welcome) != 1 + len(endpoint.name):
-                    raise ValueError
-                self._outbox.peer = endpoint.insert(advertised_names(self._welcome[1:], host))
-            except (ValueError, OSError, struct.error):
-                raise RemoteProtocolError(f"{self._peer} said what is no name of an endpoint") from None
+            handshake.take_name(host)
             joining = self._send_controls(JOINS)
             self._until(lambda: all(one.ended for one in joining), end, timeout)
             self._check_open()
@@ -239,14 +228,10 @@ class FabricConnection(NativeConnection):
             return
         self._happened = True
         # Each of these is said once: one who says them again and again would be taken for one at work.
-        if kind == Kind.WELCOME and not self._accepted and self._welcome is None:
-            self._welcome = data
-        elif kind == Kind.JOIN and self._client is not None:
-            self._outbox.peer, self._client = self._endpoint.insert(self._client), None
-        elif kind == Kind.ABORT and self._reason is None:
+        if self._handshake.receive(kind, data):
+            return
+        if kind == Kind.ABORT and self._reason is None:
             self._give_up(data.decode(errors="replace"))
-        elif kind == Kind.BODIES_JOIN and self._accepted and not self._bodies_joined:
-            self._bodies_joined = True  # it has done its work: there is a connection
         elif kind in BYES and kind not in self._byes:
             self._byes.add(kind)
             if len(self._byes) == self._endpoint.lanes:
