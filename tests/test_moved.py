@@ -42,6 +42,15 @@ def test_modules_that_are_rooms_now() -> None:
     assert (Server, open_stream) == (dis.Server, dis.open_stream)
 
 
+def test_a_class_that_is_called_otherwise() -> None:
+    with pytest.warns(DeprecationWarning, match=r"import DatasetHandle from dissociated.catalog.handle"):
+        from dissociated.catalog.dataset import Dataset
+    with dis.Server(["inproc:"]) as server:
+        server.publish("d", pa.table({"n": [1]}))
+        with dis.connect(server.catalog_uri) as client:
+            assert isinstance(client["d"], Dataset)
+
+
 def test_what_is_nowhere() -> None:
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from dissociated.log import nothing  # noqa: F401

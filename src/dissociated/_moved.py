@@ -9,19 +9,24 @@ from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 
-def moved(old: str, *places: str) -> Callable[[str], Any]:
-    """The `__getattr__` of the module `old`, whose names are in `places` now. Says so with a DeprecationWarning."""
+def moved(old: str, *places: str, **names: str) -> Callable[[str], Any]:
+    """The `__getattr__` of the module `old`, whose names are in `places` now. Says so with a DeprecationWarning.
+
+    Those in `names` are called otherwise there: `moved(__name__, place, Old="New")`.
+    """
 
     def find(name: str) -> Any:
+        new = names.get(name, name)
         for place in () if name.startswith("_") else places:
             module = import_module(place)
-            if hasattr(module, name):
+            if hasattr(module, new):
+                what = "it" if new == name else new
                 warnings.warn(
-                    f"{old}.{name} has moved: import it from {place}; the old place goes with the next release",
+                    f"{old}.{name} has moved: import {what} from {place}; the old place goes with the next release",
                     DeprecationWarning,
                     stacklevel=2,
                 )
-                return getattr(module, name)
+                return getattr(module, new)
         raise AttributeError(f"module {old!r} has no attribute {name!r}")
 
     return find

@@ -173,8 +173,8 @@ class StageBackend(Backend):
         return SegmentWriter(self._stage.path(name), schema, options)
 
     def prepare(self, request: CommitRequest) -> Prepared:
-        before = request.previous.appendable() if request.append and request.previous is not None else ()
-        segments = [*before, *self._stage.take([*request.staged], self.max_metadata)]
+        previous = request.previous.appendable() if request.append and request.previous is not None else ()
+        segments = [*previous, *self._stage.take([*request.staged], self.max_metadata)]
         if not segments:
             segments = [Segment.in_memory(request.name, request.schema.empty_table().to_reader())]
         return Prepared(secrets.token_hex(8), SegmentsDataset(request.name, segments))
@@ -262,14 +262,14 @@ class StoreBackend(Backend):
     def ensure_room(self, name: str, size: int) -> None:
         self._retry_when_full(lambda: self._store.ensure_room(name, size))
 
-    def _retry_when_full(self, take: Callable[[], T]) -> T:
+    def _retry_when_full(self, operation: Callable[[], T]) -> T:
         """What needs room, and once more where there was none: what may go is known as of the last look only."""
         try:
-            return take()
+            return operation()
         except StoreFull:
             with suppress(DissociatedError):  # a catalog that does not answer has nothing new
                 self.reconcile()  # not within the store, which others use meanwhile
-            return take()
+            return operation()
 
     def prepare(self, request: CommitRequest) -> Prepared:
         previous = request.previous if request.append else None
@@ -278,7 +278,7 @@ class StoreBackend(Backend):
             if current is None or self.load_version(current).dataset is not previous:
                 previous.appendable()  # which may say why not
                 raise StoreError(f"{request.name!r} does not lie in this store, so nothing can be appended to it")
-        known = self._store.by_key(request.key)
+        committed = self._store.by_key(request.key)
         version = self._store.commit(
             request.name,
             request.staged,
@@ -293,7 +293,7 @@ class StoreBackend(Backend):
         try:
             self._open_version(version)  # nothing is published that nobody could read
         except DissociatedError:
-            if version != known:
+            if version != committed:
                 self._store.remove(version)
             raise
         return self.load_version(version)
@@ -303,16 +303,16 @@ class StoreBackend(Backend):
 
         Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
         """
-        known = self._registry.lookup_part(version.id)
-        if known is None:
-            made = StoredDataset(
+        dataset = self._registry.lookup_part(version.id)
+        if dataset is None:
+            stored = StoredDataset(
                 version.name, self._schema(version), version.rows, version.nbytes, partial(self._open_version, version)
             )
-            made.ticket = version.ticket
-            known = self._registry.serve(version.id, made)
+            stored.ticket = version.ticket
+            dataset = self._registry.serve(version.id, stored)
             if self._store.version(version.id) is None:  # it was removed meanwhile
                 self._registry.withdraw_parts([version.id])
-        return Prepared(version.id, known, version.number)
+        return Prepared(version.id, dataset, version.number)
 
     def _schema(self, version: Version) -> pa.Schema:
         if not version.schema:
@@ -362,8 +362,8 @@ class StoreBackend(Backend):
         self._store.discard(names)
 
     def remove(self, ids: Iterable[str]) -> None:
-        known = (self._store.version(id) for id in {*ids})
-        self._store.remove(*sorted((one for one in known if one is not None), key=lambda one: one.number))
+        versions = (self._store.version(id) for id in {*ids})
+        self._store.remove(*sorted((one for one in versions if one is not None), key=lambda one: one.number))
 
     def confirm(self, published: Mapping[str, bool]) -> None:
         for id, whole in published.items():

@@ -21,7 +21,7 @@ import pyarrow.flight as flight
 from dissociated.access import Security
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared
-from dissociated.catalog.chunks import receive_put
+from dissociated.catalog.flight_streams import receive_put
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.messages import part_to_json
 from dissociated.catalog.publication import Publication
@@ -100,7 +100,7 @@ class Catalog(ABC):
     # Publishing
 
     @abstractmethod
-    def record_publication(self, made: Dataset) -> None:
+    def record_publication(self, dataset: Dataset) -> None:
         """This process has published this by itself, and serves it already."""
 
     @abstractmethod
@@ -109,12 +109,12 @@ class Catalog(ABC):
 
     def _parse_commit(self, body: Mapping[str, Any]) -> tuple[Publication, str, list[tuple[str, str]]]:
         """What is published, the key of its commit, and its segments, each after its node."""
-        asked = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
+        publication = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
         segments = [
             (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own_node_id(), str(one))
             for one in body["segments"]
         ]
-        return asked, str(body.get("key") or _commit_key(asked.name, segments)), segments
+        return publication, str(body.get("key") or _commit_key(publication.name, segments)), segments
 
     def _own_node_id(self) -> str:
         if not self._backend.has_stage:
@@ -137,40 +137,40 @@ class Catalog(ABC):
     def resolved_commits(self, keys: Sequence[str]) -> Sequence[str]:
         """Those of `keys` that were committed or aborted."""
 
-    def put(self, asked: Mapping[str, Any], reader: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    def put(self, command: Mapping[str, Any], reader: Any, cancelled: Callable[[], bool]) -> dict[str, Any]:
         """Write a stream that a Flight client sends, and publish it unless it asks for that to wait.
 
         What breaks off, which `cancelled` tells or an end that is missing, leaves nothing.
         """
-        Publication.parse(asked)  # before anything moves
-        return self._put(asked, reader.schema, receive_put(reader, cancelled, bool(asked.get("end"))))
+        Publication.parse(command)  # before anything moves
+        return self._put(command, reader.schema, receive_put(reader, cancelled, bool(command.get("end"))))
 
-    def _put(self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
+    def _put(self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
         segment = f"{secrets.token_hex(16)}.arrows"
-        if isinstance(size := asked.get("nbytes"), int):
-            self._backend.ensure_room(asked["name"], size)
+        if isinstance(size := command.get("nbytes"), int):
+            self._backend.ensure_room(command["name"], size)
         with self._backend.writer(segment, schema) as writer:
             for batch, metadata in pairs:
                 writer.write_batch(batch, metadata)
-        told = {"node": self.node.id, "segment": segment}
-        if not asked.get("staged"):
+        written = {"node": self.node.id, "segment": segment}
+        if not command.get("staged"):
             try:
-                self._commit_put(asked, schema, told)
+                self._commit_put(command, schema, written)
             except BaseException:
                 self.discard([segment])
                 raise
-        return {**told, "rows": writer.rows}
+        return {**written, "rows": writer.rows}
 
-    def _commit_put(self, asked: Mapping[str, Any], schema: pa.Schema, segment: Mapping[str, str]) -> None:
+    def _commit_put(self, command: Mapping[str, Any], schema: pa.Schema, segment: Mapping[str, str]) -> None:
         self.commit(
             {
-                "name": asked["name"],
+                "name": command["name"],
                 "segments": [segment],
-                "append": asked.get("mode") == "append",
+                "append": command.get("mode") == "append",
                 "schema": schemas.to_base64(schema),
-                "key": asked.get("key"),
-                "tags": asked.get("tags"),
-                "ttl": asked.get("ttl"),
+                "key": command.get("key"),
+                "tags": command.get("tags"),
+                "ttl": command.get("ttl"),
             }
         )
 
@@ -195,7 +195,7 @@ class Catalog(ABC):
 
     # What writers ask
 
-    def stage(self, asking: Mapping[str, Any]) -> dict[str, Any]:
+    def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         """Where writers put segments: on the host that asks, if there is a node."""
         directory = self._backend.directory
         return {
@@ -281,8 +281,10 @@ class Catalog(ABC):
 
     def _on_spilled(self, prepared: Prepared) -> None:
         """A version was spilled."""
-        made = prepared.dataset
-        self.holdings.record_change("spilled", made.name, self._version_number(prepared.id), made.rows, made.nbytes)
+        dataset = prepared.dataset
+        self.holdings.record_change(
+            "spilled", dataset.name, self._version_number(prepared.id), dataset.rows, dataset.nbytes
+        )
 
     @abstractmethod
     def _version_number(self, part: str) -> int | None:

@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
-from dissociated.catalog.calls import CatalogConnection, FlightBatches
-from dissociated.catalog.chunks import receive_get
+from dissociated.catalog.connection import CatalogConnection, FlightBatches
+from dissociated.catalog.flight_streams import receive_get
 from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.put import Progress, Put
@@ -87,7 +87,7 @@ class CatalogClient:
         """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
         criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_caller_identity()}).encode()
 
-        def found(client: Any) -> DatasetList:
+        def list_flights(client: Any) -> DatasetList:
             try:
                 return DatasetList(map(DatasetInfo.parse, client.list_flights(criteria, self._calls.options())))
             except NotImplementedError:
@@ -96,25 +96,27 @@ class CatalogClient:
                     "ask for a dataset by its name"
                 ) from None
 
-        return self._calls.call(found)
+        return self._calls.call(list_flights)
 
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
         """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
-        describe = self._calls.flight.FlightDescriptor
-        ours = {"name": name, **_caller_identity(), **({} if version is None else {"version": version})}
-        ways = [describe.for_command(json.dumps(ours))]
-        if version is None:
-            ways += describe.for_command(name), describe.for_path(name)  # as other servers may understand it
-        unknown = False
-        for way in ways:
+        flight_descriptor = self._calls.flight.FlightDescriptor
+        command = {"name": name, **_caller_identity(), **({} if version is None else {"version": version})}
+        descriptors = [flight_descriptor.for_command(json.dumps(command))]
+        if version is None:  # as other servers may understand it
+            descriptors += flight_descriptor.for_command(name), flight_descriptor.for_path(name)
+        refused: CatalogError
+        unknown: DatasetNotFound | None = None
+        for descriptor in descriptors:
             try:
-                return self._get_flight_info(way)
+                return self._get_flight_info(descriptor)
             except CatalogUnreachable:
                 raise
+            except DatasetNotFound as error:
+                refused = unknown = error
             except CatalogError as error:
                 refused = error
-                unknown = unknown or isinstance(error, DatasetNotFound)
-        if unknown and not isinstance(refused, DatasetNotFound):
+        if unknown is not None and refused is not unknown:
             raise DatasetNotFound(f"the server at {self.uri} knows no dataset {name!r}") from None
         raise refused
 
@@ -139,8 +141,8 @@ class CatalogClient:
         """
         options = check_options(options, ReadOptions)
         flight = self._calls.flight
-        told = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
-        reader = self._calls.call(lambda client: client.do_get(flight.Ticket(ticket), told))
+        call_options = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
+        reader = self._calls.call(lambda client: client.do_get(flight.Ticket(ticket), call_options))
         with self._calls.errors():
             schema = check_field_names(reader.schema)
         options.check_depth(schema)
@@ -176,8 +178,8 @@ class CatalogClient:
         """
         if transport not in (None, "shm", "grpc"):
             raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
-        asked = Publication(name, mode, dict(tags or {}), ttl)
-        put = Put(asked, make_dataset(name, source, schema=schema), progress)
+        publication = Publication(name, mode, dict(tags or {}), ttl)
+        put = Put(publication, make_dataset(name, source, schema=schema), progress)
         place = None if transport == "grpc" else self._stage_here()
         if place is not None:
             return self._put_into(place, put)
@@ -198,16 +200,24 @@ class CatalogClient:
     def _put_into(self, place: StagePlace, put: Put) -> int:
         key = secrets.token_hex(16)
         segment = f"{key}-0.arrows"
-        asked = put.asked
+        publication = put.publication
         try:
             with ExitStack() as stack:
                 reserve = None
                 if place.limited:
-                    keeper = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
-                    reserve = keeper.reserve
+                    node = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
+                    reserve = node.reserve
                 rows = put.write(place, segment, reserve)
             written = [{"node": place.node, "segment": segment}]
-            self.commit(asked.name, written, asked.mode, put.schema, key=key, tags=asked.tags, ttl=asked.ttl)
+            self.commit(
+                publication.name,
+                written,
+                publication.mode,
+                put.schema,
+                key=key,
+                tags=publication.tags,
+                ttl=publication.ttl,
+            )
         except BaseException:
             with suppress(DissociatedError):
                 self.abort(key)
@@ -232,12 +242,12 @@ class CatalogClient:
         Raises StoreError where the node refuses it, CatalogError where there is none on this host, AccessDenied,
         TransportError and DeadlineExceeded.
         """
-        place = self.stage()
-        if not place.handover or place.boot_id != boot_id():
+        stage = self.stage()
+        if not stage.handover or stage.boot_id != boot_id():
             raise CatalogError(
                 "there is no node on this host that memory could be handed over to: start one, dissociated node"
             )
-        return {"node": place.node, "segment": hand_over(place.handover, descriptor, self.defaults.timeout)}
+        return {"node": stage.node, "segment": hand_over(stage.handover, descriptor, self.defaults.timeout)}
 
     def commit(
         self,
@@ -262,9 +272,9 @@ class CatalogClient:
         Segments whose names begin with the key and "-", and that are not among these, are removed: attempts that failed
         or were not needed have left them.
         """
-        asked = Publication(name, mode, dict(tags or {}), ttl)
+        publication = Publication(name, mode, dict(tags or {}), ttl)
         body = {
-            **asdict(asked),
+            **asdict(publication),
             "segments": [*segments],
             "append": mode == "append",
             "schema": base64.b64encode(schema.serialize()).decode(),

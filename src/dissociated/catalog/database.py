@@ -74,9 +74,9 @@ class Database:
                     digest,
                 ),
             )
-            there = {one.part.id for one in announced}
+            present = {one.part.id for one in announced}
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
-                if row["id"] not in there:
+                if row["id"] not in present:
                     versions.remove_missing(row["id"], node.host)
             self._record_announced(versions, announced)
             versions.expire(versions.now)
@@ -167,12 +167,12 @@ class Database:
         """
         with self._transaction() as versions:
             unsettled = self._tables.all("SELECT id FROM unsettled CROSS JOIN parts ON id = part WHERE node = ?", node)
-            found = {}
+            referenced = {}
             for part in {*parts, *(row["id"] for row in unsettled)}:
                 (row,) = self._tables.all("SELECT max(version) AS latest FROM version_parts WHERE part = ?", part)
                 if row["latest"] is not None:
-                    found[part] = versions.is_single_part(row["latest"])
-            return found
+                    referenced[part] = versions.is_single_part(row["latest"])
+            return referenced
 
     def acknowledge_parts(self, parts: Iterable[str]) -> None:
         """The node of these parts knows what `referenced_parts` said of them."""
@@ -209,9 +209,9 @@ class Database:
         that of what is appended to.
         """
         with self._transaction() as versions:
-            done = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
-            if done:
-                return int(done[0]["version"])
+            committed = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
+            if committed:
+                return int(committed[0]["version"])
             if versions.is_resolved(key):
                 raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
             version = versions.publish(
@@ -255,12 +255,12 @@ class Database:
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[VersionRecord]:
         """The datasets whose names begin with `prefix` and that have all of `tags`, by name."""
         with self._transaction() as versions:
-            found = [
+            rows = [
                 row
                 for row in self._tables.all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
                 if row["name"].startswith(prefix) and (tags or {}).items() <= json.loads(row["tags"]).items()
             ]
-            return [versions.record(row) for row in found]
+            return [versions.record(row) for row in rows]
 
     def find(self, name: str, version: int | None = None, retain: float = 0.0) -> VersionRecord:
         """The dataset `name`, or a version of it that is still there. Raises DatasetNotFound.

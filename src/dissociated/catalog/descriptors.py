@@ -26,7 +26,7 @@ def parse_criteria(criteria: bytes) -> dict[str, Any]:
     """What is asked of a list: everything where that is empty."""
     if not criteria:
         return {}
-    return _checked(_parse_json(criteria, 'the criteria are JSON: {"prefix": "...", "tags": {...}}'), _LIST)
+    return _check_keys(_parse_json(criteria, 'the criteria are JSON: {"prefix": "...", "tags": {...}}'), _LIST)
 
 
 def parse_get(descriptor: flight.FlightDescriptor) -> dict[str, Any]:
@@ -46,30 +46,30 @@ def _parse(descriptor: flight.FlightDescriptor, known: Mapping[str, type]) -> di
     if descriptor.descriptor_type == flight.DescriptorType.CMD:
         if not descriptor.command.lstrip().startswith(b"{"):
             return {"name": descriptor.command.decode(errors="replace")}
-        asked = _parse_json(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
-        if isinstance(asked.get("name"), str):
-            return _checked(asked, {"name": str, **known})
+        command = _parse_json(descriptor.command, 'a command is a name, or JSON: {"name": "...", ...}')
+        if isinstance(command.get("name"), str):
+            return _check_keys(command, {"name": str, **known})
     raise CatalogError("a dataset is described by a path of one part, or a command: its name, or JSON with its name")
 
 
-def _checked(asked: dict[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
-    for key, value in asked.items():
+def _check_keys(command: dict[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
+    for key, value in command.items():
         if key not in known:
             raise CatalogError(f"nothing is known here of {key!r}: there are {', '.join(known)}")
         if value is not None and not isinstance(value, known[key]):
             raise CatalogError(f"{key!r} is {_JSON_TYPES[known[key]]}, not {json.dumps(value)}")
-    return asked
+    return command
 
 
-def _parse_json(text: bytes, otherwise: str) -> dict[str, Any]:
-    """An object in JSON. Raises CatalogError that says `otherwise`."""
+def _parse_json(text: bytes, expected: str) -> dict[str, Any]:
+    """An object in JSON. Raises CatalogError that says what is `expected`."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
-        raise CatalogError(f"{otherwise} ({error})") from None
-    if not isinstance(found, dict):
-        raise CatalogError(otherwise)
-    return found
+        raise CatalogError(f"{expected} ({error})") from None
+    if not isinstance(parsed, dict):
+        raise CatalogError(expected)
+    return parsed
 
 
 def first_field(message: bytes) -> bytes:

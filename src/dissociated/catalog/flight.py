@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.chunks import generate_get
 from dissociated.catalog.descriptors import first_field, parse_put
+from dissociated.catalog.flight_streams import generate_get
 from dissociated.catalog.guard import require_peer
 from dissociated.codec.split import batches
 from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, peer_message
@@ -121,8 +121,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
         with flight_errors():
-            told = self._catalog.put(parse_put(descriptor), reader, context.is_cancelled)
-            writer.write(pa.py_buffer(json.dumps(told).encode()))
+            result = self._catalog.put(parse_put(descriptor), reader, context.is_cancelled)
+            writer.write(pa.py_buffer(json.dumps(result).encode()))
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         raise NotAnswered("there is no DoExchange here: GetFlightInfo and DoGet read, DoPut publishes")

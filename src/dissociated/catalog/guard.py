@@ -56,8 +56,8 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
                 _log.error("a token could not be checked: %s in authorize", type(error).__name__)
                 raise _unauthenticated(info, "the catalog could not check the token") from None
             if owner:
-                known = {"identity": owner} if isinstance(owner, str) else {}
-                _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **known})
+                fields = {"identity": owner} if isinstance(owner, str) else {}
+                _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **fields})
                 return None
         raise _unauthenticated(info, "the catalog does not accept this token: it may have been withdrawn")
 

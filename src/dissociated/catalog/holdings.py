@@ -81,8 +81,8 @@ class Holdings:
 
     def describe_part(self, prepared: Prepared, number: int = 0) -> Part:
         """What a catalog is told of it: part `number` of a version."""
-        made = prepared.dataset
-        return Part(prepared.id, self.backend.id, made.ticket, made.rows, made.nbytes, number, prepared.serial)
+        dataset = prepared.dataset
+        return Part(prepared.id, self.backend.id, dataset.ticket, dataset.rows, dataset.nbytes, number, prepared.serial)
 
     def describe_versions(self, versions: Iterable[Version]) -> list[AnnouncedVersion]:
         """What a catalog is told of versions in the store."""
@@ -118,12 +118,12 @@ class Holdings:
         Raises as `Registry.resolve_ticket` does, ColumnNotFound and SourceError.
         """
         ticket, selection = parse_identifier(ticket)
-        found, whole = self.registry.resolve_ticket(ticket)
-        reader = self.registry.select(whole, selection).open_reader()
+        published, granted = self.registry.resolve_ticket(ticket)
+        reader = self.registry.select(granted, selection).open_reader()
         self.activity.flight()
 
         def pairs() -> Iterator[BatchAndMetadata]:
-            with found.reading():
+            with published.reading():
                 yield from batches(reader)
 
         return BatchReader(reader.schema, pairs())

@@ -14,9 +14,9 @@ from polars.io.plugins import register_io_source
 from dissociated.codec.filter import RowFilter
 from dissociated.errors import DissociatedError
 
-_COMPARED = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
+_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
 _FLIPPED = {"Gt": "Lt", "GtEq": "LtEq", "Lt": "Gt", "LtEq": "GtEq", "Eq": "Eq", "NotEq": "NotEq"}
-_PLAIN = {"Boolean": bool, "String": str, "Float32": float, "Float64": float}
+_SCALAR_TYPES = {"Boolean": bool, "String": str, "Float32": float, "Float64": float}
 _EPOCH = datetime(1970, 1, 1)
 
 
@@ -37,16 +37,16 @@ def scan(dataset: Handle) -> pl.LazyFrame:
     ) -> Iterator[pl.DataFrame]:
         conditions = None if predicate is None else _conditions(predicate, dataset.schema)
         reader = dataset.to_reader(columns, conditions or None, limit=rows if predicate is None else None)
-        left = rows
+        remaining = rows
         for batch in reader:
             frame = pl.DataFrame(batch)
             if predicate is not None:  # all of it: what was asked for is what of it could be said
                 frame = frame.filter(predicate)
-            if left is not None:
-                frame = frame.head(left)
-                left -= frame.height
+            if remaining is not None:
+                frame = frame.head(remaining)
+                remaining -= frame.height
             yield frame
-            if left == 0:
+            if remaining == 0:
                 return
 
     schema = pl.DataFrame(dataset.schema.empty_table()).schema
@@ -56,13 +56,13 @@ def scan(dataset: Handle) -> pl.LazyFrame:
 def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, Any]]:
     """Conditions that every row that passes fulfils: what of the predicate can be said so."""
     try:
-        plain = json.loads(predicate.meta.serialize(format="json"))
+        tree = json.loads(predicate.meta.serialize(format="json"))
     except (pl.exceptions.PolarsError, ValueError):
         return []
-    return [one for one in _said(plain) if _fits(one, schema)]
+    return [one for one in _conjuncts(tree) if _is_valid(one, schema)]
 
 
-def _fits(condition: tuple[str, str, Any], schema: pa.Schema) -> bool:
+def _is_valid(condition: tuple[str, str, Any], schema: pa.Schema) -> bool:
     try:
         RowFilter.bind([condition], schema)
     except DissociatedError:
@@ -70,15 +70,15 @@ def _fits(condition: tuple[str, str, Any], schema: pa.Schema) -> bool:
     return True
 
 
-def _said(plain: Any) -> Iterator[tuple[str, str, Any]]:
-    match plain:
+def _conjuncts(tree: Any) -> Iterator[tuple[str, str, Any]]:
+    match tree:
         case {"BinaryExpr": {"left": left, "op": "And", "right": right}}:
-            yield from _said(left)
-            yield from _said(right)
+            yield from _conjuncts(left)
+            yield from _conjuncts(right)
         case {"BinaryExpr": {"left": {"Column": str(name)}, "op": str(op), "right": {"Literal": literal}}}:
-            yield from _compared(name, op, literal)
+            yield from _comparison(name, op, literal)
         case {"BinaryExpr": {"left": {"Literal": literal}, "op": str(op), "right": {"Column": str(name)}}}:
-            yield from _compared(name, _FLIPPED.get(op, op), literal)
+            yield from _comparison(name, _FLIPPED.get(op, op), literal)
         case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNull"}}}:
             yield (name, "is null")  # type: ignore[misc]  # of these there are two
         case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNotNull"}}}:
@@ -89,13 +89,13 @@ def _said(plain: Any) -> Iterator[tuple[str, str, Any]]:
                 "function": {"Boolean": {"IsBetween": _}},
             }
         }:
-            yield from _compared(name, "GtEq", least)
-            yield from _compared(name, "LtEq", most)
+            yield from _comparison(name, "GtEq", least)
+            yield from _comparison(name, "LtEq", most)
 
 
-def _compared(name: str, op: str, literal: Any) -> Iterator[tuple[str, str, Any]]:
-    if op in _COMPARED and (value := _value(literal)) is not None:
-        yield name, _COMPARED[op], value
+def _comparison(name: str, op: str, literal: Any) -> Iterator[tuple[str, str, Any]]:
+    if op in _OPERATORS and (value := _value(literal)) is not None:
+        yield name, _OPERATORS[op], value
 
 
 def _value(literal: Any) -> Any:
@@ -112,6 +112,6 @@ def _value(literal: Any) -> Any:
             return moment if zone is None else moment.replace(tzinfo=UTC)
         case {"Scalar": dict(scalar)} if len(scalar) == 1:
             kind, plain = next(iter(scalar.items()))
-            wanted = int if kind.startswith(("Int", "UInt")) else _PLAIN.get(kind)
+            wanted = int if kind.startswith(("Int", "UInt")) else _SCALAR_TYPES.get(kind)
             return plain if type(plain) is wanted else None
     return None

@@ -29,9 +29,9 @@ class Listing:
         self._holdings = holdings
         self._registry = holdings.registry
 
-    def info(self, record: VersionRecord, asking: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
+    def info(self, record: VersionRecord, caller: Mapping[str, Any], expires: float | None = None) -> flight.FlightInfo:
         """What Flight says of a version."""
-        about = {
+        app_metadata = {
             "host": host_name(),
             "boot_id": boot_id(),
             "version": record.version,
@@ -43,27 +43,27 @@ class Listing:
         return flight.FlightInfo(
             deserialize(record.schema),
             flight.FlightDescriptor.for_path(record.name),
-            [self.endpoint(part, asking, earliest_expiry(expires, record.expires)) for part in record.parts],
+            [self.endpoint(part, caller, earliest_expiry(expires, record.expires)) for part in record.parts],
             -1 if record.rows is None else record.rows,
             -1 if record.nbytes is None else record.nbytes,
             ordered=True,
-            app_metadata=json.dumps(about),
+            app_metadata=json.dumps(app_metadata),
         )
 
     def reference_info(self, record: VersionRecord, descriptor: flight.FlightDescriptor) -> flight.FlightInfo | None:
         """What the C++ reference expects, whose command is a name; None where this server has no place for it."""
-        mine = self._registry.lookup(record.parts[0].ticket) if len(record.parts) == 1 else None
-        pair = [] if mine is None else self._holdings.endpoints.reference_locations(mine)
-        if mine is None or not pair:
+        local = self._registry.lookup(record.parts[0].ticket) if len(record.parts) == 1 else None
+        pair = [] if local is None else self._holdings.endpoints.reference_locations(local)
+        if local is None or not pair:
             return None
-        ticket = self._registry.issue_ticket(mine)
+        ticket = self._registry.issue_ticket(local)
         endpoint = flight.FlightEndpoint(ticket.data, pair)
         return flight.FlightInfo(deserialize(record.schema), descriptor, [endpoint], -1, -1)
 
     def endpoint(
         self,
         part: ReplicatedPart,
-        asking: Mapping[str, Any],
+        caller: Mapping[str, Any],
         expires: float | None,
         columns: tuple[str, ...] | None = None,
     ) -> flight.FlightEndpoint:
@@ -71,36 +71,36 @@ class Listing:
 
         Who does not say on which host it is (our clients do) may know Flight alone, and take the first location.
         """
-        host, boot = asking.get("host"), asking.get("boot_id")
-        mine = self._registry.lookup(part.ticket)
+        host, boot_id_of_caller = caller.get("host"), caller.get("boot_id")
+        local = self._registry.lookup(part.ticket)
 
         def distance(node: NodeRecord) -> int:
-            return 0 if node.boot_id == boot else 1 if node.host == host else 2
+            return 0 if node.boot_id == boot_id_of_caller else 1 if node.host == host else 2
 
-        own = self._holdings.backend.id
+        own_id = self._holdings.backend.id
         nodes = sorted((node for node in part.nodes if node.alive), key=distance)
-        locations = [node.flight for node in nodes] if boot is None else []
+        locations = [node.flight for node in nodes] if boot_id_of_caller is None else []
         for node in nodes:
-            near = boot is None or node.boot_id == boot
-            here = mine if node.id == own else None
+            near = boot_id_of_caller is None or node.boot_id == boot_id_of_caller
+            here = local if node.id == own_id else None
             offered = node.locations if here is None else self._holdings.endpoints.dataset_locations(here)
             locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
-            if boot is not None and node.id != own:
+            if boot_id_of_caller is not None and node.id != own_id:
                 locations.append(node.flight)
         if locations:
             locations.append(REUSE_CONNECTION)
-        about = [
+        nodes_told = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
         ]
-        if mine is not None and mine.reopened:
+        if local is not None and local.reopened:
             expires = None  # whoever asks again may get nothing, or another stream
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
-        ends = [end for end in (expires, ticket.expires) if end is not None]
+        expirations = [end for end in (expires, ticket.expires) if end is not None]
         return flight.FlightEndpoint(
             ticket.data,
             locations,
-            None if not ends else pa.scalar(int(min(ends) * 1e6), pa.timestamp("us", "UTC")),
-            json.dumps({"nodes": about, "rows": part.rows}),
+            None if not expirations else pa.scalar(int(min(expirations) * 1e6), pa.timestamp("us", "UTC")),
+            json.dumps({"nodes": nodes_told, "rows": part.rows}),
         )
 
 

@@ -20,9 +20,9 @@ from dissociated.access import Security
 from dissociated.catalog import schemas
 from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.base import Catalog
-from dissociated.catalog.chunks import upload
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.descriptors import first_field, parse_criteria, parse_get
+from dissociated.catalog.flight_streams import upload
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
 from dissociated.catalog.messages import announced_from_json, node_from_json, node_to_json, part_from_json
@@ -61,25 +61,25 @@ class LocalCatalog(Catalog):
     # What there is
 
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        asked = parse_criteria(criteria)
-        tags = {str(key): str(value) for key, value in dict(asked.get("tags") or {}).items()}
-        for record in self._database.datasets(str(asked.get("prefix") or ""), tags):
-            yield self._listing.info(record, asked)
+        query = parse_criteria(criteria)
+        tags = {str(key): str(value) for key, value in dict(query.get("tags") or {}).items()}
+        for record in self._database.datasets(str(query.get("prefix") or ""), tags):
+            yield self._listing.info(record, query)
 
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        asked = parse_get(descriptor)
+        command = parse_get(descriptor)
         expires = self._ticket_expiry()
-        record = self._find(asked, self.retain)
-        plainly = descriptor.descriptor_type == flight.DescriptorType.CMD and len(asked) == 1
-        reference = self._listing.reference_info(record, descriptor) if plainly else None
-        return reference or self._listing.info(record, asked, expires)
+        record = self._find(command, self.retain)
+        name_only = descriptor.descriptor_type == flight.DescriptorType.CMD and len(command) == 1
+        reference = self._listing.reference_info(record, descriptor) if name_only else None
+        return reference or self._listing.info(record, command, expires)
 
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
         return schemas.deserialize(self._find(parse_get(descriptor)).schema)
 
-    def _find(self, asked: Mapping[str, Any], retain: float = 0.0) -> VersionRecord:
+    def _find(self, command: Mapping[str, Any], retain: float = 0.0) -> VersionRecord:
         """The version that a descriptor speaks of. Raises DatasetNotFound."""
-        return self._database.find(asked["name"], asked.get("version"), retain)
+        return self._database.find(command["name"], command.get("version"), retain)
 
     def _ticket_expiry(self) -> float | None:
         """When a ticket that is given out now ends at the soonest; None where nothing is promised."""
@@ -131,10 +131,10 @@ class LocalCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, made: Dataset) -> None:
-        part = Part(secrets.token_hex(8), self.node.id, made.ticket, made.rows, made.nbytes)
-        self._registry.assign_part(part.id, made)
-        self._database.publish(made.name, part.id, schemas.serialize(made.schema), [part])
+    def record_publication(self, dataset: Dataset) -> None:
+        part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
+        self._registry.assign_part(part.id, dataset)
+        self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part])
         self._delete_unreferenced()
 
     def drop(self, name: str) -> None:
@@ -154,9 +154,11 @@ class LocalCatalog(Catalog):
         return self._database.resolved_commits(keys)
 
     def commit(self, body: Mapping[str, Any]) -> None:
-        asked, key, segments = self._parse_commit(body)
+        publication, key, segments = self._parse_commit(body)
         schema = schemas.from_base64(body["schema"])
-        request = CommitRequest(asked.name, key, [], schema, asked.mode == "append", tags=asked.tags, ttl=asked.ttl)
+        request = CommitRequest(
+            publication.name, key, [], schema, publication.mode == "append", tags=publication.tags, ttl=publication.ttl
+        )
         by_node: dict[str, list[str]] = {}
         for node, segment in segments:
             by_node.setdefault(node, []).extend([segment] if segment else [])  # a node without one has no rows
@@ -165,7 +167,7 @@ class LocalCatalog(Catalog):
                 self.discard(by_node.get(self.node.id, ()))
                 return
             if self._database.resolved_commits([key]):
-                raise CatalogError(f"what was to be published as {asked.name!r} has been aborted: write it again")
+                raise CatalogError(f"what was to be published as {publication.name!r} has been aborted: write it again")
             if not by_node:
                 by_node[self._own_node_id()] = []
             if [*by_node] == [self.node.id] and self._is_single_part(request):
@@ -187,19 +189,19 @@ class LocalCatalog(Catalog):
 
     def _commit_local(self, request: CommitRequest, staged: Sequence[str]) -> None:
         request = replace(request, staged=staged)
-        lineage: list[str] = []
+        before: list[str] = []
         if request.append:
             try:
                 record = self._database.find(request.name)
             except DatasetNotFound:
                 pass
             else:  # of what is there nothing may be left out
-                before = self._registry.lookup(record.parts[0].ticket)
-                if before is None:
+                previous = self._registry.lookup(record.parts[0].ticket)
+                if previous is None:
                     raise DatasetNotFound(f"{request.name!r} was dropped just now, so nothing can be appended to it")
-                lineage = [record.lineage_id]
+                before = [record.lineage_id]
                 tags, ttl = record.merged_options(request.tags, request.ttl)
-                request = replace(request, previous=before, tags=tags, ttl=ttl)
+                request = replace(request, previous=previous, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(request)
         self.holdings.serve(prepared, named=True)
         self._database.publish(
@@ -209,14 +211,14 @@ class LocalCatalog(Catalog):
             [self.holdings.describe_part(prepared)],
             tags=request.tags,
             ttl=request.ttl,
-            before=lineage,
+            before=before,
         )
 
     def _commit_distributed(self, request: CommitRequest, by_node: Mapping[str, Sequence[str]]) -> None:
         """Each node prepares its part; the catalog's transaction is the commit."""
         nodes = {node.id: node for node in self._database.nodes()}
         parts = []
-        found = set()
+        encoded_schemas = set()
         for number, (node, staged) in enumerate(by_node.items()):
             if node not in nodes:
                 raise CatalogError(f"no node {node!r} has registered at this catalog")
@@ -229,16 +231,22 @@ class LocalCatalog(Catalog):
                 "ttl": request.ttl,
             }
             if node == self.node.id:
-                told = self.prepare(body)
+                prepared = self.prepare(body)
             else:
                 with Peer(nodes[node].flight, self.security) as peer:
-                    told = peer.do_action("prepare", body)
-            parts.append(replace(part_from_json(told["part"]), number=number))
-            found.add(base64.b64decode(told["schema"]))
-        if len(found) > 1:
+                    prepared = peer.do_action("prepare", body)
+            parts.append(replace(part_from_json(prepared["part"]), number=number))
+            encoded_schemas.add(base64.b64decode(prepared["schema"]))
+        if len(encoded_schemas) > 1:
             raise CatalogError(f"the segments of {request.name!r} do not have one schema on all nodes")
         self._database.publish(
-            request.name, request.key, found.pop(), parts, append=request.append, tags=request.tags, ttl=request.ttl
+            request.name,
+            request.key,
+            encoded_schemas.pop(),
+            parts,
+            append=request.append,
+            tags=request.tags,
+            ttl=request.ttl,
         )
         published = self._database.referenced_parts(
             self.node.id, [part.id for part in parts if part.node == self.node.id]
@@ -246,37 +254,39 @@ class LocalCatalog(Catalog):
         self._backend.confirm(published)
         self._database.acknowledge_parts(published)
 
-    def _put(self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
+    def _put(self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
         return (
-            super()._put(asked, schema, pairs) if self._backend.has_stage else self._put_on_node(asked, schema, pairs)
+            super()._put(command, schema, pairs)
+            if self._backend.has_stage
+            else self._put_on_node(command, schema, pairs)
         )
 
     def _put_on_node(
-        self, asked: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]
+        self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]
     ) -> dict[str, Any]:
         node = self._choose_node({})
-        descriptor = flight.FlightDescriptor.for_command(json.dumps({**asked, "staged": True, "end": True}))
+        descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
         with Peer(node.flight, self.security) as peer:
             answer = peer.forward(lambda client: upload(client, descriptor, schema, pairs))
             try:
-                self._commit_put(asked, schema, {"node": node.id, "segment": answer["segment"]})
+                self._commit_put(command, schema, {"node": node.id, "segment": answer["segment"]})
             except BaseException:
                 with suppress(DissociatedError):
                     peer.discard([answer["segment"]])
                 raise
         return answer
 
-    def stage(self, asking: Mapping[str, Any]) -> dict[str, Any]:
+    def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         if self._backend.has_stage:
-            return super().stage(asking)
-        node = self._choose_node(asking)
+            return super().stage(caller)
+        node = self._choose_node(caller)
         with Peer(node.flight, self.security) as peer:
-            return peer.do_action("stage", dict(asking))
+            return peer.do_action("stage", dict(caller))
 
-    def _choose_node(self, asking: Mapping[str, Any]) -> NodeRecord:
+    def _choose_node(self, caller: Mapping[str, Any]) -> NodeRecord:
         nodes = [node for node in self._database.nodes() if node.alive and node.flight != self.node.flight]
         for node in nodes:
-            if node.boot_id == asking.get("boot_id"):
+            if node.boot_id == caller.get("boot_id"):
                 return node
         if not nodes:
             raise CatalogError("no node has registered at this catalog: start one, dissociated node --catalog URI")
@@ -382,8 +392,8 @@ class LocalCatalog(Catalog):
         ]
 
     def status(self) -> ServerStatus:
-        told = super().status()
+        status = super().status()
         if self._backend.has_stage:
-            return told
+            return status
         datasets = (DatasetStatus(one.name, one.rows, one.nbytes, 0, 0, 0, 0, 0) for one in self._database.datasets())
-        return replace(told, datasets=tuple(datasets))
+        return replace(status, datasets=tuple(datasets))

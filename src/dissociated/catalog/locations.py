@@ -38,14 +38,14 @@ class Endpoint:
     rows: int | None = None
 
     @classmethod
-    def parse(cls, found: Any) -> Self:
+    def parse(cls, endpoint: Any) -> Self:
         """From a FlightEndpoint."""
-        about = json.loads(found.app_metadata or b"{}")
+        app_metadata = json.loads(endpoint.app_metadata or b"{}")
         return cls(
-            ticket=found.ticket.ticket,
-            locations=tuple(location.uri.decode() for location in found.locations),
-            hosts=tuple(node["host"] for node in about.get("nodes", ())),
-            rows=about.get("rows"),
+            ticket=endpoint.ticket.ticket,
+            locations=tuple(location.uri.decode() for location in endpoint.locations),
+            hosts=tuple(node["host"] for node in app_metadata.get("nodes", ())),
+            rows=app_metadata.get("rows"),
         )
 
     def __repr__(self) -> str:
@@ -93,20 +93,20 @@ class DatasetInfo:
     began = Renamed("lineage_id")
 
     @classmethod
-    def parse(cls, found: Any) -> Self:
+    def parse(cls, info: Any) -> Self:
         """From a FlightInfo."""
-        path, about = found.descriptor.path, json.loads(found.app_metadata or b"{}")
+        path, app_metadata = info.descriptor.path, json.loads(info.app_metadata or b"{}")
         return cls(
-            name=(b"/".join(path) if path else found.descriptor.command).decode(),
-            schema=check_field_names(found.schema),
-            rows=found.total_records if found.total_records >= 0 else None,
-            nbytes=found.total_bytes if found.total_bytes >= 0 else None,
-            endpoints=tuple(map(Endpoint.parse, found.endpoints)),
-            version=about.get("version", 0),
-            created=about.get("created", 0.0),
-            expires=about.get("expires"),
-            tags=about.get("tags", {}),
-            lineage_id=about.get("began", ""),
+            name=(b"/".join(path) if path else info.descriptor.command).decode(),
+            schema=check_field_names(info.schema),
+            rows=info.total_records if info.total_records >= 0 else None,
+            nbytes=info.total_bytes if info.total_bytes >= 0 else None,
+            endpoints=tuple(map(Endpoint.parse, info.endpoints)),
+            version=app_metadata.get("version", 0),
+            created=app_metadata.get("created", 0.0),
+            expires=app_metadata.get("expires"),
+            tags=app_metadata.get("tags", {}),
+            lineage_id=app_metadata.get("began", ""),
         )
 
     def __repr__(self) -> str:
@@ -119,8 +119,8 @@ class DatasetInfo:
     @property
     def schemes(self) -> list[str]:
         """How it can be read: shm, tcp, grpc."""
-        found = {one.partition(":")[0] for endpoint in self.endpoints for one in endpoint.locations}
-        return sorted(one for one in found if not one.startswith("arrow-flight"))
+        schemes = {one.partition(":")[0] for endpoint in self.endpoints for one in endpoint.locations}
+        return sorted(one for one in schemes if not one.startswith("arrow-flight"))
 
     @property
     def size(self) -> str:
@@ -210,14 +210,14 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     Locations are alternatives, but for a pair: marked by a `stream` parameter or, as the C++ reference does it,
     exactly two of one scheme that differ in want_data.
     """
-    known = registry.schemes()
+    schemes = registry.schemes()
     uris = []
     for text in endpoint.locations:
         try:
             uri = Uri.parse(text)
         except UriError:
             continue
-        if uri.scheme in known and uri.want_data is not None:
+        if uri.scheme in schemes and uri.want_data is not None:
             uris.append(uri)
     if len(uris) == 2 == len(endpoint.locations) and uris[0].scheme == uris[1].scheme:
         marked = {uri.parameters.get("stream"): uri for uri in uris}
@@ -225,10 +225,10 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
             return [[marked["metadata"], marked["bodies"]]]
         if uris[0].want_data != uris[1].want_data:
             return [uris]
-    whole = [[uri] for uri in uris if "stream" not in uri.parameters]
+    single = [[uri] for uri in uris if "stream" not in uri.parameters]
     metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
     bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
-    return whole + [[one, other] for one in metadata for other in bodies]
+    return single + [[one, other] for one in metadata for other in bodies]
 
 
 def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
@@ -240,20 +240,20 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         raise CatalogError(
             f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: is it running?"
         )
-    found = [
+    routes = [
         uris
         for uris in locations(endpoint)
         if (scheme is None or uris[0].scheme == scheme)
         and (allow_rma or uris[-1].remote_handle is None)
         and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
     ]
-    if not found:
+    if not routes:
         schemes = {one.partition(":")[0] for one in endpoint.locations}
         offered = ", ".join(sorted({"grpc" if one.startswith("arrow-flight") else one for one in schemes}))
         raise CatalogError(
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )
-    return sorted(found, key=_preference, reverse=True)  # which leaves those that are alike in their order
+    return sorted(routes, key=_preference, reverse=True)  # which leaves those that are alike in their order
 
 
 def _preference(uris: Sequence[Uri]) -> tuple[int, bool, bool]:

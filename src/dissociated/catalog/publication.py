@@ -38,9 +38,9 @@ class Publication:
             raise OptionError(f"ttl is a positive number of seconds, left out where there is no end, not {ttl!r}")
 
     @classmethod
-    def parse(cls, asked: Mapping[str, Any]) -> Publication:
+    def parse(cls, body: Mapping[str, Any]) -> Publication:
         """What a client asks for, as JSON."""
-        return cls(asked["name"], asked.get("mode", "overwrite"), asked.get("tags") or {}, asked.get("ttl"))
+        return cls(body["name"], body.get("mode", "overwrite"), body.get("tags") or {}, body.get("ttl"))
 
 
 def _is_number(value: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from dissociated.catalog.chunks import upload
+from dissociated.catalog.flight_streams import upload
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.stage import StagePlace
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
@@ -27,9 +27,9 @@ Progress: TypeAlias = Callable[[int, int, int | None], object]
 
 @dataclass
 class Put:
-    """One reading of `source`, to be published as `asked`. Raises SourceError where it cannot be read."""
+    """One reading of `source`, to be published as `publication` says. Raises SourceError where it cannot be read."""
 
-    asked: Publication
+    publication: Publication
     source: Dataset
     progress: Progress | None = None
 
@@ -39,7 +39,7 @@ class Put:
         self.nbytes = None if self.source.reopened else self._measure()
 
     def _measure(self) -> int | None:
-        with source_errors(self.asked.name):
+        with source_errors(self.publication.name):
             for _ in batches(self.source.open_reader()):
                 pass  # what is no valid data is refused before anything looks into it
         return self.source.packed_size
@@ -50,11 +50,11 @@ class Put:
 
     def pairs(self) -> Iterator[BatchAndMetadata]:
         """Everything, once."""
-        some = batches(self._reader)
+        remaining = batches(self._reader)
         rows = nbytes = 0
         while True:
-            with source_errors(self.asked.name):
-                pair = next(some, None)
+            with source_errors(self.publication.name):
+                pair = next(remaining, None)
             if pair is None:
                 return
             yield pair
@@ -66,8 +66,8 @@ class Put:
         """Send it by DoPut of a Flight client. Returns the number of rows."""
         from pyarrow.flight import FlightDescriptor
 
-        told = {**asdict(self.asked), "key": secrets.token_hex(16), "end": True, "nbytes": self.nbytes}
-        answer = upload(client, FlightDescriptor.for_command(json.dumps(told)), self.schema, self.pairs())
+        command = {**asdict(self.publication), "key": secrets.token_hex(16), "end": True, "nbytes": self.nbytes}
+        answer = upload(client, FlightDescriptor.for_command(json.dumps(command)), self.schema, self.pairs())
         return int(answer["rows"])
 
     def write(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:
@@ -75,14 +75,14 @@ class Put:
         validator = Validator(self.schema)
         with ExitStack() as stack:
             path = Path(place.directory, segment)
-            admit = None if reserve is None else self._admitted(reserve)
-            writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=admit))
+            reserve_all = None if reserve is None else self._reserve_all(reserve)
+            writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=reserve_all))
             for batch, metadata in self.pairs():
                 validator.check(batch)
                 writer.write_batch(batch, metadata)
         return writer.rows
 
-    def _admitted(self, reserve: Reserve) -> Reserve:
+    def _reserve_all(self, reserve: Reserve) -> Reserve:
         """The same, which asks for the room of all of it at first."""
         whole = self.nbytes or 0
         return lambda name, size, wish: reserve(name, max(size, whole), max(wish, whole))

@@ -37,7 +37,7 @@ from dissociated.uri import Uri
 if TYPE_CHECKING:
     import polars as pl
 
-    from dissociated.catalog.dataset import Dataset
+    from dissociated.catalog.handle import DatasetHandle
 
 T = TypeVar("T")
 
@@ -99,21 +99,21 @@ class Client(CatalogClient):
     It takes and raises the same, and blocks a thread in place of the event loop.
     """
 
-    def dataset(self, name: str, version: int | None = None, *, transport: str | None = None) -> Dataset:
+    def dataset(self, name: str, version: int | None = None, *, transport: str | None = None) -> DatasetHandle:
         """A handle on the dataset `name`, as it is now or as that `version`, which can be read again and again.
 
         Whatever takes a pyarrow.dataset.Dataset takes it. It is read through `transport`, or the nearest one. Raises
         DatasetNotFound.
         """
-        from dissociated.catalog.dataset import Dataset  # on first use: pyarrow.dataset takes long to import
+        from dissociated.catalog.handle import DatasetHandle  # on first use: pyarrow.dataset takes long to import
 
-        return Dataset(self, self.describe(name, version), transport)
+        return DatasetHandle(self, self.describe(name, version), transport)
 
     def scan(self, name: str, version: int | None = None, *, transport: str | None = None) -> pl.LazyFrame:
         """The same as a LazyFrame of Polars, which reads the columns and rows that its plan needs."""
         return self.dataset(name, version, transport=transport).scan()
 
-    def __getitem__(self, name: str) -> Dataset:
+    def __getitem__(self, name: str) -> DatasetHandle:
         """The same as `dataset`."""
         return self.dataset(name)
 
@@ -148,25 +148,25 @@ class Client(CatalogClient):
         try:
             return self.open_endpoint(info, info.endpoints[number], transport, request)
         except (CatalogError, RemoteError, TransportError):
-            found = self._describe_again(info)
-            if found.endpoints == info.endpoints:
+            current = self._describe_again(info)
+            if current.endpoints == info.endpoints:
                 raise
-        if [one.rows for one in found.endpoints] != [one.rows for one in info.endpoints]:
+        if [one.rows for one in current.endpoints] != [one.rows for one in info.endpoints]:
             raise CatalogError(f"{info.name!r} lies in other parts now than when it was looked up: look it up again")
-        return self.open_endpoint(found, found.endpoints[number], transport, request)
+        return self.open_endpoint(current, current.endpoints[number], transport, request)
 
     def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool:
         """Whether one endpoint would be read over shared memory."""
-        ways = reachable(info.name, info.endpoints[number], transport, False) if transport != "grpc" else []
-        return bool(ways) and ways[0][-1].scheme == "shm"
+        routes = reachable(info.name, info.endpoints[number], transport, False) if transport != "grpc" else []
+        return bool(routes) and routes[0][-1].scheme == "shm"
 
     def _describe_again(self, info: DatasetInfo) -> DatasetInfo:
         if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
             return info
         with suppress(DatasetNotFound):
-            found = self.describe(info.name, info.version)
-            if (found.created, found.lineage_id) == (info.created, info.lineage_id):  # not of another server there
-                return found
+            current = self.describe(info.name, info.version)
+            if (current.created, current.lineage_id) == (info.created, info.lineage_id):  # not of another server there
+                return current
         raise DatasetNotFound(
             f"version {info.version} of {info.name!r} is gone: it was replaced or dropped, and is kept no longer. "
             "refresh() gives a handle on what is there now"
@@ -175,13 +175,15 @@ class Client(CatalogClient):
     def _read(
         self, describe: Callable[[], DatasetInfo], transport: str | None, request: ReadRequest
     ) -> pa.RecordBatchReader:
-        def opened(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+        def open_all(info: DatasetInfo) -> list[pa.RecordBatchReader]:
             return [
-                self.open_endpoint(info, endpoint, transport, self._select_batches(info, endpoint, transport, wanted))
-                for endpoint, wanted in _endpoints_with_rows(info, request)
+                self.open_endpoint(
+                    info, endpoint, transport, self._select_batches(info, endpoint, transport, part_request)
+                )
+                for endpoint, part_request in _endpoints_with_rows(info, request)
             ]
 
-        reader = _chain(*self._open_endpoints(describe, opened), request)
+        reader = _chain(*self._open_endpoints(describe, open_all), request)
         return (
             reader if request.limit is None else filter_batches(reader, None, range(len(reader.schema)), request.limit)
         )
@@ -232,14 +234,14 @@ class Client(CatalogClient):
         rows = request.rows
         if rows is None or not rows.start:
             return request
-        uris = [uri for way in locations(endpoint) for uri in way]
+        uris = [uri for route in locations(endpoint) for uri in route]
         mapped = transport in (None, "shm") and any(
             uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uri in uris
         )
         if mapped or not uris or not all(map(supports_selection, uris)):
             return request
-        counted = self.open_endpoint(info, endpoint, transport, request.without_columns())
-        ends = [0, *accumulate(batch.num_rows for batch in counted)]
+        row_counts = self.open_endpoint(info, endpoint, transport, request.without_columns())
+        ends = [0, *accumulate(batch.num_rows for batch in row_counts)]
         first, stop = bisect_right(ends, rows.start) - 1, bisect_right(ends, rows.stop - 1)
         skipped = ends[first]
         return replace(request, batches=(first, stop), rows=range(rows.start - skipped, rows.stop - skipped))
@@ -262,26 +264,26 @@ class Client(CatalogClient):
             raise WrongKind("Flight has no messages for tensors: read them over shm or tcp, or name no transport")
         request = replace(self.defaults, max_body=max_body, allow_rma=allow_rma)
 
-        def opened(info: DatasetInfo) -> list[Iterator[Tensor]]:
+        def open_all(info: DatasetInfo) -> list[Iterator[Tensor]]:
             return [self._open_nearest(name, part, transport, request, read_tensors) for part in info.endpoints]
 
-        _, readers = self._open_endpoints(partial(self.describe, name, version), opened)
+        _, readers = self._open_endpoints(partial(self.describe, name, version), open_all)
         return chain.from_iterable(readers)
 
     def _open_endpoints(
-        self, describe: Callable[[], DatasetInfo], opened: Callable[[DatasetInfo], list[T]]
+        self, describe: Callable[[], DatasetInfo], open_all: Callable[[DatasetInfo], list[T]]
     ) -> tuple[DatasetInfo, list[T]]:
         """What `describe` gives, and its endpoints, opened."""
         info = describe()
         for _ in range(_MAX_RETRIES):
             try:
-                return info, opened(info)
+                return info, open_all(info)
             except RemoteError:
-                found = describe()
-                if found.endpoints == info.endpoints:
+                current = describe()
+                if current.endpoints == info.endpoints:
                     raise
-                info = found  # it was replaced after we had looked it up
-        return info, opened(info)
+                info = current  # it was replaced after we had looked it up
+        return info, open_all(info)
 
     def _open_nearest(
         self,
@@ -289,32 +291,32 @@ class Client(CatalogClient):
         endpoint: Endpoint,
         transport: str | None,
         request: ReadRequest,
-        opened: Callable[[Sequence[str], bytes, ReadRequest], T],
+        open_at: Callable[[Sequence[str], bytes, ReadRequest], T],
     ) -> T:
         """The endpoint, opened where it is nearest."""
-        ways = reachable(name, endpoint, transport, request.allow_rma)
+        routes = reachable(name, endpoint, transport, request.allow_rma)
         while True:
-            nearest = [str(self._with_trust(uri)) for uri in ways.pop(0)]
+            nearest = [str(self._with_trust(uri)) for uri in routes.pop(0)]
             try:
-                return opened(nearest, endpoint.ticket, request)
+                return open_at(nearest, endpoint.ticket, request)
             except TransportError:
-                if not ways:
+                if not routes:
                     raise
 
     def _with_trust(self, uri: Uri) -> Uri:
         """The location, with what this client trusts, and not what the catalog may say about that."""
-        told = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
-        return replace(uri, parameters={**told, **self._trust.get(uri.scheme, {})})
+        parameters = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
+        return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
 
     def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
         if request.chooses_rows:
-            network = [uri for way in locations(endpoint) for uri in way if not shares_memory(uri)]
+            network = [uri for route in locations(endpoint) for uri in route if not shares_memory(uri)]
             return read_filtered(request, network[:1], lambda inner: self._do_get(info, endpoint, inner))
         selection, identifier = request.selection, endpoint.ticket
         if selection is not None:
             indices = selection.indices(info.schema.names)
-            if any(supports_selection(uri) for way in locations(endpoint) for uri in way):
+            if any(supports_selection(uri) for route in locations(endpoint) for uri in route):
                 identifier = selection.identifier(endpoint.ticket)
         if request.rows_at_server is not None and identifier == endpoint.ticket:
             raise SourceError(f"{REFUSED}: the request would be too long")

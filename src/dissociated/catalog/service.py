@@ -7,7 +7,7 @@ A descriptor is a path of one part, the name; or a command: the name, or JSON:
     {"name": N, "version": V, "host": H, "boot_id": B}     V is one that was replaced; H and B say who asks
 and for DoPut
     {"name": N, "mode": "overwrite" or "append", "tags": {...}, "ttl": seconds, "key": K, "end": true, "nbytes": B}
-where "end" says that nothing is published unless the writer says the end: see `dissociated.catalog.chunks`; and
+where "end" says that nothing is published unless the writer says the end: see `dissociated.catalog.flight_streams`; and
 "nbytes" how much will come, so that room is made for all of it or not at all
 
 ListFlights takes criteria, JSON too: {"prefix": P, "tags": {...}}.

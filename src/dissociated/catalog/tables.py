@@ -91,8 +91,8 @@ class Tables:
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
         self._connection.execute("PRAGMA foreign_keys = ON")
-        (found,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, _SCHEMA_VERSION):
+        (schema_version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if schema_version not in (0, _SCHEMA_VERSION):
             raise CatalogError(f"the catalog's database {self._path} was written by another version of this library")
         self._connection.executescript(_SCHEMA)
         self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")

@@ -76,13 +76,13 @@ class UpstreamCatalog(Catalog):
 
     # Publishing
 
-    def record_publication(self, made: Dataset) -> None:
-        raise CatalogError(f"this node belongs to a catalog: publish {made.name!r} through that, or the store")
+    def record_publication(self, dataset: Dataset) -> None:
+        raise CatalogError(f"this node belongs to a catalog: publish {dataset.name!r} through that, or the store")
 
     def commit(self, body: Mapping[str, Any]) -> None:
         _, key, segments = self._parse_commit(body)
-        there = [{"node": node, "segment": segment} for node, segment in segments or [(self.node.id, "")]]
-        self._upstream.do_action("commit", {**body, "key": key, "segments": there})
+        placed = [{"node": node, "segment": segment} for node, segment in segments or [(self.node.id, "")]]
+        self._upstream.do_action("commit", {**body, "key": key, "segments": placed})
         self.clear_stage([key])
 
     def drop(self, name: str) -> None:
@@ -97,8 +97,8 @@ class UpstreamCatalog(Catalog):
         return self._upstream.committed(key)
 
     def resolved_commits(self, keys: Sequence[str]) -> Sequence[str]:
-        found: Sequence[str] = self._upstream.do_action("over", {"keys": [*keys]})["over"]
-        return found
+        resolved: Sequence[str] = self._upstream.do_action("over", {"keys": [*keys]})["over"]
+        return resolved
 
     # What nodes tell
 
@@ -134,16 +134,16 @@ class UpstreamCatalog(Catalog):
         """Tell the upstream what has changed; or everything, where it knows this node otherwise or not at all."""
         with self._report_lock:
             changes = self._backend.changes  # before it is looked at: what comes meanwhile is told once more
-            news = self._changed_parts()
-            if news is None or not self._report(self._upstream, "heartbeat", changes, **news):
+            changed_parts = self._changed_parts()
+            if changed_parts is None or not self._report(self._upstream, "heartbeat", changes, **changed_parts):
                 self._report_everything(changes)
 
     def _report_everything(self, changes: int) -> None:
         """Tell the upstream everything."""
         serial, versions = self._backend.serial(), self._backend.versions()  # in this order: all were made before
-        with Peer(self._upstream.uri, self.security, TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as patient:
+        with Peer(self._upstream.uri, self.security, TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
-                patient,
+                peer,
                 "register",
                 changes,
                 node=node_to_json(self.node),
@@ -156,13 +156,13 @@ class UpstreamCatalog(Catalog):
     def _report(self, upstream: Peer, action: str, changes: int, **body: Any) -> bool:
         """Returns whether the upstream then knows what this node has. It says what has become of that, too."""
         digest = f"{self._incarnation}:{changes}"
-        told = upstream.do_action(action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval})
-        if not told.get("known", True):
+        reply = upstream.do_action(action, {**body, "digest": digest, "lives": 3 * self.reconcile_interval})
+        if not reply.get("known", True):
             return False
         self._digest, self._reported_changes = digest, changes
-        self._backend.confirm(told.get("wanted", {}))
-        if told["unwanted"]:
-            self.holdings.delete_parts(told["unwanted"])
+        self._backend.confirm(reply.get("wanted", {}))
+        if reply["unwanted"]:
+            self.holdings.delete_parts(reply["unwanted"])
         return True
 
     def _changed_parts(self) -> dict[str, Any] | None:
@@ -170,15 +170,15 @@ class UpstreamCatalog(Catalog):
         changed = None if self._reported_changes is None else self._backend.changed(self._reported_changes)
         if changed is None:
             return None
-        some = {id: self._backend.version(id) for id in changed}
+        versions = {id: self._backend.version(id) for id in changed}
         # again, until it is known what became of them
-        some |= {version.id: version for version in self._backend.unconfirmed()}
-        there = [version for version in some.values() if version is not None]
+        versions |= {version.id: version for version in self._backend.unconfirmed()}
+        present = [version for version in versions.values() if version is not None]
         return {
             "node": self.node.id,
             "since": self._digest,
-            "parts": self._announced_to_json(there),
-            "gone": [id for id, version in some.items() if version is None],
+            "parts": self._announced_to_json(present),
+            "gone": [id for id, version in versions.items() if version is None],
         }
 
     def _announced_to_json(self, versions: Iterable[Version]) -> list[dict[str, Any]]:

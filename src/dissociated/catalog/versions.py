@@ -33,19 +33,19 @@ class Versions:
 
     def expire(self, now: float) -> None:
         """Forget what is over: datasets by their time to live, replaced versions when nobody was promised more."""
-        for over in (
+        for condition in (
             "name IN (SELECT name FROM versions WHERE replaced IS NULL AND expires <= ?)",
             "replaced IS NOT NULL AND promised <= ?",
         ):
-            if self._tables.all(f"SELECT 1 FROM versions WHERE {over} LIMIT 1", now):
-                self.remove("expired", "its time to live is over", over, now)
+            if self._tables.all(f"SELECT 1 FROM versions WHERE {condition} LIMIT 1", now):
+                self.remove("expired", "its time to live is over", condition, now)
 
-    def remove(self, kind: str, why: str, which: str, *values: Any) -> None:
+    def remove(self, kind: str, why: str, condition: str, *values: Any) -> None:
         """Delete the versions of which this is true. Those that had been replaced were not the dataset any more."""
-        for row in self._tables.all(f"SELECT * FROM versions WHERE {which} ORDER BY id", *values):
-            was = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
-            self._change(row, *was)
-        self._tables.run(f"DELETE FROM versions WHERE {which}", values)
+        for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY id", *values):
+            outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
+            self._change(row, *outcome)
+        self._tables.run(f"DELETE FROM versions WHERE {condition}", values)
 
     def _change(self, version: sqlite3.Row, kind: str, why: str) -> None:
         change = Change(kind, version["name"], version["id"], version["rows"], version["nbytes"], why)
@@ -65,9 +65,9 @@ class Versions:
         """A version was committed just now, and not only learnt of."""
         (row,) = self._tables.all("SELECT * FROM versions WHERE id = ?", version)
         sql = "SELECT max(id) AS id FROM versions WHERE name = ? AND id < ?"
-        (before,) = self._tables.all(sql, row["name"], version)
+        (previous,) = self._tables.all(sql, row["name"], version)
         doing = "appends to" if append else "replaces"
-        why = "it is new" if before["id"] is None else f"it {doing} version {before['id']}"
+        why = "it is new" if previous["id"] is None else f"it {doing} version {previous['id']}"
         self._change(row, "committed", why)
 
     def publish(
@@ -84,40 +84,44 @@ class Versions:
     ) -> int:
         """See Database.publish. `keys` are those of the commits before."""
         run = self._tables.run
-        before = next(iter(self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)), None)
+        current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
+        previous = current[0] if current else None
         rows, nbytes = _sum_known(part.rows for part in parts), _sum_known(part.nbytes for part in parts)
-        began = [*keys, key][0]
-        if append and before is not None:
-            if before["schema"] != schema:
-                difference = schema_difference(deserialize(before["schema"]), deserialize(schema))
+        lineage_id = [*keys, key][0]
+        if append and previous is not None:
+            if previous["schema"] != schema:
+                difference = schema_difference(deserialize(previous["schema"]), deserialize(schema))
                 raise CatalogError(f"all of {name!r} must have one schema, and in what is added {difference}")
-            rows, nbytes = _sum_known((before["rows"], rows)), _sum_known((before["nbytes"], nbytes))
-            tags, ttl = self.record(before).merged_options(tags, ttl)
-            began = before["began"]
+            rows, nbytes = _sum_known((previous["rows"], rows)), _sum_known((previous["nbytes"], nbytes))
+            tags, ttl = self.record(previous).merged_options(tags, ttl)
+            lineage_id = previous["began"]
         expires = None if ttl is None else created + ttl
-        if before is not None:
-            run("UPDATE versions SET replaced = ? WHERE id = ?", (created, before["id"]))
+        if previous is not None:
+            run("UPDATE versions SET replaced = ? WHERE id = ?", (created, previous["id"]))
         for part in parts:  # a ticket that whoever publishes has chosen stands for the latest alone
             sql = "SELECT id FROM parts WHERE ticket = ? AND id != ?"
             for other in self._tables.all(sql, part.ticket, part.id):
-                which = "id IN (SELECT version FROM version_parts WHERE part = ?)"
-                self.remove("retired", "what replaced it has the same ticket", which, other["id"])
+                condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
+                self.remove("retired", "what replaced it has the same ticket", condition, other["id"])
         version = run(
             "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires, began)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (name, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, began),
+            (name, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, lineage_id),
         ).lastrowid
         assert version is not None
         first = 0
-        if append and before is not None:
+        if append and previous is not None:
             run(
                 "INSERT INTO version_parts SELECT ?, number, part FROM version_parts WHERE version = ?",
-                (version, before["id"]),
+                (version, previous["id"]),
             )
             (row,) = self._tables.all("SELECT max(number) AS last FROM version_parts WHERE version = ?", version)
             first = row["last"] + 1
             if first == 1:  # so they were all of it
-                run("INSERT OR IGNORE INTO unsettled SELECT part FROM version_parts WHERE version = ?", (before["id"],))
+                run(
+                    "INSERT OR IGNORE INTO unsettled SELECT part FROM version_parts WHERE version = ?",
+                    (previous["id"],),
+                )
         for part in parts:
             try:
                 run(
@@ -135,13 +139,13 @@ class Versions:
 
     def record(self, row: sqlite3.Row) -> VersionRecord:
         """What a row of the table of versions says, with its parts."""
-        held: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
+        parts_by_number: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
             "SELECT number, ticket, rows, nodes.* FROM version_parts JOIN parts ON part = parts.id"
             " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            held.setdefault(part["number"], (part, []))[1].append(node_of(part, self.now))
+            parts_by_number.setdefault(part["number"], (part, []))[1].append(node_of(part, self.now))
         return VersionRecord(
             version=row["id"],
             name=row["name"],
@@ -153,7 +157,9 @@ class Versions:
             expires=row["expires"],
             lineage_id=row["began"],
             current=row["replaced"] is None,
-            parts=tuple(ReplicatedPart(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in held.values()),
+            parts=tuple(
+                ReplicatedPart(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in parts_by_number.values()
+            ),
         )
 
     def extend_promise(self, version: sqlite3.Row, retain: float) -> None:

@@ -90,10 +90,10 @@ class InPlace:
         if not delivery.parsed.has_body or delivery.body:
             return False
         leased = delivery.leased
-        if leased:
-            part = self._stream_at(leased[0])
-        else:  # an empty body has no address: it must lie here
-            part = self._streams[-1] if self._streams else None
+        if not (leased or self._streams):
+            return False
+        # an empty body has no address: it must lie where the last message ended
+        part = self._stream_at(leased[0]) if leased else self._streams[-1]
         if part is None:
             return False
         if is_compressed(delivery.header):

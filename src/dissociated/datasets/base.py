@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dissociated.buffers import metadata_too_long
 from dissociated.codec.split import Splitter
-from dissociated.datasets.ways import S, SendVisitor
+from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.errors import OptionError, SourceError
 from dissociated.memory.region import Region
 from dissociated.protocol.request import Selection

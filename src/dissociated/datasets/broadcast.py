@@ -13,8 +13,8 @@ from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.fanout import Consumer, Fanout
 from dissociated.datasets.live import Live
 from dissociated.datasets.live_message import LiveMessage
+from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.datasets.sources import open_source
-from dissociated.datasets.ways import S, SendVisitor
 from dissociated.errors import OptionError
 from dissociated.format.projection import Projection
 

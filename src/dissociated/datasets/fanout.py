@@ -53,7 +53,7 @@ class Consumer:
         self.idle = False  # whether it found nothing to take
         self.held: set[int] = set()  # what it was given, waiting or sent
         self.stopped = False  # whether it wants nothing more
-        self.kept = False  # whether it is cut off, so that what it holds does not count
+        self.cut_off = False  # so that what it holds does not count
         self.reason: str | None = None  # why there will be no more
         self.ended = False  # nothing more comes
         self.last_progress = time.monotonic()  # when it last took or freed something
@@ -123,7 +123,7 @@ class Consumer:
     def kept_bytes(self) -> int | None:
         """How much it holds, in bytes, if it was cut off; else None."""
         with self._fanout.changed:
-            return self._fanout.size_of(self) if self.kept else None
+            return self._fanout.size_of(self) if self.cut_off else None
 
 
 class Fanout:
@@ -151,21 +151,21 @@ class Fanout:
         self._busy = False  # the pump is using the memory
         self._full = False  # the pump waits for room
         self._last: LiveMessage | None = None  # what consumers were given last, while all of them have still to take it
-        self._have_last: list[Consumer] = []
+        self._last_receivers: list[Consumer] = []
         self._room_for = 0  # messages that may follow it before it is asked again whether there is room
         #: Held by whoever looks at or changes what consumers have; notified when one comes, frees or goes.
         self.changed = threading.Condition()
 
     # Consumers
 
-    def join(self, wake: Callable[[], None], cut: Callable[[], None] | None = None) -> Consumer:
+    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None] | None = None) -> Consumer:
         """Become a consumer. Raises SourceError where there is nothing more to be had, or not for who comes late."""
         with self.changed:
             if self._over:
                 raise SourceError(self._reason or f"the live stream {self.name!r} has ended")
             if self._pump is not None and self._live.late == "refuse":
                 raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
-            consumer = Consumer(self, wake, cut or wake)
+            consumer = Consumer(self, wake, on_cut_off or wake)
             for part in (
                 LiveMessage.inline(self._schema),
                 *(one for some in self._dictionaries.values() for one in some),
@@ -190,7 +190,7 @@ class Fanout:
     def free(self, consumer: Consumer, addresses: set[int]) -> None:
         """`consumer` does not hold these any more. Call it with `changed` held."""
         consumer.held -= addresses
-        self._memory.free(addresses, consumer.kept)
+        self._memory.free(addresses, consumer.cut_off)
         self.changed.notify_all()
 
     def forget(self, consumer: Consumer) -> None:
@@ -210,8 +210,8 @@ class Fanout:
     def detach(self, consumer: Consumer) -> None:
         """`consumer` gets nothing more, and what it holds counts no more. Call it with `changed` held."""
         self.forget(consumer)
-        if not consumer.kept:
-            consumer.kept = True
+        if not consumer.cut_off:
+            consumer.cut_off = True
             self._memory.exempt(consumer.held)
             self.changed.notify_all()
 
@@ -221,7 +221,7 @@ class Fanout:
 
     @property
     def _active_consumers(self) -> list[Consumer]:
-        return [consumer for consumer in self._consumers if not (consumer.kept or consumer.stopped)]
+        return [consumer for consumer in self._consumers if not (consumer.cut_off or consumer.stopped)]
 
     # The pump
 
@@ -276,9 +276,9 @@ class Fanout:
                 return False
             extents = zip(*buffer_extents(message.header, message.parsed), strict=True)
             body = region.body(region.offset, length)
-            placed = region.lease(length, extents, len(self._active_consumers))
+            leased = region.lease(length, extents, len(self._active_consumers))
             queued = len(message.header) + QUEUED_OVERHEAD
-            self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, placed))
+            self._hand_out(message, LiveMessage(message.header, message.parsed, (body,), queued, region, leased))
             return True
 
     def _follows(self, message: SplitMessage) -> bool:
@@ -293,7 +293,7 @@ class Fanout:
         if not last.append_alike(message):
             return False
         self._room_for -= 1
-        for consumer in self._have_last:
+        for consumer in self._last_receivers:
             consumer.queued += last.queued
         return True
 
@@ -302,11 +302,11 @@ class Fanout:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
             id_, is_delta = dictionary_of(message.header)
-            before = self._dictionaries.get(id_, []) if is_delta else []
-            self._dictionaries[id_] = [*before, LiveMessage.inline(message)]
-        self._last, self._have_last, self._room_for = part, self._active_consumers, 0
+            earlier = self._dictionaries.get(id_, []) if is_delta else []
+            self._dictionaries[id_] = [*earlier, LiveMessage.inline(message)]
+        self._last, self._last_receivers, self._room_for = part, self._active_consumers, 0
         addresses = part.addresses
-        for consumer in self._have_last:
+        for consumer in self._last_receivers:
             consumer.held |= addresses
             consumer.enqueue(part)
 
@@ -314,7 +314,7 @@ class Fanout:
         """Whether there is somebody to give messages to, before the stream is over. Call it with `changed` held."""
         while not self._over:
             for one in self._consumers:
-                if not (one.kept or one.stopped):
+                if not (one.cut_off or one.stopped):
                     return True
             if self._live.late == "refuse":
                 return False
@@ -332,7 +332,7 @@ class Fanout:
             if self.changed.wait(max(0.0, since + patience - time.monotonic())):
                 continue
             stalled = [
-                one for one in self._consumers if not one.kept and one.last_progress < since and self.size_of(one)
+                one for one in self._consumers if not one.cut_off and one.last_progress < since and self.size_of(one)
             ]
             if stalled:
                 self._cut_off(max(stalled, key=self.size_of))

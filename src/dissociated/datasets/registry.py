@@ -55,9 +55,9 @@ class Registry:
         with self._lock:
             self._check_open()
             dataset = self._by_part.setdefault(part, dataset)
-            known = self._by_name.get(dataset.name)
+            named_now = self._by_name.get(dataset.name)
             self._by_identifier[dataset.ticket] = dataset
-            if named or (known is not None and known.ticket == dataset.ticket):
+            if named or (named_now is not None and named_now.ticket == dataset.ticket):
                 self._by_name[dataset.name] = dataset
             return dataset
 
@@ -95,11 +95,11 @@ class Registry:
 
     def lookup_name(self, name: str) -> Dataset:
         """The same. Raises DatasetNotFound, and DissociatedError where the registry is closed."""
-        found = self.find_name(name)
-        if found is None:
+        dataset = self.find_name(name)
+        if dataset is None:
             self._check_open()
             raise DatasetNotFound(f"no dataset {name!r} is published here")
-        return found
+        return dataset
 
     def lookup(self, identifier: bytes) -> Dataset | None:
         """The publication that tickets are made for, if it is served here."""
@@ -112,10 +112,10 @@ class Registry:
         Raises DatasetNotFound, and AccessDenied for what is no ticket of this process, or not any more.
         """
         identifier, columns = self.tickets.check(ticket, time.time())
-        found = self.lookup(identifier)
-        if found is None:
+        dataset = self.lookup(identifier)
+        if dataset is None:
             raise DatasetNotFound("no dataset has this ticket: it may have been replaced or dropped; look it up again")
-        return found, found if columns is None else isolate_columns(found, columns)
+        return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
         """What is wanted of a dataset. Raises what `Dataset.select` raises, and FilterRefused."""
@@ -139,11 +139,11 @@ class Registry:
 
     def datasets(self) -> dict[str, list[Dataset]]:
         """All that is served, by name, sorted; older versions that still are with the present one."""
-        found: dict[str, list[Dataset]] = {}
+        by_name: dict[str, list[Dataset]] = {}
         with self._lock:
             for dataset in self._by_identifier.values():
-                found.setdefault(dataset.name, []).append(dataset)
-        return dict(sorted(found.items()))
+                by_name.setdefault(dataset.name, []).append(dataset)
+        return dict(sorted(by_name.items()))
 
     def close(self) -> list[Dataset]:
         """Serve nothing from now on. Returns what was served, which the caller closes."""

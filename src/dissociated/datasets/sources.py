@@ -60,20 +60,20 @@ def make_dataset(
 def _make_dataset(name: str, source: Source, options: WriteOptions | None, schema: pa.Schema | None) -> Dataset:
     if _are_batches(source, schema):
         with source_errors(name):
-            return TableDataset(name, _reader(iter(source), schema).read_all(), options)
+            return TableDataset(name, _open_reader(iter(source), schema).read_all(), options)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, pa.Table):
         return TableDataset(name, source, options)
     if isinstance(source, pa.Buffer | bytes | bytearray | memoryview | pa.ipc.RecordBatchFileReader):
         with source_errors(name):
-            return _held(name, source, options)
+            return _in_memory(name, source, options)
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_dir():
             return _parquet_directory(name, path, options)
         if not path.is_file():
-            raise SourceError(f"cannot publish {path}: {_no_file(path)}")
+            raise SourceError(f"cannot publish {path}: {_why_no_file(path)}")
         if _is_parquet(path):
             return _parquet(name, path, options)
         if options is not None:
@@ -95,14 +95,14 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
     with source_errors(name):
-        return _reader(source() if callable(source) else source, schema)
+        return _open_reader(source() if callable(source) else source, schema)
 
 
-def _reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
+def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
     if isinstance(source, pa.RecordBatchReader):
         return source
     if isinstance(source, Iterator):
-        return _chained(source, schema)
+        return _chain_batches(source, schema)
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
     if hasattr(source, "scanner"):  # a dataset of pyarrow
@@ -123,7 +123,7 @@ def _are_batches(source: Source, schema: pa.Schema | None) -> bool:
     return all(isinstance(one, pa.RecordBatch | pa.Table) for one in source) and bool(source or schema is not None)
 
 
-def _chained(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.RecordBatchReader:
+def _chain_batches(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.RecordBatchReader:
     """A reader over record batches and tables, which all have the schema of the first."""
     if schema is None:
         first = next(pieces, None)
@@ -131,15 +131,15 @@ def _chained(pieces: Iterator[Any], schema: pa.Schema | None) -> pa.RecordBatchR
             raise SourceError("there is no record batch that would tell the schema: say it, schema=...")
         _check_piece(first, None)
         schema, pieces = first.schema, chain([first], pieces)
-    known = schema
+    common = schema
 
     def pairs() -> Iterator[BatchAndMetadata]:
         for piece in pieces:
-            _check_piece(piece, known)
+            _check_piece(piece, common)
             for batch in piece.to_batches() if isinstance(piece, pa.Table) else [piece]:
                 yield batch, None
 
-    return BatchReader(known, pairs())
+    return BatchReader(common, pairs())
 
 
 def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
@@ -149,22 +149,24 @@ def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
         raise SourceError(f"the record batches differ: {schema_difference(schema, piece.schema)}")
 
 
-def _held(name: str, source: Any, options: WriteOptions | None) -> Dataset:
+def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
     """What is in memory as Arrow IPC: its batches, or where these have metadata of their own, a copy."""
     if not isinstance(source, pa.ipc.RecordBatchFileReader):
         buffer = pa.py_buffer(source)
         if buffer[: len(MAGIC)].to_pybytes() != MAGIC:
-            return _held_pairs(name, pa.ipc.open_stream(buffer), options)
+            return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
         source = pa.ipc.open_file(buffer)
     pairs = (source.get_batch_with_custom_metadata(number) for number in range(source.num_record_batches))
-    return _held_pairs(name, BatchReader(source.schema, ((one.batch, one.custom_metadata) for one in pairs)), options)
+    return _in_memory_batches(
+        name, BatchReader(source.schema, ((one.batch, one.custom_metadata) for one in pairs)), options
+    )
 
 
-def _held_pairs(name: str, reader: pa.RecordBatchReader, options: WriteOptions | None) -> Dataset:
-    held = [*batches(reader)]
-    if any(metadata for _, metadata in held):
-        return SegmentsDataset(name, [Segment.in_memory(name, BatchReader(reader.schema, iter(held)), options)])
-    return TableDataset(name, pa.Table.from_batches([batch for batch, _ in held], reader.schema), options)
+def _in_memory_batches(name: str, reader: pa.RecordBatchReader, options: WriteOptions | None) -> Dataset:
+    pairs = [*batches(reader)]
+    if any(metadata for _, metadata in pairs):
+        return SegmentsDataset(name, [Segment.in_memory(name, BatchReader(reader.schema, iter(pairs)), options)])
+    return TableDataset(name, pa.Table.from_batches([batch for batch, _ in pairs], reader.schema), options)
 
 
 def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
@@ -176,7 +178,7 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
     return LiveDataset(whole.name, lambda: reader, one_shot=True)
 
 
-def _no_file(path: Path) -> str:
+def _why_no_file(path: Path) -> str:
     return "it is neither a file nor a directory" if path.exists() else "there is no such file"
 
 
@@ -196,17 +198,18 @@ def _parquet_directory(name: str, path: Path, options: WriteOptions | None) -> D
     if not files:
         raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
     with source_errors(name):
-        found = pyarrow.dataset.dataset(
+        files_dataset = pyarrow.dataset.dataset(
             [str(file) for file in files], format="parquet", partitioning="hive", partition_base_dir=str(path)
         )
-        known = None
-        for file, fragment in zip(files, found.get_fragments(), strict=True):  # pyarrow would drop what only some have
-            known = known or fragment.physical_schema
-            if not fragment.physical_schema.equals(known):
-                difference = schema_difference(known, fragment.physical_schema)
+        common = None
+        # pyarrow would drop what only some have
+        for file, fragment in zip(files, files_dataset.get_fragments(), strict=True):
+            common = common or fragment.physical_schema
+            if not fragment.physical_schema.equals(common):
+                difference = schema_difference(common, fragment.physical_schema)
                 raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
-        dataset = LiveDataset(name, lambda: open_source(name, found), options)
-        dataset.rows = found.count_rows()
+        dataset = LiveDataset(name, lambda: open_source(name, files_dataset), options)
+        dataset.rows = files_dataset.count_rows()
     return dataset
 
 

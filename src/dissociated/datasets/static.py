@@ -17,8 +17,8 @@ from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
 from dissociated.codec.statistics import Collector, Statistics
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.sendable import S, SendVisitor, SharedSegment, StaticMessage, T
 from dissociated.datasets.source_errors import source_errors
-from dissociated.datasets.ways import S, SendVisitor, SharedSegment, StaticMessage, T
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType
 from dissociated.format.projection import ProjectedMessage, Projection
@@ -71,12 +71,12 @@ class StaticDataset(Dataset):
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         with self._lock:
-            found = self._selected.pop(indices, None) or StaticColumns(self, indices)
+            columns = self._selected.pop(indices, None) or StaticColumns(self, indices)
             if not self._dropped:
-                self._selected[indices] = found
+                self._selected[indices] = columns
             if len(self._selected) > _MAX_SELECTIONS:
                 self._selected.popitem(last=False)
-            return found
+            return columns
 
     def _slice(self, first: int, stop: int) -> StaticDataset:
         return _StaticBatches(self, range(first, stop))
@@ -88,11 +88,11 @@ class StaticDataset(Dataset):
     def passing_batches(self, filter_: Node, columns: Sequence[int]) -> Sequence[bool] | None:
         from dissociated.codec.pruning import may_pass  # on first use: pyarrow.compute takes long to import
 
-        found = self.statistics(columns)
-        if found is None:
+        known = self.statistics(columns)
+        if known is None:
             return None
-        bounds = {at: found.bounds[column] for at, column in enumerate(columns) if column in found.bounds}
-        passing: Sequence[bool] = may_pass(filter_, found.num_rows, bounds).to_pylist()
+        bounds = {at: known.bounds[column] for at, column in enumerate(columns) if column in known.bounds}
+        passing: Sequence[bool] = may_pass(filter_, known.num_rows, bounds).to_pylist()
         return passing
 
     def pick_batches(self, numbers: Sequence[int]) -> StaticDataset:
@@ -112,8 +112,8 @@ class StaticColumns(StaticDataset):
         self.rows = whole.rows
         self._whole = whole
         self._indices = indices
-        self._choosing = threading.Lock()
-        self._chosen: dict[bool, list[StaticMessage]] = {}  # from what is packed, and from what is mapped
+        self._projecting = threading.Lock()
+        self._projected: dict[bool, list[StaticMessage]] = {}  # from what is packed, and from what is mapped
 
     def open_reader(self) -> pa.RecordBatchReader:
         return select_columns(self._whole.open_reader(), self._indices)
@@ -126,19 +126,19 @@ class StaticColumns(StaticDataset):
         return self._choose(True, messages), segments
 
     def _choose(self, mapped: bool, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
-        with self._choosing:
-            if mapped not in self._chosen:
+        with self._projecting:
+            if mapped not in self._projected:
                 try:
                     projection = Projection(messages[0].header, self._indices)
                     projected = [messages[0]._replace(header=projection.header)]
                     for message in messages[1:]:
                         chosen = projection.project(message.header, message.parsed)
                         if chosen is not None:
-                            projected.append(_chosen(message, chosen))
+                            projected.append(_project_message(message, chosen))
                 except FormatError as error:
                     raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
-                self._chosen[mapped] = projected
-            return self._chosen[mapped]
+                self._projected[mapped] = projected
+            return self._projected[mapped]
 
 
 class _StaticBatches(StaticDataset):
@@ -174,7 +174,7 @@ class _StaticBatches(StaticDataset):
         return sliced
 
 
-def _chosen(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
+def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
     """The parts of `message` that are `chosen`."""
     if chosen.header is message.header:
         return message
@@ -197,8 +197,8 @@ class TableDataset(StaticDataset):
         super().__init__(name, table.schema)
         self.rows = table.num_rows
         # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
-        crashes = any(_has_union(field.type) for field in table.schema)
-        self.nbytes = table.get_total_buffer_size() if crashes else table.nbytes
+        has_union = any(_has_union(field.type) for field in table.schema)
+        self.nbytes = table.get_total_buffer_size() if has_union else table.nbytes
         self._table = table
         self._options = options
         self._packed: list[StaticMessage] | None = None
@@ -220,10 +220,10 @@ class TableDataset(StaticDataset):
                     for batch in self._table.to_reader():
                         collector.add(batch)
                     self._statistics[column] = collector.statistics()
-            found = [one for column in columns if (one := self._statistics[column]) is not None]
-        if not found:
+            known = [one for column in columns if (one := self._statistics[column]) is not None]
+        if not known:
             return None
-        return Statistics(found[0].num_rows, {column: one for some in found for column, one in some.bounds.items()})
+        return Statistics(known[0].num_rows, {column: one for some in known for column, one in some.bounds.items()})
 
     def packed(self) -> Sequence[StaticMessage]:
         with self._lock:
@@ -305,8 +305,8 @@ class SegmentsDataset(StaticDataset):
         return self.segments
 
     def statistics(self, columns: Sequence[int]) -> Statistics | None:
-        found = [segment.statistics or Statistics.unknown(segment.batch_rows) for segment in self.segments]
-        return Statistics.concatenate(found) if any(one.bounds for one in found) else None
+        known = [segment.statistics or Statistics.unknown(segment.batch_rows) for segment in self.segments]
+        return Statistics.concatenate(known) if any(one.bounds for one in known) else None
 
     def open(self) -> SegmentsDataset:
         return self

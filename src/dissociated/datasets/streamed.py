@@ -13,7 +13,7 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, split
 from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
-from dissociated.datasets.ways import S, SendVisitor
+from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.errors import SourceError
 
 

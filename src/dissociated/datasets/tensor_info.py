@@ -40,11 +40,11 @@ def parse_tensors_info(schema: pa.Schema) -> TensorsInfo | None:
     if text is None:
         return None
     try:
-        said = json.loads(text)
+        plain = json.loads(text)
         first = (
             TensorInfo(str(one["format"]), str(one["type"]), (*map(int, one["shape"]),), (*map(str, one["names"]),))
-            for one in said["first"]
+            for one in plain["first"]
         )
-        return TensorsInfo(int(said["count"]), tuple(first))
+        return TensorsInfo(int(plain["count"]), tuple(first))
     except (ValueError, KeyError, TypeError):
         return TensorsInfo(0, ())  # somebody else's words for it

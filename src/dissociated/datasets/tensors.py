@@ -10,9 +10,9 @@ import pyarrow as pa
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import FORMATS, Tensor, split_tensor
 from dissociated.datasets.base import Dataset, Source
+from dissociated.datasets.sendable import SharedSegment, StaticMessage
 from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.tensor_info import TensorInfo, tensors_schema
-from dissociated.datasets.ways import SharedSegment, StaticMessage
 from dissociated.errors import FormatError, SourceError
 from dissociated.protocol.request import Selection
 from dissociated.store.tensors import TensorSegment

@@ -81,8 +81,8 @@ class FreeQueue:
     SimpleQueue.put is reentrant, so it may be called from a finalizer at any point of any thread.
 
     What was leased before this process forked is held by the child too, which says nothing when it lets go: such
-    addresses come back as HELD_BY_FORK. The child's leases keep `owner`, and so its copy of the connection: while that is open
-    the server gives nothing of it to others.
+    addresses come back as HELD_BY_FORK. The child's leases keep `owner`, and so its copy of the connection: while that
+    is open the server gives nothing of it to others.
     """
 
     def __init__(self, owner: object = None, queue: SimpleQueue[Sequence[int] | None] | None = None) -> None:

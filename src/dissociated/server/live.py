@@ -10,8 +10,8 @@ from dissociated.buffers import Buffer, metadata_too_long
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.fanout import Consumer
 from dissociated.datasets.live_message import MAX_SEND_BYTES, MAX_SEND_MESSAGES, SMALL_BODY, LiveMessage
+from dissociated.datasets.sendable import Broadcasting, Streamed
 from dissociated.datasets.source_errors import source_errors
-from dissociated.datasets.ways import Broadcasting, Streamed
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, SourceError
 from dissociated.format.message import buffer_extents
 from dissociated.memory.live import LiveMemory, LiveRegion

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dissociated.datasets.ways import Static
+from dissociated.datasets.sendable import Static
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
 from dissociated.memory.leases import Ledger
 from dissociated.monitoring.activity import ConnectionStats
@@ -15,7 +15,7 @@ from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import Sender
 from dissociated.server.admission import Admission, Limits
-from dissociated.server.encode import groups
+from dissociated.server.encoding import groups
 from dissociated.server.requests import receive
 from dissociated.transport.base import Connection
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dissociated.codec.split import Splitter
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
-from dissociated.datasets.ways import Broadcasting, Static, Streamed
+from dissociated.datasets.sendable import Broadcasting, Static, Streamed
 from dissociated.errors import (
     ColumnNotFound,
     ConnectionClosed,

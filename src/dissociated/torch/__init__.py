@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dissociated.catalog.dataset import Dataset
+from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.once import once
 
@@ -24,7 +24,7 @@ __all__ = ["IterableDataset", "Loader", "loader"]
 
 
 def loader(
-    dataset: Dataset,
+    dataset: DatasetHandle,
     *,
     columns: Sequence[str] | None = None,
     batch_size: int = 1024,

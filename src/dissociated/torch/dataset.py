@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
-from dissociated.catalog.dataset import Dataset
+from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.batches import Examples, Position, Sampling, check_rank
 from dissociated.training.plan import Shard
@@ -32,7 +32,7 @@ class IterableDataset(TorchIterableDataset):  # type: ignore[misc]  # where PyTo
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: DatasetHandle,
         *,
         columns: Sequence[str] | None = None,
         batch_size: int = 1024,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.catalog.dataset import Dataset
+from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.blocks import Blocks, slice_batches
 from dissociated.training.columns import Column, Columns, row_width, take
@@ -58,7 +58,7 @@ class Sampling:
 class Examples:
     """A version of a dataset, to be read in batches by any number of shards, in this process and in others."""
 
-    def __init__(self, dataset: Dataset, sampling: Sampling) -> None:
+    def __init__(self, dataset: DatasetHandle, sampling: Sampling) -> None:
         self.dataset = dataset
         self._blocks = Blocks(dataset, sampling.columns, sampling.batch_size)
         self._columns = Columns(self._blocks.schema, sampling.as_arrow)
@@ -174,7 +174,7 @@ class Batches:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: DatasetHandle,
         *,
         columns: Sequence[str] | None = None,
         batch_size: int = 1024,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dissociated.catalog.dataset import Dataset
+from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import ColumnNotFound, SourceError, WrongKind
 from dissociated.training.columns import row_width
 from dissociated.training.plan import Positions
@@ -35,7 +35,7 @@ class Blocks:
     reading raises, and WrongKind for tensors.
     """
 
-    def __init__(self, dataset: Dataset, columns: Sequence[str] | None, size: int) -> None:
+    def __init__(self, dataset: DatasetHandle, columns: Sequence[str] | None, size: int) -> None:
         if dataset.info.tensors is not None:
             raise WrongKind(f"{dataset.name!r} holds tensors: read it with client.read_tensors")
         for name in columns or ():

@@ -1,4 +1,4 @@
-"""How the two ends of a connection over libfabric learn each other's names: HELLO, WELCOME, JOIN (see docs/fabric.md)."""
+"""How the two ends of a connection over libfabric learn each other's names: see docs/fabric.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Handshake:
         return True
 
     def take_name(self, host: str) -> None:
-        """Send to the endpoint that the server, on `host`, has answered with. Raises TransportError for what is none."""
+        """Send to the endpoint that the server, on `host`, answered with. Raises TransportError for what is none."""
         welcome = self._welcome or b""
         if not welcome.startswith(_VERSION):
             raise TransportError(f"{self._peer} exchanges names in another way than version {VERSION}")

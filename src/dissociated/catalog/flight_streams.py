@@ -36,10 +36,10 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
 
     Raises what `pairs` raise, or else what the server says.
     """
-    writer, told = client.do_put(descriptor, schema)
+    writer, metadata_reader = client.do_put(descriptor, schema)
     try:
         _send(pairs, writer, Validator(schema))
-        answer = told.read()
+        answer = metadata_reader.read()
     except BaseException as error:
         try:
             writer.close()
@@ -51,8 +51,8 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
     writer.close()
     if answer is None:
         raise CatalogError("the server took everything, and gave no answer")
-    answered: dict[str, Any] = json.loads(answer.to_pybytes())
-    return answered
+    decoded: dict[str, Any] = json.loads(answer.to_pybytes())
+    return decoded
 
 
 def _send(pairs: Iterable[BatchAndMetadata], writer: Any, validator: Validator) -> None:
@@ -77,11 +77,11 @@ def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bo
     batches = rows = 0
     end = None
     for chunk in reader:
-        told = _decode_app_metadata(chunk.app_metadata)
+        app_metadata = _decode_app_metadata(chunk.app_metadata)
         if chunk.data is not None:
             batches, rows = batches + 1, rows + chunk.data.num_rows
-            yield chunk.data, _decode_metadata(told)
-        end = told.get(_END, end)
+            yield chunk.data, _decode_metadata(app_metadata)
+        end = app_metadata.get(_END, end)
     if cancelled() or (marked and end != {"batches": batches, "rows": rows}):
         raise CatalogError(f"the writer broke off after {rows:,} rows: nothing is published")
 
@@ -110,11 +110,11 @@ def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterat
     while following is not None:
         batch, metadata = following
         if metadata:
-            told: dict[str, Any] = {_METADATA: _encode_metadata(metadata)}
+            app_metadata: dict[str, Any] = {_METADATA: _encode_metadata(metadata)}
             if first:
-                told[_FIRST] = True
+                app_metadata[_FIRST] = True
                 yield _reader([batch.slice(0, 0)])
-            yield batch.slice(0, 0), _encode_app_metadata(told)
+            yield batch.slice(0, 0), _encode_app_metadata(app_metadata)
         first = False
         yield pa.RecordBatchReader.from_batches(batch.schema, run())
 
@@ -122,25 +122,25 @@ def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterat
 def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
     """The same batches and metadata, where it arrives by a Flight `reader`; all batches of a stream of others."""
     metadata = None
-    held: list[pa.RecordBatch] = []  # an empty first batch, until it is known whether it is one
+    empty: list[pa.RecordBatch] = []  # an empty first batch, until it is known whether it is one
     for number, chunk in enumerate(reader):
-        told = _decode_app_metadata(chunk.app_metadata)
-        if _METADATA in told:
-            metadata = _decode_metadata(told)
-            if told.get(_FIRST):
-                held.clear()
+        app_metadata = _decode_app_metadata(chunk.app_metadata)
+        if _METADATA in app_metadata:
+            metadata = _decode_metadata(app_metadata)
+            if app_metadata.get(_FIRST):
+                empty.clear()
             continue
-        for batch in held:
+        for batch in empty:
             yield batch, None
-        held.clear()
+        empty.clear()
         if chunk.data is None:
             continue
         if not number and not chunk.data.num_rows:
-            held.append(chunk.data)
+            empty.append(chunk.data)
         else:
             yield chunk.data, metadata
             metadata = None
-    for batch in held:
+    for batch in empty:
         yield batch, None
 
 
@@ -148,8 +148,8 @@ def _reader(batches: list[pa.RecordBatch]) -> pa.RecordBatchReader:
     return pa.RecordBatchReader.from_batches(batches[0].schema, batches)
 
 
-def _encode_app_metadata(told: dict[str, Any]) -> pa.Buffer:
-    return pa.py_buffer(json.dumps(told).encode())
+def _encode_app_metadata(plain: dict[str, Any]) -> pa.Buffer:
+    return pa.py_buffer(json.dumps(plain).encode())
 
 
 def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
@@ -157,19 +157,19 @@ def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        told = json.loads(content.to_pybytes())
+        plain = json.loads(content.to_pybytes())
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return plain if isinstance(plain, dict) else {}
 
 
 def _encode_metadata(metadata: pa.KeyValueMetadata) -> list[list[str]]:
     return [[base64.b64encode(one).decode() for one in item] for item in metadata.items()]
 
 
-def _decode_metadata(told: dict[str, Any]) -> pa.KeyValueMetadata | None:
+def _decode_metadata(app_metadata: dict[str, Any]) -> pa.KeyValueMetadata | None:
     try:
-        found = [(base64.b64decode(key), base64.b64decode(value)) for key, value in told.get(_METADATA, ())]
+        items = [(base64.b64decode(key), base64.b64decode(value)) for key, value in app_metadata.get(_METADATA, ())]
     except (TypeError, ValueError):
         raise CatalogError("the metadata of a record batch are not what they should be") from None
-    return pa.KeyValueMetadata(found) if found else None
+    return pa.KeyValueMetadata(items) if items else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dissociated.datasets.ways import Static, StaticMessage
+from dissociated.datasets.sendable import Static, StaticMessage
 from dissociated.protocol.bodies import encode_addresses
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message

@@ -66,7 +66,7 @@ class Broadcasting(Protocol):
 
     name: str
 
-    def join(self, wake: Callable[[], None], cut: Callable[[], None]) -> Consumer:
+    def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None]) -> Consumer:
         """Become one of the consumers: see `Fanout.join`."""
 
     def project(self, part: LiveMessage) -> LiveMessage | None:

@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 import pytest
 
 import dissociated as dis
-from dissociated.catalog.dataset import Dataset
+from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, StoreError, WrongKind
 from helpers import connections_left
 
@@ -128,7 +128,7 @@ def test_a_handle_reads_its_version_and_no_other() -> None:
     with dis.Server(["shm:"], catalog=f"grpc://127.0.0.1:{port}") as server:
         server.publish("data", second)
         with dis.connect(server.catalog_uri) as client, pytest.raises(DatasetNotFound, match="gone"):
-            Dataset(client, handle.info).to_table()
+            DatasetHandle(client, handle.info).to_table()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
