@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
-import inspect
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -23,13 +20,10 @@ import pytest
 
 import dissociated
 import dissociated.spark
-from dissociated import cli, ipc
+from dissociated import ipc
+from pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SITE_NEEDS = ("griffe_sphinx", "mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python")
-#: What the examples call the packages.
-PACKAGES = {"dis": dissociated, "dissociated": dissociated, "ipc": ipc}
 
 
 def installed(package: str) -> bool:
@@ -170,34 +164,3 @@ def test_a_package_index_shows_a_readme_whose_links_all_work() -> None:
         readme = re.sub(change["pattern"], change["replacement"], readme)
     assert re.findall(r"\]\((?!https://)[^)]*\)|\]:\s*(?!https://)\S+|(?:src|href)=", readme) == []
     assert "`docs/spark.md`" in readme
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_python_on_a_page_compiles_and_asks_for_what_there_is(page: Path) -> None:
-    for match in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        code = compile(
-            match[1], page.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
-        )
-        for node in ast.walk(code):
-            check(node)
-
-
-def check(node: ast.AST) -> None:
-    """Names of this library that an example takes must be there, and so must the options that it gives."""
-    match node:
-        case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "dissociated":
-            for alias in names:
-                assert hasattr(importlib.import_module(module), alias.name), ast.unparse(node)
-        case ast.Attribute(value=ast.Name(id=package), attr=name) if package in PACKAGES:
-            assert hasattr(PACKAGES[package], name), ast.unparse(node)
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=package), attr=name), keywords=keywords):
-            if package in PACKAGES and callable(called := getattr(PACKAGES[package], name, None)):
-                unknown = {keyword.arg for keyword in keywords} - set(inspect.signature(called).parameters)
-                assert not unknown, ast.unparse(node)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_commands_on_a_page_are_taken(page: Path) -> None:
-    for line in re.findall(r"^ *(dissociated [a-z]+ .*)$", page.read_text().replace("\\\n", " "), re.MULTILINE):
-        arguments = shlex.split(line, comments=True)[1:]
-        cli.parser(arguments).parse_args(arguments)

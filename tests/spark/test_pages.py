@@ -1,0 +1,36 @@
+"""The code on the pages that takes a session of Spark runs, as it stands there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dissociated.node.node import Node
+from dissociated.spark import publish
+from dissociated.store.store import Store
+from pages import PAGES, Reader, blocks
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+RUN = [page for page in PAGES if any(block.is_spark and not block.not_run for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_the_code_on_a_page_runs(page: Path, spark: SparkSession, memory: Path, tmp_path: Path) -> None:
+    flights = spark.createDataFrame(
+        [("JFK", "IAH", 70.0), ("LGA", "ORD", 2.0)], "origin string, dest string, dep_delay double"
+    )
+    with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node:
+        for name in ("clicks", "events"):
+            publish(flights, name, node.uri)
+        events = spark.readStream.format("dissociated").option("catalog", node.uri).load("clicks")
+        given = {"spark": spark, "df": flights, "uri": node.uri, "events": events, "directory": str(tmp_path)}
+        with Reader(tmp_path, given, node.uri) as reader:
+            try:
+                reader.run(block for block in blocks(page) if block.is_spark)
+            finally:
+                for query in spark.streams.active:
+                    query.stop()
