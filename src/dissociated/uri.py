@@ -104,12 +104,15 @@ class Uri:
 
     def with_packed_bodies(self) -> Uri | None:
         """The location of the same without addresses; None where its server has not said how to ask for that."""
-        told = self.parameters.get(PACKED)
-        if told is None:
+        packed_tag = self.parameters.get(PACKED)
+        if packed_tag is None:
             return None
         parameters = {name: value for name, value in self.parameters.items() if name != PACKED}
         return replace(
-            self, want_data=_uint64(told, PACKED, str(self)), free_data=None, parameters=MappingProxyType(parameters)
+            self,
+            want_data=_uint64(packed_tag, PACKED, str(self)),
+            free_data=None,
+            parameters=MappingProxyType(parameters),
         )
 
     def require_want_data(self) -> int:

@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_as_if_it_were_not_there() -> None:
     with pa.ipc.new_stream(sink, named.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_batch(named)
     compressed = sink.getvalue().to_pybytes()
-    content, end = stream(compressed + len(compressed).to_bytes(8, "little") + statistics.MAGIC)
+    content, end = stream(compressed + len(compressed).to_bytes(8, "little") + statistics.STATISTICS_MAGIC)
     assert read_statistics(content, end, BATCH.schema, [ROWS]) is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dissociated.errors import FormatError
 from dissociated.format.message import buffer_extents, parse_header
-from dissociated.format.tensor import Format, TensorHeader, encode_tensor, parse_tensor
+from dissociated.format.tensor import TensorFormat, TensorHeader, encode_tensor, parse_tensor
 from helpers import case
 from protocol.wire import BY_HAND, golden_tensor
 from tensor_cases import GOLDEN
@@ -21,26 +21,26 @@ HEADERS = {name: golden_tensor(name).header for name in GOLDEN}
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("dense", TensorHeader(Format.DENSE, "<i8", (4, 6), ("row", "column"), (0,), (192,), (48, 8))),
-        ("dense_column_major", TensorHeader(Format.DENSE, "<i8", (4, 6), ("", ""), (0,), (192,), (8, 32))),
-        ("dense_half", TensorHeader(Format.DENSE, "<f2", (3,), ("",), (0,), (6,), (2,))),
+        ("dense", TensorHeader(TensorFormat.DENSE, "<i8", (4, 6), ("row", "column"), (0,), (192,), (48, 8))),
+        ("dense_column_major", TensorHeader(TensorFormat.DENSE, "<i8", (4, 6), ("", ""), (0,), (192,), (8, 32))),
+        ("dense_half", TensorHeader(TensorFormat.DENSE, "<f2", (3,), ("",), (0,), (6,), (2,))),
         (
             "coo_uint8",
             TensorHeader(
-                Format.COO, "<i8", (2, 3, 4), ("a", "b", "c"), (0, 16), (16, 40), (3, 1), 5,
+                TensorFormat.COO, "<i8", (2, 3, 4), ("a", "b", "c"), (0, 16), (16, 40), (3, 1), 5,
                 indices_type="<u1", canonical=True,
             ),
         ),
         (
             "csc_int32",
             TensorHeader(
-                Format.CSC, "<i8", (4, 6), ("row", "column"), (0, 32, 56), (32, 24, 40), (), 5, "<i4", "<i4"
+                TensorFormat.CSC, "<i8", (4, 6), ("row", "column"), (0, 32, 56), (32, 24, 40), (), 5, "<i4", "<i4"
             ),
         ),
         (
             "csf_bytes",
             TensorHeader(
-                Format.CSF, "<i1", (3, 3), ("", ""), (0, 32, 56, 80), (32, 24, 24, 8), (), 3, axis_order=(0, 1)
+                TensorFormat.CSF, "<i1", (3, 3), ("", ""), (0, 32, 56, 80), (32, 24, 24, 8), (), 3, axis_order=(0, 1)
             ),
         ),
     ],

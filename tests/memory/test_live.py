@@ -121,9 +121,9 @@ def test_who_counts_no_more_keeps_what_he_holds_and_makes_room(region: LiveRegio
     assert (region.unfreed, used(region)) == (0, 10 * PAGE)
     assert region.has_room(10 * PAGE)
     assert read(region, held[0], 1) == b"x"
-    region.free(held[:1], kept=True)
+    region.free(held[:1], exempt=True)
     assert used(region) == 5 * PAGE
-    region.free(held[1:], kept=True)
+    region.free(held[1:], exempt=True)
     assert (used(region), region.empty) == (0, True)
 
 

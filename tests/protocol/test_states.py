@@ -34,13 +34,13 @@ def test_a_step_in_the_table_is_taken():
 
 
 @pytest.mark.parametrize("blame", [LocalProtocolError, RemoteProtocolError])
-def test_a_step_outside_the_table_blames_the_side_that_took_it_and_changes_nothing(blame):
+def test_a_step_outside_the_table_blames_the_side_that_took_it_and_changes_nothing(error_type):
     for role, state, step in ILLEGAL:
         moving = machine(role, state)
         with case((role, state, step)):
-            with pytest.raises(blame) as caught:
-                moving.move(step, blame)
-            assert type(caught.value) is blame
+            with pytest.raises(error_type) as caught:
+                moving.move(step, error_type)
+            assert type(caught.value) is error_type
             assert step.value in str(caught.value)
             assert role.value in str(caught.value)
             assert state.value in str(caught.value)

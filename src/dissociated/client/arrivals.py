@@ -79,10 +79,10 @@ class ReceiveThread:
     def _check(self, one: Incoming) -> None:
         if self._bodies is (one.tag is not None):
             return
-        sent, asked = ("metadata", "bodies") if self._bodies else ("a body", "metadata")
+        arrived, expected = ("metadata", "bodies") if self._bodies else ("a body", "metadata")
         error = RemoteProtocolError(
-            f"the server sent {sent} over the connection for {asked}: of two URIs the first is that of the metadata, "
-            "and the second that of the bodies"
+            f"the server sent {arrived} over the connection for {expected}: of two URIs the first is that of the "
+            "metadata, and the second that of the bodies"
         )
         self._on_misrouted(error)
         raise error

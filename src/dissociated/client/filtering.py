@@ -18,51 +18,51 @@ from dissociated.uri import Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter import RowFilter
 
-_Opened = Callable[[ReadRequest], pa.RecordBatchReader]
+_Open = Callable[[ReadRequest], pa.RecordBatchReader]
 
 
-def read_filtered(request: ReadRequest, uris: Sequence[Uri], opened: _Opened) -> pa.RecordBatchReader:
-    """The rows that `request` wants, of what `opened` reads at `uris`.
+def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _Open) -> pa.RecordBatchReader:
+    """The rows that `request` wants, of what `open_request` reads at `uris`.
 
     Where bodies travel, a server that can sends these rows alone. Where they stay, it leaves out batches that have none
-    of them, and the rest is done here. Raises what `RowFilter.bind` and `opened` raise.
+    of them, and the rest is done here. Raises what `RowFilter.bind` and `open_request` raise.
     """
     inner = replace(request, filter=None, limit=None)
     capable = bool(uris) and all(map(supports_filter, uris)) and request.rows is None
     exact = capable and not any(map(shares_memory, uris))
     if request.filter is None:
-        reader = _asked(inner, RowSelection(None, request.limit), opened) if exact else None
-        return _filter(reader or opened(inner), None, None, request.limit)
+        reader = _open_selected(inner, RowSelection(None, request.limit), open_request) if exact else None
+        return _filter(reader or open_request(inner), None, None, request.limit)
     if request.schema is None:  # so it is not known which columns are needed
-        reader = opened(_with_fields(inner, None))
+        reader = open_request(_with_fields(inner, None))
         rows, wanted = _bind(request, reader.schema)
         return _filter(reader, rows, wanted, request.limit)
     schema = request.schema
     rows, wanted = _bind(request, schema)
     if not request.exact:
         encoded = _encode(rows, schema) if capable else None
-        reader = None if encoded is None else _asked(inner, RowSelection(encoded, exact=exact), opened)
-        return reader or opened(inner)
+        reader = None if encoded is None else _open_selected(inner, RowSelection(encoded, exact=exact), open_request)
+        return reader or open_request(inner)
     needed = sorted({*wanted, *rows.columns})
     encoded = _encode(rows, schema) if capable else None
     if encoded is not None and exact:
-        alone = _with_fields(inner, wanted if len(wanted) < len(schema) else None)
-        reader = _asked(alone, RowSelection(encoded, request.limit), opened)
+        wanted_request = _with_fields(inner, wanted if len(wanted) < len(schema) else None)
+        reader = _open_selected(wanted_request, RowSelection(encoded, request.limit), open_request)
         if reader is not None:
-            return _filter(_checked(reader, schema, wanted), None, None, request.limit)
-    some = _with_fields(inner, needed if len(needed) < len(schema) else None)
+            return _filter(_check_columns(reader, schema, wanted), None, None, request.limit)
+    needed_request = _with_fields(inner, needed if len(needed) < len(schema) else None)
     skipping = encoded is not None and not exact
-    reader = _asked(some, RowSelection(encoded, exact=False), opened) if skipping else None
-    reader = _checked(reader or opened(some), schema, needed)
+    reader = _open_selected(needed_request, RowSelection(encoded, exact=False), open_request) if skipping else None
+    reader = _check_columns(reader or open_request(needed_request), schema, needed)
     return _filter(
         reader, _bind(request, reader.schema, False)[0], [needed.index(index) for index in wanted], request.limit
     )
 
 
-def _asked(request: ReadRequest, rows: RowSelection, opened: _Opened) -> pa.RecordBatchReader | None:
+def _open_selected(request: ReadRequest, rows: RowSelection, open_request: _Open) -> pa.RecordBatchReader | None:
     """What a server gives that is asked for these rows; None where it refuses."""
     try:
-        return opened(replace(request, rows_at_server=rows))
+        return open_request(replace(request, rows_at_server=rows))
     except DissociatedError as error:
         if REFUSED not in str(error):
             raise
@@ -75,7 +75,7 @@ def _filter(
     return filter_batches(reader, rows, range(len(reader.schema)) if columns is None else columns, limit)
 
 
-def _checked(reader: pa.RecordBatchReader, schema: pa.Schema, fields: Sequence[int]) -> pa.RecordBatchReader:
+def _check_columns(reader: pa.RecordBatchReader, schema: pa.Schema, fields: Sequence[int]) -> pa.RecordBatchReader:
     """The same. Raises RemoteProtocolError where it does not have these fields of the schema."""
     if reader.schema.names != [schema.names[index] for index in fields]:
         raise RemoteProtocolError("the stream has other columns than its dataset was said to have")

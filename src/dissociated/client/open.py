@@ -92,32 +92,33 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
     identifier = ticket
     if selection is not None and all(map(supports_selection, uris)):
         identifier = selection.identifier(ticket)
-    asked = identifier != ticket
-    if request.rows_at_server is not None and not asked:
+    server_selects = identifier != ticket
+    if request.rows_at_server is not None and not server_selects:
         raise SourceError(f"{REFUSED}: the request would be too long")
     stream = request_stream(uris, identifier, request)
     try:
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
-        fields = None if selection is None else _fields_to_keep(stream.header, selection, asked)
+        fields = None if selection is None else _fields_to_keep(stream.header, selection, server_selects)
         reader = stream.batches(replace(request.options, included_fields=fields or ()))
     except BaseException:
         stream.close()
         raise
     if fields == []:  # libarrow takes no included fields to mean all of them
         reader = select_columns(reader, [])
-    if request.batches is not None and not asked:
+    if request.batches is not None and not server_selects:
         reader = slice_batches(reader, *request.batches)
     return reader if request.rows is None else slice_rows(reader, request.rows)
 
 
-def _fields_to_keep(header: bytes, selection: Selection, asked: bool) -> list[int] | None:
-    """Which fields are to be kept of the schema that has come, if those are not all; `asked` if the server chose.
+def _fields_to_keep(header: bytes, selection: Selection, server_selects: bool) -> list[int] | None:
+    """Which fields are to be kept of the schema that has come, if those are not all.
 
+    Where `server_selects`, they were asked for, and the schema may have no others.
     Raises ColumnNotFound and OptionError.
     """
     names = read_schema(header, RemoteProtocolError).names
-    if asked and selection.fields is not None and len(names) == len(set(selection.fields)):
+    if server_selects and selection.fields is not None and len(names) == len(set(selection.fields)):
         return None
     indices = selection.indices(names)
     return indices if len(indices) < len(names) else None

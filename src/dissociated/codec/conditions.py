@@ -25,7 +25,7 @@ from dissociated.errors import ColumnNotFound, OptionError
 #: A column, as an array or as an expression; what is decided of it is then the same.
 _Column: TypeAlias = "pa.Array | pc.Expression"
 
-_COMPARED: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
+_COMPARISONS: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
     "=": pc.equal,
     "!=": pc.not_equal,
     ">": pc.greater,
@@ -36,8 +36,8 @@ _COMPARED: dict[str, Callable[[_Column, pa.Scalar], Any]] = {
 _TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": pc.match_substring}
 _LISTED = ("in", "not in")
 _UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
-_FEW = 16  # values that an expression compares with one by one
-_OPERATORS = (*_COMPARED, *_LISTED, *_TEXT, *_UNARY)
+_MAX_SINGLY = 16  # values that an expression compares with one by one
+_OPERATORS = (*_COMPARISONS, *_LISTED, *_TEXT, *_UNARY)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) ->
     if types.is_floating(type_) and _is_number(value) and type_ != pa.float64():
         column, type_ = column.cast(pa.float64()), pa.float64()  # which holds each value of it, and more
     scalar = _scalar(value, type_)
-    known = _COMPARED[operator](column, scalar)
+    known = _COMPARISONS[operator](column, scalar)
     if not types.is_floating(type_) or value is None:
         return known
     is_nan = pc.is_nan(column)
@@ -179,7 +179,7 @@ def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: 
         if operator in ("=", "!="):
             return _always(column, operator == "!=")
         operator = ">" if operator in (">", ">=") else "<="
-    return _COMPARED[operator](column, grid.scalar(below, type_))
+    return _COMPARISONS[operator](column, grid.scalar(below, type_))
 
 
 def _always(column: _Column, value: bool) -> Any:
@@ -189,7 +189,7 @@ def _always(column: _Column, value: bool) -> Any:
 
 def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
     known = [value for value in values if value is not None]
-    if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(known) <= _FEW):
+    if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(known) <= _MAX_SINGLY):
         each = [_compared("=", column, type_, value) for value in known]
         found = _joined(pc.or_kleene, each) if each else _always(column, False)
     else:

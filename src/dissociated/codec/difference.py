@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-_MOST = 5  # columns that are named
+_MAX_NAMED = 5  # columns that are named
 
 
 def schema_difference(before: pa.Schema, after: pa.Schema) -> str:
     """What is other in `after` than in `before`: column 'n' is string, not int64; there is no column 'x'."""
     found = [*_differences(before, after)]
-    more = [] if len(found) <= _MOST else [f"and {len(found) - _MOST} more"]
-    return "; ".join(found[:_MOST] + more)
+    more = [] if len(found) <= _MAX_NAMED else [f"and {len(found) - _MAX_NAMED} more"]
+    return "; ".join(found[:_MAX_NAMED] + more)
 
 
 def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:

@@ -36,10 +36,12 @@ class StreamFile(Readable, ABC):
     Closes `source`, which the messages come from, also where one of them cannot be had.
     """
 
-    def __init__(self, source: Generator[object, None, None], max_body: int, blame: type[DissociatedError]) -> None:
+    def __init__(
+        self, source: Generator[object, None, None], max_body: int, error_type: type[DissociatedError]
+    ) -> None:
         self._source = source
         self._max_body = max_body
-        self._blame = blame
+        self._error_type = error_type
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._ended = False
         self._failed: tuple[type[DissociatedError], str] | None = None
@@ -97,7 +99,7 @@ class StreamFile(Readable, ABC):
         except RemoteProtocolError:
             return  # libarrow will say what is wrong with it
         if length > self._max_body:
-            raise self._blame(
+            raise self._error_type(
                 f"a body of {len(body)} bytes would have {length} when it is decompressed; "
                 f"at most {self._max_body} are taken (max_body)"
             )
@@ -110,8 +112,8 @@ class StreamFile(Readable, ABC):
 class _MessageFile(StreamFile):
     """The messages, each as it comes."""
 
-    def __init__(self, messages: Messages, max_body: int, blame: type[DissociatedError]) -> None:
-        super().__init__(messages, max_body, blame)
+    def __init__(self, messages: Messages, max_body: int, error_type: type[DissociatedError]) -> None:
+        super().__init__(messages, max_body, error_type)
         self._messages = messages
 
     def _next(self) -> EncodedMessage:
@@ -137,4 +139,4 @@ def join(
     decompressed, before it is.
     """
     options = check_options(options, ReadOptions)
-    return kind(_MessageFile(messages, max_body, kind.blame), options)
+    return kind(_MessageFile(messages, max_body, kind.error_type), options)

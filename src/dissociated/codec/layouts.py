@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-_SAME = {
+_STORED_AS = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
@@ -53,8 +53,8 @@ def layout(type_: pa.DataType) -> pa.DataType:
     """The type of the same layout that takes every value; the same where there are runs within lists or the like."""
     if isinstance(type_, pa.BaseExtensionType):
         return layout(type_.storage_type)
-    if type_ in _SAME:
-        return _SAME[type_]
+    if type_ in _STORED_AS:
+        return _STORED_AS[type_]
     if pa.types.is_decimal(type_):
         return pa.binary(type_.byte_width)
     if pa.types.is_run_end_encoded(type_):

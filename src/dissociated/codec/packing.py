@@ -20,7 +20,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.format.message import Header, buffer_extents, relocate
 
 _i64 = struct.Struct("<q")
-_RAW = _i64.pack(-1)
+_UNCOMPRESSED = _i64.pack(-1)
 
 #: The flatbuffer, what pairing needs from it, and the packed body in parts.
 Packed = tuple[bytes, Header, list[Buffer]]
@@ -68,7 +68,7 @@ class Packing:
         compressed = buffer.slice(_i64.size)
         if 1 - len(compressed) / size >= self._savings:
             return [buffer]
-        return [_RAW, self._codec.decompress(compressed, size, memory_pool=self._pool)]
+        return [_UNCOMPRESSED, self._codec.decompress(compressed, size, memory_pool=self._pool)]
 
 
 def raw_size(header: bytes, parsed: Header, body: Sequence[Buffer], compressed: bool) -> int:

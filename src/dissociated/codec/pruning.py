@@ -7,13 +7,13 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 
 from dissociated.codec.statistics import Bounds
-from dissociated.codec.substrait import Call, Column, Node, Value
+from dissociated.codec.substrait import Call, Column, FilterNode, Value
 
 _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
 _ALWAYS = pc.scalar(True)
 
 
-def may_pass(tree: Node, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:
+def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.BooleanArray:
     """For each batch, whether a row of it may pass; `columns` are those of the tree that something is known of.
 
     Not known is as good as true. What is never said of a batch is that all rows pass: so of what is denied nothing is
@@ -31,7 +31,7 @@ def may_pass(tree: Node, num_rows: pa.Array, columns: dict[int, Bounds]) -> pa.B
     return found.fill_null(True)
 
 
-def _may(node: Node, known: object) -> pc.Expression:
+def _may(node: FilterNode, known: object) -> pc.Expression:
     match node:
         case Call("and", arguments):
             return _joined(pc.and_kleene, [_may(one, known) for one in arguments])

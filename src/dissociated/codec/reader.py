@@ -17,40 +17,40 @@ from dissociated.errors import (
     StoreError,
     TransportError,
 )
-from dissociated.format.encapsulated import MAGIC, encapsulate
+from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
 
 #: libarrow takes the magic of a file for the length of the first message.
-_FILE_MAGIC_ERROR = f"to read {int.from_bytes(MAGIC[:4], 'little')} metadata bytes"
+_FILE_MAGIC_ERROR = f"to read {int.from_bytes(FILE_MAGIC[:4], 'little')} metadata bytes"
 _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
 @contextmanager
-def arrow_errors(blame: type[DissociatedError]) -> Iterator[None]:
+def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
     """Turn what libarrow raises about content into `blame`, what memory does not suffice for included."""
     try:
         yield
     except _CONTENT_ERRORS as error:
-        raise _translated(error, blame) from None
+        raise _translated(error, error_type) from None
 
 
-def _translated(error: Exception, blame: type[DissociatedError]) -> Exception:
+def _translated(error: Exception, error_type: type[DissociatedError]) -> Exception:
     if isinstance(error, (DissociatedError, pa.ArrowCancelled)):  # ours come from below, through libarrow
         return error
     if str(error).startswith("Out of bounds field index"):  # the caller's mistake, not the content's
         return OptionError(f"included_fields has a field that the schema has not: {error}")
     if _FILE_MAGIC_ERROR in str(error):
-        return blame("this begins like an Arrow IPC file, which is no stream: read it as a file")
-    peer = blame is RemoteProtocolError
+        return error_type("this begins like an Arrow IPC file, which is no stream: read it as a file")
+    peer = error_type is RemoteProtocolError
     if isinstance(error, MemoryError):  # compressed buffers say themselves how long they will be: that may be a lie
-        return (TransportError if peer else blame)(
+        return (TransportError if peer else error_type)(
             f"there is no memory for what {'the peer sent' if peer else 'this holds'}: {error}"
         )
-    return blame(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
+    return error_type(f"{'the peer sent what libarrow cannot read' if peer else 'libarrow cannot read this'}: {error}")
 
 
-def read_schema(header: bytes, blame: type[DissociatedError]) -> pa.Schema:
+def read_schema(header: bytes, error_type: type[DissociatedError]) -> pa.Schema:
     """The schema of this flatbuffer."""
-    with arrow_errors(blame):
+    with arrow_errors(error_type):
         return check_field_names(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
 
 
@@ -80,11 +80,11 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
     Raises FormatError where the content is invalid, or nests deeper than `options` allow.
     """
 
-    blame: ClassVar[type[DissociatedError]] = FormatError
+    error_type: ClassVar[type[DissociatedError]] = FormatError
 
     def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
         options = check_options(options, ReadOptions)
-        with arrow_errors(self.blame):
+        with arrow_errors(self.error_type):
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
         options.check_depth(self.schema)
 
@@ -99,7 +99,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
             self._ended = True
             raise
         except _CONTENT_ERRORS as error:
-            raise _translated(error, self.blame) from None
+            raise _translated(error, self.error_type) from None
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         try:
@@ -109,7 +109,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
             self._ended = True
             raise
         except _CONTENT_ERRORS as error:
-            raise _translated(error, self.blame) from None
+            raise _translated(error, self.error_type) from None
 
     def read_all(self) -> pa.Table:
         self._begin()
@@ -118,7 +118,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
             self._ended = True
             return table
         except _CONTENT_ERRORS as error:
-            raise _translated(error, self.blame) from None
+            raise _translated(error, self.error_type) from None
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
@@ -132,4 +132,4 @@ class PeerReader(StreamReader):
     Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
     """
 
-    blame = RemoteProtocolError
+    error_type = RemoteProtocolError

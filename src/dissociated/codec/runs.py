@@ -94,7 +94,7 @@ class _DeliveryFile(StreamFile):
     def __init__(
         self, deliveries: Generator[Delivered, None, None], attach: Attach, options: ReadOptions, max_body: int
     ) -> None:
-        super().__init__(deliveries, max_body, _RunReader.blame)
+        super().__init__(deliveries, max_body, _RunReader.error_type)
         self._deliveries = deliveries
         self._attach = attach
         self._options = options

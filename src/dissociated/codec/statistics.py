@@ -26,10 +26,10 @@ from dissociated.errors import DissociatedError
 from dissociated.format.encapsulated import end_of_stream, message_at
 from dissociated.format.message import is_compressed
 
-MAGIC = b"DISSTATS"
+STATISTICS_MAGIC = b"DISSTATS"
 
 _ALIGNMENT = 8
-_TAIL = 8 + len(MAGIC)
+_TAIL = 8 + len(STATISTICS_MAGIC)
 _LEAST_ROWS = 16_384  # of a batch: to look at a smaller one costs more than it can spare
 _MAX_VALUES = 1 << 20  # kept while a segment is written; of one with more, nothing is written
 _MAX_SIZE = 1 << 28  # bytes
@@ -81,7 +81,7 @@ class Statistics:
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
         encoded: bytes = sink.getvalue().to_pybytes()
-        return encoded + len(encoded).to_bytes(8, "little") + MAGIC
+        return encoded + len(encoded).to_bytes(8, "little") + STATISTICS_MAGIC
 
 
 _KINDS = ("null_count", "min", "max")
@@ -159,7 +159,10 @@ def read_statistics(memory: Buffer, end: int, schema: pa.Schema, num_rows: Seque
     stop = len(whole) - _TAIL
     if start % _ALIGNMENT or not start < stop <= start + _MAX_SIZE or whole[end:start] != marker:
         return None
-    if whole[-len(MAGIC) :] != MAGIC or int.from_bytes(whole[stop : stop + 8], "little") != stop - start:
+    if (
+        whole[-len(STATISTICS_MAGIC) :] != STATISTICS_MAGIC
+        or int.from_bytes(whole[stop : stop + 8], "little") != stop - start
+    ):
         return None
     try:
         batch = _batch(whole[start:stop])

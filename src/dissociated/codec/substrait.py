@@ -27,20 +27,20 @@ _MAX_NODES = 512
 _MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
 
 #: Functions as Substrait calls them.
-_ALLOWED = {
+_FUNCTIONS = {
     *("equal", "not_equal", "lt", "lte", "gt", "gte", "is_null", "is_not_null", "is_nan"),
     *("and", "or", "not"),
 }
 #: The same as pyarrow prints them, as far as they come back as they were: `is_in` becomes comparisons, of which nulls
 #: and NaN make something else.
-_EXACT = {"invert", "is_null", "is_valid", "is_nan"}
+_PRINTED_FUNCTIONS = {"invert", "is_null", "is_valid", "is_nan"}
 _CALL = re.compile(r"(\w+)\(")
 
 # Numbers of the fields of Substrait's messages.
 _ORIGINS, _EXTENSIONS, _EXPRESSIONS, _SCHEMA, _VERSION = 1, 2, 3, 4, 7
 _LITERAL, _SELECTION, _FUNCTION = 1, 2, 3
 #: Literals that are one plain value: numbers, text, bytes, dates, times, decimals, null.
-_PLAIN = {1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 21, 22, 23, 24, 27, 29, 34, 35, 36, 50, 51}
+_PLAIN_LITERALS = {1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 21, 22, 23, 24, 27, 29, 34, 35, 36, 50, 51}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Call:
     """A function of these arguments."""
 
     name: str
-    arguments: tuple[Node, ...]
+    arguments: tuple[FilterNode, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Value:
     expression: pc.Expression
 
 
-Node: TypeAlias = Call | Column | Value
+FilterNode: TypeAlias = Call | Column | Value
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ReceivedFilter:
 
     expression: pc.Expression
     schema: pa.Schema
-    tree: Node
+    tree: FilterNode
 
     def bind(self, schema: pa.Schema) -> tuple[RowFilter, tuple[int, ...]]:
         """The filter of batches that have its columns alone, in its order; and where in `schema` these stand.
@@ -96,7 +96,7 @@ def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
     """The filter of batches of this schema as it travels; None where it would mean something else, or be too long."""
     looked_at = pa.schema([schema.field(number) for number in rows.columns])
     text = str(rows.expression)
-    if not {*_CALL.findall(text)} <= _EXACT or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
+    if not {*_CALL.findall(text)} <= _PRINTED_FUNCTIONS or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
         return None
     try:
         encoded = _compact(bytes(_substrait().serialize_expressions([rows.expression], ["passes"], looked_at)))
@@ -139,12 +139,12 @@ def _compact(encoded: bytes) -> bytes:
     """The same expression with each extension told once, and none that it has no function of."""
     fields = [*_fields(encoded)]
     used = {_number(function, 1) for declared in _messages(fields, _EXTENSIONS) for function in _messages(declared, 3)}
-    kept: dict[bytes, None] = {}
+    compacted: dict[bytes, None] = {}
     for number, value in fields:
         if isinstance(value, int) or (number == _ORIGINS and _number([*_fields(value)], 1) not in used):
             continue
-        kept[_encode(number, bytes(value))] = None
-    return b"".join(kept)
+        compacted[_encode(number, bytes(value))] = None
+    return b"".join(compacted)
 
 
 class _Parser:
@@ -159,17 +159,17 @@ class _Parser:
                 name = b"".join(bytes(value) for number, value in function if number == 3 and _is_bytes(value)).decode(
                     errors="replace"
                 )
-                if name not in _ALLOWED:
+                if name not in _FUNCTIONS:
                     raise FormatError(f"the filter has the function {name!r}, which is not computed for others")
                 self._functions[_number(function, 2)] = name
 
-    def tree(self) -> Node:
+    def tree(self) -> FilterNode:
         roots = [root for expression in _messages(self._whole, _EXPRESSIONS) for root in _messages(expression, 1)]
         if len(roots) != 1:
             raise FormatError(f"a filter is one expression, not {len(roots)}")
         return self._node(roots[0], 0)
 
-    def _node(self, fields: _Fields, depth: int) -> Node:
+    def _node(self, fields: _Fields, depth: int) -> FilterNode:
         self._nodes += 1
         if depth > _MAX_DEPTH or self._nodes > _MAX_NODES:
             raise FormatError(f"the filter has more than {_MAX_NODES} parts, or nests deeper than {_MAX_DEPTH}")
@@ -186,7 +186,7 @@ class _Parser:
             return Call(name, tuple(self._node(one, depth + 1) for one in arguments))
         if number == _SELECTION:
             return _column(inner)
-        if number == _LITERAL and {kind for kind, _ in inner} <= _PLAIN:
+        if number == _LITERAL and {kind for kind, _ in inner} <= _PLAIN_LITERALS:
             return Value(self._value(bytes(content)))
         raise FormatError("the filter has a kind of expression that is not computed for others")
 

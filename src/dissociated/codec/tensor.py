@@ -25,18 +25,26 @@ from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import SplitMessage
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError
 from dissociated.format.message import Header, buffer_extents, parse_header
-from dissociated.format.tensor import ALIGNMENT, Format, TensorHeader, encode_tensor, parse_tensor, row_major, width
+from dissociated.format.tensor import (
+    ALIGNMENT,
+    TensorFormat,
+    TensorHeader,
+    encode_tensor,
+    parse_tensor,
+    row_major,
+    width,
+)
 
 #: pa.Tensor, or one of pyarrow's four sparse ones. pyarrow has no type hints.
 Tensor: TypeAlias = Any
 Array: TypeAlias = Any
 
-FORMATS = {
-    pa.Tensor: Format.DENSE,
-    pa.SparseCOOTensor: Format.COO,
-    pa.SparseCSRMatrix: Format.CSR,
-    pa.SparseCSCMatrix: Format.CSC,
-    pa.SparseCSFTensor: Format.CSF,
+TENSOR_FORMATS = {
+    pa.Tensor: TensorFormat.DENSE,
+    pa.SparseCOOTensor: TensorFormat.COO,
+    pa.SparseCSRMatrix: TensorFormat.CSR,
+    pa.SparseCSCMatrix: TensorFormat.CSC,
+    pa.SparseCSFTensor: TensorFormat.CSF,
 }
 
 _READ_SIZE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
@@ -80,7 +88,7 @@ def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMe
         offsets.append(end + padding)
         parts += [bytes(padding), pa.py_buffer(array.reshape(-1).view(np.uint8))]
         end = offsets[-1] + array.nbytes
-    if header.format is not Format.DENSE:
+    if header.format is not TensorFormat.DENSE:
         parts.append(bytes(-end % 8))
         end += -end % 8
     header = header._replace(offsets=(*offsets,), lengths=tuple(array.nbytes for array in arrays))
@@ -112,16 +120,16 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
     found = parse_tensor(header)
     names = found.names if any(found.names) else None
     with _damaged():
-        if found.format is Format.DENSE:
+        if found.format is TensorFormat.DENSE:
             return pa.Tensor.from_numpy(_array(buffers[0], found.type, found.shape, found.strides), names)
         *index, data = buffers
         values = _array(data, found.type, (found.non_zero,))
-        if found.format is Format.COO:
+        if found.format is TensorFormat.COO:
             return pa.SparseCOOTensor.from_numpy(values, _coordinates(found, index[0]), found.shape, names)
         indptr, indices = _levels(found, index)
-        if found.format is Format.CSF:
+        if found.format is TensorFormat.CSF:
             return pa.SparseCSFTensor.from_numpy(values, indptr, indices, found.shape, found.axis_order, names)
-        matrix = pa.SparseCSRMatrix if found.format is Format.CSR else pa.SparseCSCMatrix
+        matrix = pa.SparseCSRMatrix if found.format is TensorFormat.CSR else pa.SparseCSCMatrix
         return matrix.from_numpy(values, indptr[0], indices[0], found.shape, names)
 
 
@@ -140,14 +148,14 @@ def _coordinates(found: TensorHeader, buffer: Buffer) -> Array:
 def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array], list[Array]]:
     """The indptr and the indices of CSR, CSC and CSF."""
     shape, types = found.shape, (found.indptr_type, found.indices_type)
-    if found.format is Format.CSF:
+    if found.format is TensorFormat.CSF:
         axes = found.axis_order
         counts = [length // width(types[1]) for length in found.lengths[len(axes) - 1 : -1]]
         indices = [_array(buffers[len(axes) - 1 + level], types[1], (count,)) for level, count in enumerate(counts)]
         _check_indices(indices[0], shape[axes[0]])
         above, below = counts[:-1], indices[1:]
     else:
-        axes = (0, 1) if found.format is Format.CSR else (1, 0)
+        axes = (0, 1) if found.format is TensorFormat.CSR else (1, 0)
         indices = below = [_array(buffers[1], types[1], (found.non_zero,))]
         above = [shape[axes[0]]]
     indptr = [_array(buffers[level], types[0], (count + 1,)) for level, count in enumerate(above)]
@@ -176,14 +184,14 @@ def _check_begins(begins: Array, end: int) -> None:
 
 def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
     """All that a message says of `tensor` but for its buffers, and the arrays that these hold."""
-    format_ = FORMATS.get(type(tensor))
+    format_ = TENSOR_FORMATS.get(type(tensor))
     if format_ is None:
         raise FormatError(
             f"a {type(tensor).__name__} is no tensor: give a pyarrow.Tensor or one of pyarrow's sparse ones"
         )
     shape = tensor.shape
     names = (*tensor.dim_names, *[""] * len(shape))[: len(shape)]
-    if format_ is Format.DENSE:
+    if format_ is TensorFormat.DENSE:
         array = tensor.to_numpy()
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             array = np.ascontiguousarray(array)
@@ -192,12 +200,12 @@ def _disassemble(tensor: Tensor) -> tuple[TensorHeader, list[Array]]:
         return header, [array if array.flags.c_contiguous else array.T]
     values, *index = tensor.to_numpy()
     header = TensorHeader(format_, _type(values), shape, names, (), (), (), len(values))
-    if format_ is Format.COO:
+    if format_ is TensorFormat.COO:
         (coordinates,) = index
         coordinates = np.ascontiguousarray(coordinates)
         strides = row_major(coordinates.shape, "<i8")
         return header._replace(strides=strides, canonical=tensor.has_canonical_format), [coordinates, values]
-    if format_ is Format.CSF:
+    if format_ is TensorFormat.CSF:
         indptr, indices = index
         order = _axis_order(tensor, values, indptr, indices)
         return header._replace(axis_order=order), [*map(np.ascontiguousarray, chain(indptr, indices)), values]

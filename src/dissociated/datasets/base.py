@@ -24,7 +24,7 @@ from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
 if TYPE_CHECKING:
-    from dissociated.codec.substrait import Node
+    from dissociated.codec.substrait import FilterNode
 
 #: Anything `publish` takes; see `make_dataset`.
 Source: TypeAlias = Any
@@ -135,7 +135,7 @@ class Dataset(ABC):
         """The same with the columns at these positions, which may be all."""
         return self if len(indices) == len(self.schema) else self._select(tuple(indices))
 
-    def passing_batches(self, filter_: Node, columns: Sequence[int]) -> Sequence[bool] | None:
+    def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
         """Of each batch whether a row may pass a filter, which numbers the columns at these positions.
 
         None where nothing is known.

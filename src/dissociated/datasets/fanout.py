@@ -111,10 +111,10 @@ class Consumer:
         with self._fanout.changed:
             self._fanout.detach(self)
 
-    def leave(self, gone: bool = True) -> None:
-        """Its connection is over. If it is `gone`, everything it holds is given back; else that is not used again."""
+    def leave(self, disconnected: bool = True) -> None:
+        """Its connection is over. What it holds is given back if it is `disconnected`, and else not used again."""
         with self._fanout.changed:
-            if not gone:
+            if not disconnected:
                 self._fanout.detach(self)
                 self.held.clear()
             self._fanout.leave(self)

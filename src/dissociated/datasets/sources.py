@@ -20,7 +20,7 @@ from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import SegmentsDataset, TableDataset
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import OptionError, SourceError
-from dissociated.format.encapsulated import MAGIC
+from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
@@ -153,7 +153,7 @@ def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
     """What is in memory as Arrow IPC: its batches, or where these have metadata of their own, a copy."""
     if not isinstance(source, pa.ipc.RecordBatchFileReader):
         buffer = pa.py_buffer(source)
-        if buffer[: len(MAGIC)].to_pybytes() != MAGIC:
+        if buffer[: len(FILE_MAGIC)].to_pybytes() != FILE_MAGIC:
             return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
         source = pa.ipc.open_file(buffer)
     pairs = (source.get_batch_with_custom_metadata(number) for number in range(source.num_record_batches))

@@ -27,7 +27,7 @@ from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
 if TYPE_CHECKING:
-    from dissociated.codec.substrait import Node
+    from dissociated.codec.substrait import FilterNode
 
 #: Of how many selections of columns a static dataset keeps the messages.
 _MAX_SELECTIONS = 16
@@ -85,7 +85,7 @@ class StaticDataset(Dataset):
         """What is known of the values in its batches, of these columns at least."""
         return None
 
-    def passing_batches(self, filter_: Node, columns: Sequence[int]) -> Sequence[bool] | None:
+    def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
         from dissociated.codec.pruning import may_pass  # on first use: pyarrow.compute takes long to import
 
         known = self.statistics(columns)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.tensor import FORMATS, Tensor, split_tensor
+from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.sendable import SharedSegment, StaticMessage
 from dissociated.datasets.static import StaticDataset
@@ -20,9 +20,9 @@ from dissociated.store.tensors import TensorSegment
 
 def as_tensors(source: Source) -> Sequence[Tensor] | None:
     """The tensors that `source` is, one or a sequence of them; None where it is something else."""
-    if type(source) in FORMATS:
+    if type(source) in TENSOR_FORMATS:
         return [source]
-    if isinstance(source, (list, tuple)) and source and all(type(one) in FORMATS for one in source):
+    if isinstance(source, (list, tuple)) and source and all(type(one) in TENSOR_FORMATS for one in source):
         return source
     return None
 
@@ -37,7 +37,7 @@ class TensorDataset(StaticDataset):
 
     def __init__(self, name: str, tensors: Sequence[Tensor], options: WriteOptions | None = None) -> None:
         described = [
-            TensorInfo(FORMATS[type(one)].value, str(one.type), tuple(one.shape), tuple(one.dim_names))
+            TensorInfo(TENSOR_FORMATS[type(one)].value, str(one.type), tuple(one.shape), tuple(one.dim_names))
             for one in tensors
         ]
         super().__init__(name, tensors_schema(described))

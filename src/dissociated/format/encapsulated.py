@@ -19,9 +19,9 @@ from dissociated.format.message import Header, parse_header
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
-MAGIC = b"ARROW1"
+FILE_MAGIC = b"ARROW1"
 #: What follows the footer of a file: its length and the magic.
-FOOTER_TAIL = 4 + len(MAGIC)
+FOOTER_TAIL = 4 + len(FILE_MAGIC)
 
 _marker = struct.Struct("<I")
 _length = struct.Struct("<i")
@@ -53,23 +53,23 @@ def end_of_stream(legacy: bool = False) -> bytes:
 
 def encode_magic(at: int = 0) -> bytes:
     """What begins a file `at` this position: the magic, padded so that the first message is aligned to 8 bytes."""
-    return MAGIC + bytes(-(at + len(MAGIC)) % 8)
+    return FILE_MAGIC + bytes(-(at + len(FILE_MAGIC)) % 8)
 
 
 def encode_footer(footer: bytes | bytearray) -> bytes:
     """What ends a file: the flatbuffer of the footer, its length, the magic."""
-    return bytes(footer) + _length.pack(len(footer)) + MAGIC
+    return bytes(footer) + _length.pack(len(footer)) + FILE_MAGIC
 
 
 def first_message_at(memory: memoryview) -> int:
     """Where the first message of an IPC stream or file begins: a file has its magic before it."""
-    return 8 if bytes(memory[: len(MAGIC)]) == MAGIC else 0
+    return 8 if bytes(memory[: len(FILE_MAGIC)]) == FILE_MAGIC else 0
 
 
 def footer_at(memory: memoryview) -> int:
     """Where the footer of an IPC file begins. Raises FormatError for a file that is cut off."""
     tail = len(memory) - FOOTER_TAIL
-    if tail < 8 or bytes(memory[-len(MAGIC) :]) != MAGIC:
+    if tail < 8 or bytes(memory[-len(FILE_MAGIC) :]) != FILE_MAGIC:
         raise FormatError("the Arrow IPC file is cut off: it does not end with its magic")
     begin: int = tail - _length.unpack_from(memory, tail)[0]
     if not 8 <= begin <= tail:

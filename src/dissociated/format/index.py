@@ -19,7 +19,7 @@ from dissociated.format.footer import parse_footer, schema_message
 from dissociated.format.message import HeaderType, parse_header, varying_ranges
 
 #: How many messages are looked at together, at first and at most.
-_FEW, _MANY = 16, 1 << 13
+_MIN_RUN_LOOK, _MAX_RUN_LOOK = 16, 1 << 13
 
 
 class Entry(NamedTuple):
@@ -121,14 +121,14 @@ class Index:
         entries: list[Entry] = []
         runs: list[tuple[int, int]] = []  # which entry stands for how many that follow each other
         at = 0
-        look = _FEW
+        look = _MIN_RUN_LOOK
         while at < self._end and (found := message_at(self._memory, at, self._end)) is not None:
             entry = Entry(found.parsed.type, at, found.body_at - at, found.parsed.body_length)
             size = entry.metadata_length + entry.body_length
             count = 1
             if entries and entries[-1][2:] == entry[2:]:
                 count = self._alike(found, at, size, look)
-                look = min(2 * look, _MANY) if count == look else _FEW
+                look = min(2 * look, _MAX_RUN_LOOK) if count == look else _MIN_RUN_LOOK
             runs.append((len(entries), count))
             entries.append(entry)
             at += count * size

@@ -49,9 +49,9 @@ _VIEWS = (23, 24)
 
 #: libarrow reads no schema that nests deeper; and a field takes so many bytes of a message at least.
 _MAX_DEPTH = 64
-_LEAST = 8
+_MIN_FIELD_SIZE = 8
 #: Schemas that are looked at again and again: how many are kept, and up to which size.
-_KEPT, _MAX_KEPT = 64, 1 << 16
+_MAX_CACHED, _MAX_CACHED_SIZE = 64, 1 << 16
 
 
 class Layout:
@@ -74,7 +74,8 @@ class SchemaLayout:
     def __init__(self, schema: bytes) -> None:
         self.fields: list[Layout] = []
         self.values: dict[int, Layout] = {}
-        self._left = len(schema) // _LEAST  # fields that it can have; tables may refer to each other in circles
+        # fields that it can have: tables may refer to each other in circles
+        self._left = len(schema) // _MIN_FIELD_SIZE
         try:
             message = Table.read(schema, root(schema), 3)
             self._version = message.scalar(0, "h")
@@ -122,8 +123,8 @@ class SchemaLayout:
         return buffers + sum(int(count) for (count,) in batch.vector(4, "q"))
 
 
-@lru_cache(maxsize=_KEPT)
-def _kept(schema: bytes) -> SchemaLayout | None:
+@lru_cache(maxsize=_MAX_CACHED)
+def _cached(schema: bytes) -> SchemaLayout | None:
     return _read(schema)
 
 
@@ -136,7 +137,7 @@ def _read(schema: bytes) -> SchemaLayout | None:
 
 def layout_of(schema: bytes) -> SchemaLayout | None:
     """The layout of a schema; None for one that cannot be read, of which libarrow will say why."""
-    return _kept(schema) if len(schema) <= _MAX_KEPT else _read(schema)
+    return _cached(schema) if len(schema) <= _MAX_CACHED_SIZE else _read(schema)
 
 
 def _buffers(field: Table, version: int) -> int:

@@ -172,8 +172,8 @@ def uncompressed_length(header: bytes, body: Buffer) -> int:
     parsed, memory, total = parse_header(header), memoryview(body), 0
     for offset, length in zip(*buffer_extents(header, parsed), strict=True):
         if length >= _i64.size and 0 <= offset <= len(memory) - _i64.size:
-            said = int(_read_i64(memory, offset)[0])
-            total += length if said < 0 else said
+            declared = int(_read_i64(memory, offset)[0])
+            total += length if declared < 0 else declared
     return total
 
 

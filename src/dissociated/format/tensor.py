@@ -38,7 +38,7 @@ _BUFFER_FORMAT = "qq"  # struct Buffer { offset: long; length: long; }
 Extents = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Format(Enum):
+class TensorFormat(Enum):
     """How the values of a tensor are found."""
 
     DENSE = "dense"
@@ -51,7 +51,7 @@ class Format(Enum):
 class TensorHeader(NamedTuple):
     """What the flatbuffer of a tensor says. Types are NumPy's names for them, lengths and strides are in bytes."""
 
-    format: Format
+    format: TensorFormat
     type: str
     shape: tuple[int, ...]
     #: of the dimensions, all empty where they have none
@@ -131,7 +131,7 @@ def _dense(tensor: Table) -> TensorHeader:
     type_, shape, names = _type_and_shape(tensor)
     strides = tuple(stride for (stride,) in tensor.vector(3, "q")) or row_major(shape, type_)
     offset, length = tensor.struct(4, _BUFFER_FORMAT)
-    return TensorHeader(Format.DENSE, type_, shape, names, (offset,), (length,), strides)
+    return TensorHeader(TensorFormat.DENSE, type_, shape, names, (offset,), (length,), strides)
 
 
 def _sparse(tensor: Table) -> TensorHeader:
@@ -144,7 +144,7 @@ def _sparse(tensor: Table) -> TensorHeader:
         buffers = [index.struct(2, _BUFFER_FORMAT), data]
         indices_type = _int(index.table(0, 2))
         strides = tuple(stride for (stride,) in index.vector(1, "q")) or row_major((count, len(shape)), indices_type)
-        found = TensorHeader(Format.COO, type_, shape, names, (), (), strides, count, indices_type=indices_type)
+        found = TensorHeader(TensorFormat.COO, type_, shape, names, (), (), strides, count, indices_type=indices_type)
         found = found._replace(canonical=bool(index.scalar(3, "B")))
     elif kind == _CSX:  # { compressedAxis, indptrType, indptrBuffer, indicesType, indicesBuffer }
         index = tensor.table(5, 5)
@@ -152,14 +152,14 @@ def _sparse(tensor: Table) -> TensorHeader:
         axis = index.scalar(0, "h")
         if axis not in (0, 1):
             raise FormatError(f"a sparse matrix whose compressed axis is {axis}, neither row nor column")
-        format_, types = (Format.CSR, Format.CSC)[axis], (_int(index.table(1, 2)), _int(index.table(3, 2)))
+        format_, types = (TensorFormat.CSR, TensorFormat.CSC)[axis], (_int(index.table(1, 2)), _int(index.table(3, 2)))
         found = TensorHeader(format_, type_, shape, names, (), (), (), count, *types)
     elif kind == _CSF:  # { indptrType, indptrBuffers, indicesType, indicesBuffers, axisOrder }
         index = tensor.table(5, 5)
         types = _int(index.table(0, 2)), _int(index.table(2, 2))
         order = tuple(axis for (axis,) in index.vector(4, "i"))
         buffers = [*_csf_buffers(index, count, types, len(shape)), data]
-        found = TensorHeader(Format.CSF, type_, shape, names, (), (), (), count, *types, order)
+        found = TensorHeader(TensorFormat.CSF, type_, shape, names, (), (), (), count, *types, order)
     else:
         raise FormatError(f"a sparse tensor with an index of unknown kind {kind}")
     offsets, lengths = zip(*buffers, strict=True)
@@ -220,18 +220,18 @@ def _check(found: TensorHeader) -> None:
         raise FormatError("a tensor with a buffer at no possible place")
     if count < 0:
         raise FormatError(f"a sparse tensor of {count} values")
-    if found.format is Format.DENSE:
+    if found.format is TensorFormat.DENSE:
         needed = [_strided(shape, found.strides, found.type)]
     else:
         needed = [count * width(found.type)]
-    if found.format is Format.COO:
+    if found.format is TensorFormat.COO:
         needed.insert(0, _strided((count, len(shape)), found.strides, found.indices_type))
-    elif found.format in (Format.CSR, Format.CSC):
+    elif found.format in (TensorFormat.CSR, TensorFormat.CSC):
         if len(shape) != 2:
             raise FormatError(f"a sparse matrix of {len(shape)} dimensions")
-        compressed = shape[0] if found.format is Format.CSR else shape[1]
+        compressed = shape[0] if found.format is TensorFormat.CSR else shape[1]
         needed[:0] = (compressed + 1) * width(found.indptr_type), count * width(found.indices_type)
-    elif found.format is Format.CSF:
+    elif found.format is TensorFormat.CSF:
         if sorted(found.axis_order) != [*range(len(shape))]:
             raise FormatError(f"a CSF index whose levels are the dimensions {found.axis_order}")
         needed[:0] = lengths[:-1]  # by which the sizes of its levels are known
@@ -253,7 +253,7 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...], type_: str) -> in
 def encode_tensor(tensor: TensorHeader, body_length: int, version: int) -> bytes:
     """The flatbuffer of a `Message` that holds this tensor; `version` is a MetadataVersion of Schema.fbs."""
     builder = _builder()
-    kind, header = (_TENSOR, _put_dense) if tensor.format is Format.DENSE else (_SPARSE_TENSOR, _put_sparse)
+    kind, header = (_TENSOR, _put_dense) if tensor.format is TensorFormat.DENSE else (_SPARSE_TENSOR, _put_sparse)
     at = header(builder, tensor)
     builder.StartObject(5)  # Message { version, header_type, header, bodyLength, custom_metadata }
     builder.PrependInt64Slot(3, body_length, 0)
@@ -284,7 +284,9 @@ def _put_dense(builder: Any, tensor: TensorHeader) -> int:
 
 def _put_sparse(builder: Any, tensor: TensorHeader) -> int:
     type_, shape = _put_type(builder, tensor.type), _put_shape(builder, tensor)
-    kind, put = {Format.COO: (_COO, _put_coo), Format.CSF: (_CSF, _put_csf)}.get(tensor.format, (_CSX, _put_csx))
+    kind, put = {TensorFormat.COO: (_COO, _put_coo), TensorFormat.CSF: (_CSF, _put_csf)}.get(
+        tensor.format, (_CSX, _put_csx)
+    )
     index = put(builder, tensor)
     builder.StartObject(7)
     builder.PrependUint8Slot(0, _type_kind(tensor.type), 0)
@@ -311,7 +313,7 @@ def _put_coo(builder: Any, tensor: TensorHeader) -> int:
 def _put_csx(builder: Any, tensor: TensorHeader) -> int:
     indptr_type, indices_type = _put_type(builder, tensor.indptr_type), _put_type(builder, tensor.indices_type)
     builder.StartObject(5)
-    builder.PrependInt16Slot(0, 0 if tensor.format is Format.CSR else 1, 0)
+    builder.PrependInt16Slot(0, 0 if tensor.format is TensorFormat.CSR else 1, 0)
     builder.PrependUOffsetTRelativeSlot(1, indptr_type, 0)
     _put_buffer(builder, 2, tensor.offsets[0], tensor.lengths[0])
     builder.PrependUOffsetTRelativeSlot(3, indices_type, 0)

@@ -92,14 +92,14 @@ class _Decoding:
         max_metadata: int,
         max_body: int,
         kind: type[StreamReader],
-        blame: type[DissociatedError],
+        error_type: type[DissociatedError],
     ) -> None:
         self._listener = listener
         self._options = options
         self._max_waiting = max_metadata + max_body
         self._max_body = max_body
         self._kind = kind
-        self._blame = blame
+        self._error_type = error_type
         self._reader: StreamReader | None = None
         self._waiting: deque[tuple[Buffer, Buffer | None]] = deque()
         self._waiting_bytes = 0
@@ -118,23 +118,23 @@ class _Decoding:
         elif type_ is HeaderType.DICTIONARY_BATCH:
             self._waiting_bytes += len(header) + body_length
             if self._waiting_bytes > self._max_waiting:
-                raise self._blame(
+                raise self._error_type(
                     f"dictionaries of {self._waiting_bytes} bytes wait for a batch; at most {self._max_waiting} may, "
                     "which is max_metadata and max_body together"
                 )
         else:
             decoded = self._read()
             if decoded is None:
-                raise self._blame("libarrow cannot read this: it takes a message for the end of the stream")
+                raise self._error_type("libarrow cannot read this: it takes a message for the end of the stream")
             self._waiting_bytes = 0
             self._listener.on_record_batch_with_metadata_decoded(*decoded)
 
     def end(self) -> None:
         """There are no more messages."""
         if self._reader is None:
-            raise self._blame("the stream ended before its schema")
+            raise self._error_type("the stream ended before its schema")
         if self._read() is not None:
-            raise self._blame("libarrow cannot read this: it has a batch after the last message")
+            raise self._error_type("libarrow cannot read this: it has a batch after the last message")
         self.drop()
         self._listener.on_eos()
 
@@ -179,12 +179,12 @@ class _Decoder(ABC):
         max_metadata: int,
         max_body: int,
         kind: type[StreamReader],
-        blame: type[DissociatedError],
+        error_type: type[DissociatedError],
     ) -> None:
         self._options = check_options(options, ReadOptions)
         self._max_metadata = max_metadata
         self._max_body = max_body
-        self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata, max_body, kind, blame)
+        self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata, max_body, kind, error_type)
         self._refusal: str | None = None
         self.reset()
 

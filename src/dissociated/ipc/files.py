@@ -19,7 +19,7 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors
 from dissociated.codec.stats import ReadStats
 from dissociated.errors import FormatError, OptionError, RemoteProtocolError, StoreError
-from dissociated.format.encapsulated import CONTINUATION, FOOTER_TAIL, MAGIC
+from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, FOOTER_TAIL
 from dissociated.format.footer import Footer, parse_footer
 from dissociated.format.message import HeaderType, parse_header, row_count
 from dissociated.ipc.opening import random_access, sequential
@@ -246,10 +246,10 @@ def _is_file(source: Any) -> bool:
             at = source.tell()
     opened = random_access(source, False, None)
     try:
-        first = opened.read(at, len(MAGIC)).to_pybytes()
-        last = opened.read(max(opened.size - len(MAGIC), 0), len(MAGIC)).to_pybytes()
+        first = opened.read(at, len(FILE_MAGIC)).to_pybytes()
+        last = opened.read(max(opened.size - len(FILE_MAGIC), 0), len(FILE_MAGIC)).to_pybytes()
     finally:
         opened.close()
         if is_object:
             source.seek(at)
-    return first == MAGIC or (last == MAGIC and not first.startswith(CONTINUATION))
+    return first == FILE_MAGIC or (last == FILE_MAGIC and not first.startswith(CONTINUATION))

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dissociated.buffers import Buffer
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.format.encapsulated import CONTINUATION, MAGIC, encode_magic
+from dissociated.format.encapsulated import CONTINUATION, FILE_MAGIC, encode_magic
 from dissociated.format.message import HeaderType, parse_envelope
 
 _length = struct.Struct("<i")
@@ -165,7 +165,7 @@ class StreamParser:
         return self._prefix(part)
 
     def _magic(self, part: memoryview) -> None:
-        if part[:2] != MAGIC[_MARKER_SIZE:]:
+        if part[:2] != FILE_MAGIC[_MARKER_SIZE:]:
             raise FormatError("this is neither an Arrow IPC stream nor a file: it begins like the magic of a file only")
         self._await(StreamParser._prefix, _MARKER_SIZE)
 

@@ -24,12 +24,12 @@ _SPAN = 1 << 36
 class _LiveBody:
     """Where a body lies, its addresses, and how often they are still held."""
 
-    __slots__ = ("addresses", "held", "kept", "offset", "size")
+    __slots__ = ("addresses", "exempt_leases", "leases", "offset", "size")
 
     def __init__(self, offset: int, size: int, addresses: Collection[int], holders: int) -> None:
         self.offset, self.size, self.addresses = offset, size, addresses
-        self.held = len(addresses) * holders
-        self.kept = 0  # beside those: by holders that count no more
+        self.leases = len(addresses) * holders
+        self.exempt_leases = 0  # beside those: of holders that count no more
 
 
 class LiveRegion:
@@ -105,8 +105,8 @@ class LiveRegion:
                 self._release(body, was_held=True)
         return placed
 
-    def free(self, addresses: Iterable[int], kept: bool = False) -> None:
-        """A holder does not hold these addresses any more, which were `kept` if it did not count.
+    def free(self, addresses: Iterable[int], exempt: bool = False) -> None:
+        """A holder does not hold these addresses any more, which are `exempt` if it did not count.
 
         Those of other regions are passed over.
         """
@@ -114,11 +114,11 @@ class LiveRegion:
             body = self._bodies.get(address)
             if body is None:
                 continue
-            was_held = body.held > 0
-            if kept:
-                body.kept -= 1
+            was_held = body.leases > 0
+            if exempt:
+                body.exempt_leases -= 1
             else:
-                body.held -= 1
+                body.leases -= 1
             self._release(body, was_held)
 
     def exempt(self, addresses: Iterable[int]) -> None:
@@ -126,8 +126,8 @@ class LiveRegion:
         for address in addresses:
             body = self._bodies.get(address)
             if body is not None:
-                body.held -= 1
-                body.kept += 1
+                body.leases -= 1
+                body.exempt_leases += 1
                 self._release(body, was_held=True)
 
     def size_of(self, addresses: Iterable[int]) -> int:
@@ -146,13 +146,13 @@ class LiveRegion:
 
     def _release(self, body: _LiveBody, was_held: bool) -> None:
         """Give back of `body` what nobody holds."""
-        if was_held and not body.held:
+        if was_held and not body.leases:
             self._count(body, -1)
-        if not body.held and not body.kept:
+        if not body.leases and not body.exempt_leases:
             for address in body.addresses:
                 del self._bodies[address]
-            with mmap.mmap(self._writable, body.size, offset=body.offset) as held:
-                held.madvise(mmap.MADV_REMOVE)
+            with mmap.mmap(self._writable, body.size, offset=body.offset) as mapped:
+                mapped.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Give back the descriptors."""
@@ -189,10 +189,10 @@ class LiveMemory:
         """Bytes that are held, in all regions."""
         return sum(region.unfreed for region in self._regions)
 
-    def free(self, addresses: Collection[int], kept: bool = False) -> None:
+    def free(self, addresses: Collection[int], exempt: bool = False) -> None:
         """A holder does not hold these addresses any more. After `close`, what is mapped stays."""
         for region in self._regions:
-            region.free(addresses, kept)
+            region.free(addresses, exempt)
 
     def exempt(self, addresses: Collection[int]) -> None:
         """A holder of these addresses counts no more."""

@@ -40,7 +40,7 @@ class Rate:
     It is that since the look before, or the one before that, which is a second ago at least; at first since `began`.
     """
 
-    _LEAST = 1.0  # seconds
+    _MIN_INTERVAL = 1.0  # seconds
 
     def __init__(self, began: float) -> None:
         self._looks = (began, 0), (began, 0)  # as they were then: when, and how much
@@ -48,7 +48,7 @@ class Rate:
     def at(self, now: float, count: int) -> float:
         """The rate, at a time after all others."""
         before, last = self._looks
-        if now - last[0] >= self._LEAST:
+        if now - last[0] >= self._MIN_INTERVAL:
             before = last
             self._looks = last, (now, count)
         return max(0, count - before[1]) / (now - before[0]) if now > before[0] else 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _log = logging.getLogger(__name__)
 
 #: How many of the latest are kept.
-KEPT = 200
+MAX_CHANGES = 200
 
 #: A version is published; then it is dropped; or its time to live is over; or it was replaced, and nobody was promised
 #: it for longer; or its memory, or its node, had to go. Or it moves to disk, and stays.
@@ -43,14 +43,14 @@ class Changes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._latest: deque[tuple[float, Change]] = deque(maxlen=KEPT)
+        self._latest: deque[tuple[float, Change]] = deque(maxlen=MAX_CHANGES)
 
     def add(self, change: Change) -> None:
         """It has happened."""
         with self._lock:
             self._counts[change.kind] += 1
             self._latest.append((time.time(), change))
-        said = {
+        fields = {
             "change": change.kind,
             "dataset": change.dataset,
             "version": change.version,
@@ -58,7 +58,7 @@ class Changes:
             "bytes": change.nbytes,
             "why": change.why,
         }
-        _log.info("%s", change, extra={name: value for name, value in said.items() if value is not None})
+        _log.info("%s", change, extra={name: value for name, value in fields.items() if value is not None})
 
     def counts(self) -> dict[str, int]:
         """How many of each kind."""
@@ -66,6 +66,6 @@ class Changes:
             return {kind: self._counts[kind] for kind in KINDS}
 
     def latest(self) -> list[tuple[float, Change]]:
-        """The last KEPT of them, the latest first, and when each was, in seconds since 1970."""
+        """The last MAX_CHANGES of them, the latest first, and when each was, in seconds since 1970."""
         with self._lock:
             return list(reversed(self._latest))

@@ -217,8 +217,8 @@ def _plain(status: int, text: str) -> Answer:
 def _allowed(authorize: Authorize | None, header: str) -> bool:
     if authorize is None:
         return True
-    scheme, _, given = header.partition(" ")
-    token = given.strip()
+    scheme, _, credentials = header.partition(" ")
+    token = credentials.strip()
     if scheme.lower() == "basic":
         try:
             token = base64.b64decode(token, validate=True).decode().partition(":")[2]

@@ -123,7 +123,7 @@ def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int 
     if starter is not None:
         arguments = [*arguments, "--starter-fd", str(starter)]
     read, write = os.pipe()
-    with os.fdopen(read) as told:
+    with os.fdopen(read) as pipe:
         try:
             with log.open("w") as output:
                 process = subprocess.Popen(
@@ -139,14 +139,16 @@ def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int 
         finally:
             os.close(write)
         process.returncode = 0  # it is on its own from here: nobody waits for it
-        line = _line(told, deadline)
+        line = _line(pipe, deadline)
     found = running(store) if line else None
     if found is None:
-        said = log.read_text(errors="replace").strip().splitlines()
-        raise StoreError(f"no node could be started for {store}: {said[-1] if said else 'it did not answer in time'}")
+        log_lines = log.read_text(errors="replace").strip().splitlines()
+        raise StoreError(
+            f"no node could be started for {store}: {log_lines[-1] if log_lines else 'it did not answer in time'}"
+        )
     return found
 
 
-def _line(told: IO[str], deadline: float) -> str:
-    readable, _, _ = select.select([told], [], [], max(0.0, deadline - time.monotonic()))
-    return told.readline() if readable else ""
+def _line(pipe: IO[str], deadline: float) -> str:
+    readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+    return pipe.readline() if readable else ""

@@ -90,9 +90,9 @@ def _option_value(option: str, options: Sequence[str]) -> str | None:
 
 def _store(catalog: str, options: Sequence[str]) -> Path:
     """One for each catalog, since a node belongs to one; and for each host, where one machine is several."""
-    given = _option_value("--store", options)
-    if given is not None:
-        return Path(given)
+    option = _option_value("--store", options)
+    if option is not None:
+        return Path(option)
     whose = hashlib.sha256(f"{catalog} {boot_id()}".encode()).hexdigest()[:12]
     store = default_store()
     return store.with_name(f"{store.name}-{whose}")

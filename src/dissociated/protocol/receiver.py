@@ -304,9 +304,9 @@ def _check_address_list(listed: AddressList, header: bytes, parsed: Header, sequ
             f"the address list of message {sequence} has {len(listed.lengths)} buffers; "
             f"its metadata announced {len(lengths)}"
         )
-    for index, (given, announced) in enumerate(zip(listed.lengths, lengths, strict=True)):
-        if given != announced:
+    for index, (length, announced) in enumerate(zip(listed.lengths, lengths, strict=True)):
+        if length != announced:
             raise RemoteProtocolError(
-                f"the address list of message {sequence} gives buffer {index} {given} bytes; "
+                f"the address list of message {sequence} gives buffer {index} {length} bytes; "
                 f"its metadata announced {announced}"
             )

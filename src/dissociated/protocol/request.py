@@ -55,10 +55,10 @@ class RowSelection:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        told: dict[str, Any] = {"exact": self.exact}
+        plain: dict[str, Any] = {"exact": self.exact}
         if self.filter is not None:
-            told["filter"] = base64.b64encode(self.filter).decode()
-        return told if self.limit is None else told | {"limit": self.limit}
+            plain["filter"] = base64.b64encode(self.filter).decode()
+        return plain if self.limit is None else plain | {"limit": self.limit}
 
     @classmethod
     def parse(cls, plain: Any) -> RowSelection:

@@ -90,9 +90,11 @@ class Machine:
         self.state = State.IDLE
         self._table = TRANSITIONS[role]
 
-    def move(self, step: Step, blame: type[ProtocolError]) -> None:
+    def move(self, step: Step, error_type: type[ProtocolError]) -> None:
         """Take `step`, or raise `blame` and stay."""
         following = self._table[self.state].get(step)
         if following is None:
-            raise blame(f"{step.value} is not allowed while the {self.role.value} of this stream is {self.state.value}")
+            raise error_type(
+                f"{step.value} is not allowed while the {self.role.value} of this stream is {self.state.value}"
+            )
         self.state = following

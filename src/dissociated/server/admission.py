@@ -65,7 +65,7 @@ class Admission:
             if len(self._served) > self._limits.max_connections:
                 raise ServerFull("the server takes no more connections now: try again later")
 
-    def gone(self, connection: Connection) -> None:
+    def end(self, connection: Connection) -> None:
         """It is over."""
         with self._lock:
             self._served.discard(connection)

@@ -139,7 +139,7 @@ class Connections:
                 thread.start()  # within the lock: whoever joins finds it
             except RuntimeError as error:
                 _log.warning("%r: %s", connection, error)
-                self._admission.gone(connection)
+                self._admission.end(connection)
                 self._activity.end(stats, "failed")
                 return False
             self._threads[connection] = thread
@@ -174,7 +174,7 @@ class Connections:
             level = logging.WARNING if outcome == "failed" else logging.INFO
             _log.log(level, "%r: %s", connection, why, extra=stats.fields() | {"outcome": outcome})
             self._activity.end(stats, outcome)
-            self._admission.gone(connection)
+            self._admission.end(connection)
             with self._lock:
                 self._threads.pop(connection, None)
 

@@ -14,12 +14,12 @@ from dissociated.protocol.tags import BodyKind
 from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
-_GROUP = 512
+_GROUP_SIZE = 512
 #: Datasets of up to this many messages keep them encoded for each kind of connection that asked.
-_MAX_KEPT = 1 << 16
+_MAX_CACHED = 1 << 16
 
 
-class Group(NamedTuple):
+class MessageGroup(NamedTuple):
     """Messages ready to be sent on one kind of connection, number `first` and on, and the addresses that they lease."""
 
     encoded: Any
@@ -29,15 +29,15 @@ class Group(NamedTuple):
     nbytes: int  # of the bodies
 
 
-def groups(
+def encode_groups(
     wanted: Static, connection: Connection, streams: Streams, mapped: bool, inline_limit: int
-) -> Iterable[Group]:
+) -> Iterable[MessageGroup]:
     """The whole stream but its end, encoded for `connection`.
 
     Bodies travel by address if `mapped`, but for those of at most `inline_limit` bytes.
     """
     messages = wanted.mapped()[0] if mapped else wanted.packed()
-    if len(messages) > _MAX_KEPT:
+    if len(messages) > _MAX_CACHED:
         return _encode(messages, connection, streams, mapped, inline_limit)
     key = type(connection), streams, mapped, inline_limit
     return wanted.encoded(key, lambda: [*_encode(messages, connection, streams, mapped, inline_limit)])
@@ -45,14 +45,14 @@ def groups(
 
 def _encode(
     messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
-) -> Iterator[Group]:
+) -> Iterator[MessageGroup]:
     sender = Sender.ahead(streams)
     while sender.sequence < len(messages):
         first = sender.sequence
         outgoing: list[Message] = []
         leased: list[int] = []
         # A group ends where a segment does, so that what it holds lies in one piece.
-        group = [m for m in messages[first : first + _GROUP] if m.segment == messages[first].segment]
+        group = [m for m in messages[first : first + _GROUP_SIZE] if m.segment == messages[first].segment]
         for message in group:
             body = None
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
@@ -63,4 +63,4 @@ def _encode(
             outgoing += sender.send(message.header, body)
         bodies = bool(streams & Streams.BODIES)
         nbytes = sum(message.parsed.body_length for message in group) if bodies else 0
-        yield Group(connection.prepare(outgoing), first, len(group), leased if bodies else (), nbytes)
+        yield MessageGroup(connection.prepare(outgoing), first, len(group), leased if bodies else (), nbytes)

@@ -130,8 +130,8 @@ class StreamedSending(_LiveSending):
     def detach(self) -> None:
         self._cut_off = True
 
-    def end(self, gone: bool) -> None:
-        super().end(gone)
+    def end(self, disconnected: bool) -> None:
+        super().end(disconnected)
         self._memory.close()
 
     def _on_freed(self, addresses: Collection[int]) -> None:
@@ -192,8 +192,8 @@ class BroadcastSending(_LiveSending):
             )
         self._admit()
         # One that maps nothing holds up others only by not taking what is being sent.
-        cut = self._connection.wake if self._mapped else self._connection.interrupt
-        self._consumer = consumer = self._wanted.join(self._connection.wake, cut)
+        on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
+        self._consumer = consumer = self._wanted.join(self._connection.wake, on_cut_off)
         coalesce_until = 0.0  # by time.monotonic
         while not consumer.finished:
             self._take_frees()
@@ -228,10 +228,10 @@ class BroadcastSending(_LiveSending):
         if self._consumer is not None:
             self._consumer.detach()
 
-    def end(self, gone: bool) -> None:
-        super().end(gone)
+    def end(self, disconnected: bool) -> None:
+        super().end(disconnected)
         if self._consumer is not None:
-            self._consumer.leave(gone)
+            self._consumer.leave(disconnected)
 
     def _on_freed(self, addresses: Collection[int]) -> None:
         if self._consumer is not None:

@@ -15,7 +15,7 @@ from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import Sender
 from dissociated.server.admission import Admission, Limits
-from dissociated.server.encoding import groups
+from dissociated.server.encoding import encode_groups
 from dissociated.server.requests import receive
 from dissociated.transport.base import Connection
 
@@ -85,8 +85,8 @@ class Sending(ABC):
     def detach(self) -> None:  # noqa: B027
         """The client is sent away. What it holds stays until it lets go, and holds up nobody."""
 
-    def end(self, gone: bool) -> None:
-        """Nothing is held for this client any more. Unless it is `gone`, what it may map is not used again."""
+    def end(self, disconnected: bool) -> None:
+        """Nothing is held for this client any more. Unless it is `disconnected`, what it may map is not used again."""
         self._ledger.release_all()
 
     def _on_freed(self, addresses: Collection[int]) -> None:  # noqa: B027
@@ -111,8 +111,8 @@ class Sending(ABC):
         Raises ConnectionClosed where it is gone. Where that shows only by sending, as over TCP, who shares a live
         stream is taken to be gone: what is read next is for those who are there.
         """
-        gone = self._connection.peer_closed()
-        if gone or (gone is None and self.joined):
+        disconnected = self._connection.peer_closed()
+        if disconnected or (disconnected is None and self.joined):
             raise ConnectionClosed("the client closed the connection")
         self._half_closed = True
 
@@ -143,7 +143,7 @@ class StaticSending(Sending):
         elif mapped:
             for segment in wanted.mapped()[1]:
                 connection.retain(segment.region)
-        for group in groups(wanted, connection, self._streams, mapped, self._limits.inline_limit or 0):
+        for group in encode_groups(wanted, connection, self._streams, mapped, self._limits.inline_limit or 0):
             self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)

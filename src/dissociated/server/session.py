@@ -144,9 +144,9 @@ class Session:
         """Nothing is held for this client any more. What it may still map of a live stream is not used again."""
         sending = self._sending
         if sending is not None:
-            gone = not sending.holds_live or self._connection.linger()
+            disconnected = not sending.holds_live or self._connection.linger()
             self._stats.kept = None  # which leads back here
-            sending.end(gone)
+            sending.end(disconnected)
 
 
 class _SendingVisitor:

@@ -15,7 +15,7 @@ from dissociated.store.files import PARTIAL_SUFFIX, copy, open_regular
 from dissociated.store.places import Places, Usage
 
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
-_ADVICE = {
+_WHEN_FULL = {
     Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",
     Policy.EVICT: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
     Policy.SPILL: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
@@ -82,7 +82,7 @@ class Quota:
         if not self._fits(missing):
             self._eviction.make_room(lambda: self.usage().total + missing - (self.limit or 0))
         if not self._fits(missing):
-            raise StoreFull(f"{self._full(what, missing)}: {_ADVICE[self._eviction.policy]}")
+            raise StoreFull(f"{self._full(what, missing)}: {_WHEN_FULL[self._eviction.policy]}")
 
     def check(self, name: str) -> None:
         """Raise StoreError where somebody has written what was not reserved."""

@@ -134,6 +134,6 @@ class BlockCounter:
                 del self._names[inode]
                 self.total -= self._sizes.pop(inode)
 
-    def freed(self, inode: int, gone: int) -> int:
-        """Bytes that come back with the last of so many versions that are `gone`, of those that have this file."""
-        return self._sizes[inode] if self._names[inode] == gone else 0
+    def freed(self, inode: int, removed: int) -> int:
+        """Bytes that come back with the last of so many versions that are `removed`, of those that have this file."""
+        return self._sizes[inode] if self._names[inode] == removed else 0

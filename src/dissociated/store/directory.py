@@ -171,20 +171,20 @@ class Directory:
 
     def remove(self, version: Version) -> None:
         """Make a version disappear in one step, then move its segments to the trash."""
-        gone = self.staging / f"{version.id}.gone"
-        (self.segments / version.id).rename(gone)
+        removed = self.staging / f"{version.id}.gone"
+        (self.segments / version.id).rename(removed)
         sync_directory(self.segments)
-        self._move_to_trash(gone)
+        self._move_to_trash(removed)
 
-    def _move_to_trash(self, gone: Path) -> None:
-        for path in gone.glob("*.arrows"):
+    def _move_to_trash(self, removed: Path) -> None:
+        for path in removed.glob("*.arrows"):
             if path.stat().st_nlink > 1 or not self._leases:
                 path.unlink()
             else:
                 os.utime(path)
                 os.chmod(path, 0o600)
-                path.rename(self.trash / f"{gone.stem}-{path.name}")
-        shutil.rmtree(gone, ignore_errors=True)
+                path.rename(self.trash / f"{removed.stem}-{path.name}")
+        shutil.rmtree(removed, ignore_errors=True)
 
     def sweep(self, forgotten: float) -> None:
         oldest = time.time() - forgotten

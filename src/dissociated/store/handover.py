@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _SEND_TIMEOUT = 5.0  # seconds, for one that has connected to say something
 _MAX_ANSWER = 1 << 16  # bytes
-_MAX_WAITING = 64  # who have connected and said nothing yet
+_MAX_SILENT = 64  # who have connected and said nothing yet
 _ACCEPT_RETRY_DELAY = 0.1  # seconds
 
 
@@ -98,7 +98,7 @@ class HandoverListener:
         if self._refused(connection):
             connection.close()
             return True
-        if len(waiting) == _MAX_WAITING:
+        if len(waiting) == _MAX_SILENT:
             silent = next(iter(waiting))  # for the longest
             poll.unregister(silent)
             waiting.pop(silent).connection.close()
@@ -171,10 +171,10 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
             raise TransportError(f"cannot hand memory over at {path}: {error.strerror or error}") from None
     if not answer:
         raise TransportError(f"the node at {path} ended before it had taken the memory")
-    said = json.loads(answer)
-    if "segment" not in said:
-        raise StoreError(said["error"])
-    return str(said["segment"])
+    reply = json.loads(answer)
+    if "segment" not in reply:
+        raise StoreError(reply["error"])
+    return str(reply["segment"])
 
 
 def _encode_answer(**answer: str) -> bytes:

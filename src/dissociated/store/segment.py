@@ -25,7 +25,7 @@ from dissociated.codec.statistics import Collector, Statistics, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.format.encapsulated import MAGIC, Encapsulated, end_of_stream
+from dissociated.format.encapsulated import FILE_MAGIC, Encapsulated, end_of_stream
 from dissociated.format.index import Index
 from dissociated.format.message import HeaderType, buffer_extents, row_count
 from dissociated.memory.region import Region
@@ -86,12 +86,12 @@ class Segment:
     @classmethod
     def in_memory(cls, name: str, reader: pa.RecordBatchReader, options: WriteOptions | None = None) -> Segment:
         """A copy of everything that `reader` gives, in a sealed memfd."""
-        made: list[Segment] = []
-        sink = partial(MemfdSink, name, made.append)
+        segments: list[Segment] = []
+        sink = partial(MemfdSink, name, segments.append)
         with SegmentWriter(sink, reader.schema, options, statistics=False) as writer:
             for batch, metadata in batches(reader):
                 writer.write_batch(batch, metadata)
-        return made[0]
+        return segments[0]
 
     @cached_property
     def messages(self) -> list[Encapsulated]:
@@ -136,7 +136,7 @@ class Segment:
         return self._validated.check(self.schema, self._decoded())
 
     def _decoded(self) -> Iterator[BatchAndMetadata]:
-        if self._memory[: len(MAGIC)] != MAGIC:
+        if self._memory[: len(FILE_MAGIC)] != FILE_MAGIC:
             yield from batches(StreamReader(self.region.memory))
             return
         with arrow_errors(FormatError):

@@ -62,7 +62,7 @@ def loader(
     _require_torch()
     from dissociated.torch.dataset import IterableDataset, Loader
 
-    made = IterableDataset(
+    dataset_of_batches = IterableDataset(
         dataset,
         columns=columns,
         batch_size=batch_size,
@@ -74,7 +74,7 @@ def loader(
         rank=rank,
         world_size=world_size,
     )
-    return Loader(made, num_workers=num_workers, **options)
+    return Loader(dataset_of_batches, num_workers=num_workers, **options)
 
 
 @once

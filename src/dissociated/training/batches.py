@@ -74,16 +74,16 @@ class Examples:
     def read(self, shard: Shard, first: int = 0, writable: bool = False) -> Iterator[dict[str, Column]]:
         """The batches of a shard, from number `first`."""
         window = self.plan.window
-        held: tuple[int, list[pa.RecordBatch]] | None = None  # the block that was read last
+        loaded: tuple[int, list[pa.RecordBatch]] | None = None  # the block that was read last
         opened: tuple[int, dict[str, Column], Any] | None = None  # a window, and the order of its rows
 
         def load(start: int, stop: int) -> dict[str, Column]:
-            nonlocal held
+            nonlocal loaded
             pieces: list[pa.RecordBatch] = []
             for block, begin, end in shard.pieces(start, stop):
-                if held is None or held[0] != block:
-                    held = block, self._blocks.read(block)
-                pieces += slice_batches(held[1], begin, end)
+                if loaded is None or loaded[0] != block:
+                    loaded = block, self._blocks.read(block)
+                pieces += slice_batches(loaded[1], begin, end)
             return self._columns.join(pieces)
 
         for step in range(first, len(shard)):
@@ -145,13 +145,13 @@ class Position:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Raises OptionError where the state is of something else."""
-        for name, mine in self.state_dict().items():
+        for name, expected in self.state_dict().items():
             if name not in state:
                 raise OptionError(f"this is no state of such batches: it does not say {name!r}")
-            if name not in ("epoch", "step") and state[name] != mine:
+            if name not in ("epoch", "step") and state[name] != expected:
                 raise OptionError(
-                    f"the state is of batches with another {name}, {state[name]!r}, where here it is {mine!r}: they "
-                    "would not be the same rows"
+                    f"the state is of batches with another {name}, {state[name]!r}, where here it is {expected!r}: "
+                    "they would not be the same rows"
                 )
         if not _is_count(state["epoch"]) or not _is_count(state["step"]):
             raise OptionError(f"this is no place in an epoch: {state['epoch']!r}, {state['step']!r}")
