@@ -33,7 +33,7 @@ def test_a_step_in_the_table_is_taken():
         assert moving.state is following, (role, state, step)
 
 
-@pytest.mark.parametrize("blame", [LocalProtocolError, RemoteProtocolError])
+@pytest.mark.parametrize("error_type", [LocalProtocolError, RemoteProtocolError])
 def test_a_step_outside_the_table_blames_the_side_that_took_it_and_changes_nothing(error_type):
     for role, state, step in ILLEGAL:
         moving = machine(role, state)

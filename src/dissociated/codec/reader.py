@@ -26,7 +26,7 @@ _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOErr
 
 @contextmanager
 def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
-    """Turn what libarrow raises about content into `blame`, what memory does not suffice for included."""
+    """Turn what libarrow raises about content into `error_type`, what memory does not suffice for included."""
     try:
         yield
     except _CONTENT_ERRORS as error:

@@ -91,7 +91,7 @@ class Machine:
         self._table = TRANSITIONS[role]
 
     def move(self, step: Step, error_type: type[ProtocolError]) -> None:
-        """Take `step`, or raise `blame` and stay."""
+        """Take `step`, or raise `error_type` and stay."""
         following = self._table[self.state].get(step)
         if following is None:
             raise error_type(
