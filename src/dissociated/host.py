@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from dissociated.once import once
 
 _HOST = "DISSOCIATED_HOST"
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def boot_id() -> str:
@@ -39,3 +41,13 @@ def directory_id(path: str | os.PathLike[str]) -> str:
 def machine_memory() -> int:
     """The bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """The bytes that may still be taken, of the machine's memory and of what this control group is limited to."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # "max", where there is no limit
+        limit, used = (int((_CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - used)
+    return available

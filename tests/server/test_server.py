@@ -215,7 +215,7 @@ def test_what_a_writer_writes_is_published_at_its_close(serve: Serve) -> None:
     for uri in server.locations("data"):
         assert dis.open_stream(uri, server.ticket("data")).read_all() == pa.concat_tables([TABLE, TABLE])
     dataset: Any = server.dataset("data")
-    segment = dataset.mapped()[1][0]
+    segment = dataset.mapped()[0].segment
     assert segment.nbytes == writer.stats.total_serialized_body_size
     modes = {fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE for descriptor in shared("data")}
     assert modes == {os.O_RDONLY}  # what it was written with is closed

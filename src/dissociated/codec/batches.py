@@ -8,7 +8,7 @@ batch by batch, from where their buffers lie.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import pyarrow as pa
 
@@ -17,9 +17,48 @@ from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.reader import ReadOnce
 from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
+from dissociated.errors import DissociatedError
 from dissociated.format.message import buffer_extents, relocate
 
+T = TypeVar("T")
+
 _ALIGNMENT = 8  # which libarrow asks of buffers in a body
+
+
+class RaisingAgain(Generic[T]):
+    """What `items` give; what they raised once is raised again. A generator would end then, as if that were all."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._failed: tuple[type[DissociatedError], str] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        self.check()
+        try:
+            return next(self._items)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.remember(error)
+            raise
+
+    def check(self) -> None:
+        """Raise what was raised before, if anything was."""
+        if self._failed is not None:
+            kind, reason = self._failed
+            raise kind(reason)
+
+    def remember(self, error: BaseException) -> None:
+        """Raise this from now on. Not the error itself: its traceback would keep what the reader holds."""
+        self._failed = (type(error) if isinstance(error, DissociatedError) else DissociatedError), str(error)
+
+    def close(self) -> None:
+        """Have no more of them."""
+        if isinstance(self._items, Generator):
+            self._items.close()
 
 
 class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
@@ -27,8 +66,8 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
 
     def __init__(self, schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> None:
         self._schema = schema
-        self._pairs = pairs
-        super().__init__(message_file(_messages(schema, pairs)))
+        self._pairs = RaisingAgain(pairs)
+        super().__init__(message_file(_messages(schema, self._pairs)))
 
     @property
     def schema(self) -> pa.Schema:
@@ -59,8 +98,7 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
 
     def close(self) -> None:
         super().close()
-        if isinstance(self._pairs, Generator):
-            self._pairs.close()
+        self._pairs.close()
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()

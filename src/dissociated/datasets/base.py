@@ -81,6 +81,9 @@ class Dataset(ABC):
         """The segments that more of it may follow. Raises SourceError where it was not written in segments."""
         raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
 
+    def prepare_sharing(self, wait: bool) -> None:  # noqa: B027  # only what lies elsewhere is copied
+        """Copy to shared memory what clients will map, in the background; or, to `wait`, now. Raises what that does."""
+
     @property
     def packed_size(self) -> int | None:
         """Bytes of all bodies, as they are sent inline; None where they are not known before they are read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from dissociated.buffers import Buffer
@@ -39,14 +39,21 @@ class SharedSegment(Protocol):
     backing: Backing
 
 
+class MappedMessages(NamedTuple):
+    """Messages whose bodies lie in one segment, to be sent as addresses into it."""
+
+    segment: SharedSegment
+    messages: Sequence[StaticMessage]
+
+
 class Static(Protocol):
     """Messages that stay as they are, and the segments in shared memory that their bodies lie in."""
 
     def packed(self) -> Sequence[StaticMessage]:
         """The messages, to be sent with their bodies inline."""
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
-        """The messages, to be sent as addresses into these segments."""
+    def mapped(self) -> Iterable[MappedMessages]:
+        """The messages by the segments that they lie in, in order. Waits for those that are still being written."""
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
         """What `encode` made for `key`, now or before. It stays as long as the dataset."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,11 +17,13 @@ from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
 from dissociated.codec.statistics import Collector, Statistics
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.sendable import S, SendVisitor, SharedSegment, StaticMessage, T
+from dissociated.datasets.mapped import SharedCopy, mapped_messages
+from dissociated.datasets.sendable import MappedMessages, S, SendVisitor, StaticMessage, T
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType
 from dissociated.format.projection import ProjectedMessage, Projection
+from dissociated.host import available_memory
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Of how many selections of columns a static dataset keeps the messages.
 _MAX_SELECTIONS = 16
+#: A Table of so many bytes is copied into shared memory before anybody asks. To copy less takes no time that shows.
+_MIN_AHEAD = 1 << 24
 
 
 class StaticDataset(Dataset):
@@ -47,15 +51,15 @@ class StaticDataset(Dataset):
         return visitor.static(self)
 
     def regions(self) -> Sequence[Region]:
-        return [segment.region for segment in self.mapped()[1]]
+        return [mapped.segment.region for mapped in self.mapped()]
 
     @abstractmethod
     def packed(self) -> Sequence[StaticMessage]:
         """The messages, to be sent with their bodies inline."""
 
     @abstractmethod
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
-        """The messages, to be sent as addresses into these segments."""
+    def mapped(self) -> Iterable[MappedMessages]:
+        """The messages by the segments that they lie in, in order. Waits for those that are still being written."""
 
     @property
     def packed_size(self) -> int:
@@ -113,32 +117,39 @@ class StaticColumns(StaticDataset):
         self._whole = whole
         self._indices = indices
         self._projecting = threading.Lock()
-        self._projected: dict[bool, list[StaticMessage]] = {}  # from what is packed, and from what is mapped
+        self._projection: Projection | None = None
+        #: Of segments, by their numbers, and of what is packed.
+        self._projected: dict[int | None, list[StaticMessage]] = {}
 
     def open_reader(self) -> pa.RecordBatchReader:
         return select_columns(self._whole.open_reader(), self._indices)
 
     def packed(self) -> Sequence[StaticMessage]:
-        return self._choose(False, self._whole.packed())
+        return self._choose(None, self._whole.packed())
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
-        messages, segments = self._whole.mapped()
-        return self._choose(True, messages), segments
+    def mapped(self) -> Iterator[MappedMessages]:
+        for number, (segment, messages) in enumerate(self._whole.mapped()):
+            yield MappedMessages(segment, self._choose(number, messages))
 
-    def _choose(self, mapped: bool, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
+    def _choose(self, segment: int | None, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
         with self._projecting:
-            if mapped not in self._projected:
+            if segment not in self._projected:
                 try:
-                    projection = Projection(messages[0].header, self._indices)
-                    projected = [messages[0]._replace(header=projection.header)]
-                    for message in messages[1:]:
-                        chosen = projection.project(message.header, message.parsed)
-                        if chosen is not None:
-                            projected.append(_project_message(message, chosen))
+                    self._projected[segment] = [*self._project(messages)]
                 except FormatError as error:
                     raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
-                self._projected[mapped] = projected
-            return self._projected[mapped]
+            return self._projected[segment]
+
+    def _project(self, messages: Sequence[StaticMessage]) -> Iterator[StaticMessage]:
+        for message in messages:
+            if message.parsed.type is HeaderType.SCHEMA:
+                self._projection = Projection(message.header, self._indices)
+                yield message._replace(header=self._projection.header)
+                continue
+            assert self._projection is not None  # the schema comes first
+            chosen = self._projection.project(message.header, message.parsed)
+            if chosen is not None:
+                yield _project_message(message, chosen)
 
 
 class _StaticBatches(StaticDataset):
@@ -147,31 +158,35 @@ class _StaticBatches(StaticDataset):
     def __init__(self, whole: StaticDataset, numbers: Sequence[int]) -> None:
         super().__init__(whole.name, whole.schema)
         self._whole = whole
-        self._numbers = numbers  # ascending
+        self._ascending = numbers
+        self._numbers = numbers if isinstance(numbers, range) else {*numbers}
+        self._stop = numbers[-1] + 1 if numbers else 0
 
     def open_reader(self) -> pa.RecordBatchReader:
-        return pick_batches(self._whole.open_reader(), self._numbers)
+        return pick_batches(self._whole.open_reader(), self._ascending)
 
     def packed(self) -> Sequence[StaticMessage]:
-        return self._slice_messages(self._whole.packed())
+        return [*self._pick(self._whole.packed(), 0)]
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
-        messages, segments = self._whole.mapped()
-        return self._slice_messages(messages), segments
-
-    def _slice_messages(self, messages: Sequence[StaticMessage]) -> Sequence[StaticMessage]:
-        numbers = self._numbers if isinstance(self._numbers, range) else {*self._numbers}
-        stop = self._numbers[-1] + 1 if self._numbers else 0
-        sliced = [messages[0]]  # the schema
+    def mapped(self) -> Iterator[MappedMessages]:
         number = 0
-        for message in messages[1:]:
-            if number == stop:
+        for segment, messages in self._whole.mapped():
+            picked = [*self._pick(messages, number)]
+            if picked:
+                yield MappedMessages(segment, picked)
+            number += sum(message.parsed.type is HeaderType.RECORD_BATCH for message in messages)
+            if number >= self._stop:
                 break
+
+    def _pick(self, messages: Sequence[StaticMessage], number: int) -> Iterator[StaticMessage]:
+        """What is wanted of these, whose first batch has this number."""
+        for message in messages:
             is_batch = message.parsed.type is HeaderType.RECORD_BATCH
-            if not is_batch or number in numbers:
-                sliced.append(message)
+            if number == self._stop and message.parsed.type is not HeaderType.SCHEMA:
+                break
+            if not is_batch or number in self._numbers:
+                yield message
             number += is_batch
-        return sliced
 
 
 def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> StaticMessage:
@@ -191,19 +206,18 @@ def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> Static
 
 
 class TableDataset(StaticDataset):
-    """A Table. It is sent from where it lies; the first client that can map memory gets it copied there, once."""
+    """A Table. It is sent from where it lies, and copied once for those who can map memory."""
 
     def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
         super().__init__(name, table.schema)
         self.rows = table.num_rows
         # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
         has_union = any(_has_union(field.type) for field in table.schema)
-        self.nbytes = table.get_total_buffer_size() if has_union else table.nbytes
+        self.nbytes: int = table.get_total_buffer_size() if has_union else table.nbytes
         self._table = table
         self._options = options
         self._packed: list[StaticMessage] | None = None
-        self._segments: SegmentsDataset | None = None
-        self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
+        self._copy = SharedCopy(name, table, options)
         self._validated = OnceValidator()
         self._looking = threading.Lock()
         self._statistics: dict[int, Statistics | None] = {}
@@ -231,12 +245,22 @@ class TableDataset(StaticDataset):
                 self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
             return self._packed
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
-        with self._copying:
-            if self._segments is None:
-                segment = Segment.in_memory(self.name, self._table.to_reader(), self._options)
-                self._segments = SegmentsDataset(self.name, [segment])
-            return self._segments.mapped()
+    def mapped(self) -> Iterable[MappedMessages]:
+        return self._copy
+
+    def prepare_sharing(self, wait: bool) -> None:
+        if wait:
+            for _ in self._copy:
+                pass
+        elif _MIN_AHEAD <= self.nbytes <= available_memory() // 2:
+            self._copy.start()
+
+    def drop(self) -> None:
+        super().drop()
+        self._copy.stop()
+
+    def wait_closed(self, timeout: float) -> None:
+        self._copy.join(timeout)
 
 
 def _has_union(type_: pa.DataType) -> bool:
@@ -270,18 +294,8 @@ class SegmentsDataset(StaticDataset):
         super().__init__(name, first.schema)
         self.rows = sum(segment.rows for segment in segments)
         self.nbytes = sum(segment.nbytes for segment in segments)
-        self._messages = [
-            StaticMessage(
-                message.header,
-                message.parsed,
-                (segment.body(message),) if message.parsed.has_body else None,
-                segment.addresses(message) if message.parsed.has_body else None,
-                index,
-            )
-            for index, segment in enumerate(segments)
-            for message in segment.messages
-            if message.parsed.has_body or (index == 0 and message is segment.messages[0])  # one schema, the first
-        ]
+        self._mapped = [mapped_messages(segment, number) for number, segment in enumerate(segments)]
+        self._messages = [message for mapped in self._mapped for message in mapped.messages]
 
     def open_reader(self) -> pa.RecordBatchReader:
         return BatchReader(self.schema, self._batches())
@@ -298,8 +312,8 @@ class SegmentsDataset(StaticDataset):
     def packed(self) -> Sequence[StaticMessage]:
         return self._messages
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[Segment]]:
-        return self._messages, self.segments
+    def mapped(self) -> Sequence[MappedMessages]:
+        return self._mapped
 
     def appendable(self) -> Sequence[Segment]:
         return self.segments

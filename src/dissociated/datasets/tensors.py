@@ -10,7 +10,7 @@ import pyarrow as pa
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.tensor import TENSOR_FORMATS, Tensor, split_tensor
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.sendable import SharedSegment, StaticMessage
+from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
 from dissociated.datasets.tensor_info import TensorInfo, tensors_schema
 from dissociated.errors import FormatError, SourceError
@@ -47,7 +47,7 @@ class TensorDataset(StaticDataset):
             raise SourceError(f"cannot publish {name!r}: {error}") from None
         self.nbytes = sum(message.parsed.body_length for message in self._messages)
         self._packed = [StaticMessage(*message) for message in self._messages]
-        self._mapped: tuple[Sequence[StaticMessage], Sequence[SharedSegment]] | None = None
+        self._mapped: Sequence[MappedMessages] | None = None
         self._copying = threading.Lock()
 
     def select(self, selection: Selection) -> Dataset:
@@ -62,7 +62,7 @@ class TensorDataset(StaticDataset):
     def packed(self) -> Sequence[StaticMessage]:
         return self._packed
 
-    def mapped(self) -> tuple[Sequence[StaticMessage], Sequence[SharedSegment]]:
+    def mapped(self) -> Sequence[MappedMessages]:
         with self._copying:
             if self._mapped is None:
                 segment = TensorSegment(self.name, self._messages)
@@ -70,5 +70,5 @@ class TensorDataset(StaticDataset):
                     message._replace(extents=extents)
                     for message, extents in zip(self._packed, segment.addresses, strict=True)
                 ]
-                self._mapped = messages, [segment]
+                self._mapped = [MappedMessages(segment, messages)]
             return self._mapped

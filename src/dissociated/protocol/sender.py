@@ -60,9 +60,13 @@ class Sender:
         self.sequence = 0
 
     @classmethod
-    def ahead(cls, streams: Streams) -> Sender:
-        """One of a stream that nobody has asked for yet: what it makes is sent to whoever does, see `sent`."""
+    def ahead(cls, streams: Streams, first: int = 0) -> Sender:
+        """One of a stream that nobody has asked for yet, whose next message is number `first`.
+
+        What it makes is sent to whoever does ask, see `sent`.
+        """
         sender = cls(Tags({}))
+        sender.sequence = first
         sender._machine.move(Step.WANT, LocalProtocolError)
         sender.streams = streams
         return sender

@@ -15,7 +15,7 @@ from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
 _GROUP_SIZE = 512
-#: Datasets of up to this many messages keep them encoded for each kind of connection that asked.
+#: Of a dataset so many messages are kept encoded, for each kind of connection that asked.
 _MAX_CACHED = 1 << 16
 
 
@@ -30,29 +30,43 @@ class MessageGroup(NamedTuple):
 
 
 def encode_groups(
-    wanted: Static, connection: Connection, streams: Streams, mapped: bool, inline_limit: int
+    wanted: Static,
+    messages: Sequence[StaticMessage],
+    first: int,
+    connection: Connection,
+    streams: Streams,
+    segment: int | None,
+    inline_limit: int,
 ) -> Iterable[MessageGroup]:
-    """The whole stream but its end, encoded for `connection`.
+    """These messages of `wanted`, number `first` and on, encoded for `connection`.
 
-    Bodies travel by address if `mapped`, but for those of at most `inline_limit` bytes.
+    Bodies travel by address if the messages lie in a `segment`, which is that number of those that are sent, but for
+    bodies of at most `inline_limit` bytes.
     """
-    messages = wanted.mapped()[0] if mapped else wanted.packed()
-    if len(messages) > _MAX_CACHED:
-        return _encode(messages, connection, streams, mapped, inline_limit)
-    key = type(connection), streams, mapped, inline_limit
-    return wanted.encoded(key, lambda: [*_encode(messages, connection, streams, mapped, inline_limit)])
+    encoded = _encode(messages, first, connection, streams, segment is not None, inline_limit)
+    if first + len(messages) > _MAX_CACHED:
+        return encoded
+    key = type(connection), streams, segment, inline_limit
+    return wanted.encoded(key, lambda: [*encoded])
 
 
 def _encode(
-    messages: Sequence[StaticMessage], connection: Connection, streams: Streams, mapped: bool, inline_limit: int
+    messages: Sequence[StaticMessage],
+    first: int,
+    connection: Connection,
+    streams: Streams,
+    mapped: bool,
+    inline_limit: int,
 ) -> Iterator[MessageGroup]:
-    sender = Sender.ahead(streams)
-    while sender.sequence < len(messages):
+    sender = Sender.ahead(streams, first)
+    at = 0
+    while at < len(messages):
         first = sender.sequence
         outgoing: list[Message] = []
         leased: list[int] = []
         # A group ends where a segment does, so that what it holds lies in one piece.
-        group = [m for m in messages[first : first + _GROUP_SIZE] if m.segment == messages[first].segment]
+        group = [m for m in messages[at : at + _GROUP_SIZE] if m.segment == messages[at].segment]
+        at += len(group)
         for message in group:
             body = None
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:

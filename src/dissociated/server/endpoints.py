@@ -26,6 +26,11 @@ class Endpoints:
         self._parameters = dict((PARAMETER, ROWS_PARAMETER) if chooses_rows else (PARAMETER,))
         self._advertise = advertise
 
+    @property
+    def by_address(self) -> bool:
+        """Whether clients may come who map this process's memory, or fetch from it."""
+        return any(one.exposes_memory or transport(one.uri.scheme).shares_memory for one in self._listeners)
+
     def listener_uris(self) -> list[str]:
         """The URIs that the listeners have themselves."""
         return [str(listener.uri) for listener in self._listeners]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dissociated.datasets.sendable import Static
+from dissociated.datasets.sendable import Static, StaticMessage
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
 from dissociated.memory.leases import Ledger
 from dissociated.monitoring.activity import ConnectionStats
@@ -134,16 +134,21 @@ class StaticSending(Sending):
         self._wanted = wanted
 
     def send(self) -> None:
-        connection, wanted = self._connection, self._wanted
-        mapped = self._by_address and (connection.shares_memory or connection.exposes_memory)
-        if mapped and connection.shares_memory:
-            for segment in wanted.mapped()[1]:
-                region = segment.region
+        connection = self._connection
+        if not (self._by_address and (connection.shares_memory or connection.exposes_memory)):
+            self._send_messages(self._wanted.packed(), None)
+            return
+        for number, (segment, messages) in enumerate(self._wanted.mapped()):
+            region = segment.region
+            if connection.shares_memory:
                 connection.share(segment.descriptor, region.base, region.size, segment.backing)
-        elif mapped:
-            for segment in wanted.mapped()[1]:
-                connection.retain(segment.region)
-        for group in encode_groups(wanted, connection, self._streams, mapped, self._limits.inline_limit or 0):
+            else:
+                connection.retain(region)
+            self._send_messages(messages, number)
+
+    def _send_messages(self, messages: Sequence[StaticMessage], segment: int | None) -> None:
+        connection, first, inline_limit = self._connection, self._sender.sequence, self._limits.inline_limit or 0
+        for group in encode_groups(self._wanted, messages, first, connection, self._streams, segment, inline_limit):
             self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)

@@ -188,6 +188,7 @@ class Server:
         options: WriteOptions | None = None,
         ticket: bytes | None = None,
         live: Live | None = None,
+        wait: bool = False,
     ) -> None:
         """Make `source` available under `name`, instead of what had that name; streams of that one go on.
 
@@ -199,6 +200,10 @@ class Server:
 
         With `live` the source is read once, for all clients together, each of which has its own place in the stream;
         otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
+
+        Clients that map memory read a copy of what is held. Where a transport shares memory, the copy of a large Table
+        begins now, in the background, unless it would take more than half of the memory that is left. It can be read
+        meanwhile. To `wait` is to publish it when the copy is made, and to get its error here.
 
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
         these options, OptionError where `options` or `live` are something else.
@@ -215,8 +220,12 @@ class Server:
                     f"a ticket may not begin with {SELECTION_MAGIC!r}: by that, selections of columns are told"
                 )
             dataset.ticket = ticket
+        if wait and self.endpoints.by_address:
+            dataset.prepare_sharing(wait=True)
         with self._changing:
             self._publish(dataset)
+        if self.endpoints.by_address:
+            dataset.prepare_sharing(wait=False)
 
     def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
         """A writer straight into shared memory, whose batches are published under `name` on `close`, whole and at once.
