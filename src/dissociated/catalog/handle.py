@@ -17,8 +17,11 @@ import pyarrow.dataset as ds
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
+from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.inplace import MappedReader
 from dissociated.errors import OptionError
+from dissociated.memory.device.base import Device
+from dissociated.memory.device.registry import open_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +48,10 @@ class HandleClient(Protocol):
     def versions(self, name: str) -> Sequence[dict[str, Any]]: ...
 
     def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader: ...
+
+    def read_version_on_device(
+        self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
+    ) -> DeviceReader: ...
 
     def read_part(
         self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
@@ -126,6 +133,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         *,
         limit: int | None = None,
         batch_size: int | None = None,
+        device: object = None,
         **tuning: Any,
     ) -> Scanner:
         """Some columns and rows, to be read again and again.
@@ -133,14 +141,16 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         - `columns`: in this order; or expressions of pyarrow by name.
         - `filter`, `limit`: as for `Client.read`.
         - `batch_size`: rows of a batch, at most.
+        - `device`: where batches are to lie, as for `Client.read`: `to_reader` then gives a DeviceReader, and
+          `to_batches` its batches. Whatever gives a Table, or counts, does not go by it.
 
         What pyarrow's own scanners take beside these is taken, and means nothing here.
         """
         if unknown := tuning.keys() - _IGNORED_OPTIONS:
             raise OptionError(
-                f"a scanner takes columns, filter, limit and batch_size, not {', '.join(sorted(unknown))}"
+                f"a scanner takes columns, filter, limit, batch_size and device, not {', '.join(sorted(unknown))}"
             )
-        return Scanner(self, columns, filter, limit, batch_size)
+        return Scanner(self, columns, filter, limit, batch_size, None if device is None else open_device(device))
 
     def filter(self, expression: Any) -> ds.Dataset:
         """Not for handles: give the filter to what reads."""
@@ -207,6 +217,11 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         """A reader of this version; `request` makes of the defaults what is wanted."""
         return self._client.read_version(self.info, self._transport, request(self._client.defaults))
 
+    def _open_on_device(self, request: Callable[[ReadRequest], ReadRequest], device: Device) -> DeviceReader:
+        """The same, on a device."""
+        wanted = replace(request(self._client.defaults), device=device)
+        return self._client.read_version_on_device(self.info, self._transport, wanted, device)
+
     def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
         """The same of one of its endpoints."""
         return self._client.read_part(self.info, number, self._transport, request(self._client.defaults))
@@ -229,6 +244,7 @@ class Scanner:
         filter: Any,
         limit: int | None,
         batch_size: int | None,
+        device: Device | None = None,
     ) -> None:
         if isinstance(columns, str):
             raise OptionError(f"columns is a list of names: [{columns!r}]")
@@ -241,6 +257,7 @@ class Scanner:
         self._filter = filter
         self._limit = limit
         self._batch_size = batch_size
+        self._device = device
 
     @property
     def dataset_schema(self) -> pa.Schema:
@@ -254,8 +271,19 @@ class Scanner:
             return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
         return _ordered(self.dataset_schema, self._names)
 
-    def to_reader(self) -> pa.RecordBatchReader:
-        """A reader, which is read once."""
+    def to_reader(self) -> Any:
+        """A reader, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
+        if self._device is None:
+            return self._to_reader()
+        return self._to_device_reader(self._device)
+
+    def _to_device_reader(self, device: Device) -> DeviceReader:
+        chosen = [name for name in self.dataset_schema.names if self._names is None or name in self._names]
+        if self._expressions is not None or self._batch_size is not None or self.projected_schema.names != chosen:
+            return to_device(self._to_reader(), device)
+        return self._dataset._open_on_device(self._requested(self._names), device)
+
+    def _to_reader(self) -> pa.RecordBatchReader:
         reader = self._read(self._names)
         if self._expressions is not None:
             return self._project(reader, self._expressions)
@@ -265,13 +293,13 @@ class Scanner:
         positions = [reader.schema.get_field_index(name) for name in schema.names]
         return BatchReader(schema, ((piece.select(positions), None) for piece in self._pieces(reader)))
 
-    def to_batches(self) -> Iterator[pa.RecordBatch]:
+    def to_batches(self) -> Iterator[Any]:
         """Batch by batch."""
         return iter(self.to_reader())
 
     def to_table(self) -> pa.Table:
         """All of it."""
-        return self.to_reader().read_all()
+        return self._to_reader().read_all()
 
     def head(self, num_rows: int = 10) -> pa.Table:
         """The first rows."""
@@ -289,7 +317,7 @@ class Scanner:
         return sum(batch.num_rows for batch in self._read([]))
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
-        return self.to_reader().__arrow_c_stream__(requested_schema)
+        return self._to_reader().__arrow_c_stream__(requested_schema)
 
     def __arrow_c_schema__(self) -> Any:
         return self.projected_schema.__arrow_c_schema__()
@@ -299,9 +327,10 @@ class Scanner:
         return Scanner(self._dataset, self._columns, self._filter, limit, self._batch_size)
 
     def _read(self, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-        return self._dataset._open(
-            lambda defaults: replace(defaults, columns=columns, filter=self._filter, limit=self._limit)
-        )
+        return self._dataset._open(self._requested(columns))
+
+    def _requested(self, columns: Any) -> Callable[[ReadRequest], ReadRequest]:
+        return lambda defaults: replace(defaults, columns=columns, filter=self._filter, limit=self._limit)
 
     def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
         """Expressions of the columns, as pyarrow computes them."""

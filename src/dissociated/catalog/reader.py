@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import pyarrow as pa
 
@@ -26,10 +26,13 @@ from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches, select_columns, select_fields, slice_batches, slice_rows
+from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, SourceError, TransportError, WrongKind
+from dissociated.memory.device.base import Device
+from dissociated.memory.device.registry import open_device
 from dissociated.protocol.request import REFUSED, Selection
 from dissociated.transport import registry
 from dissociated.uri import Uri
@@ -48,6 +51,7 @@ _MAX_RETRIES = 10  # times that a dataset may be replaced between looking it up 
 class Client(CatalogClient):
     """Reads datasets by name. Use it as a context manager, or `close` it."""
 
+    @overload
     def read(
         self,
         name: str,
@@ -61,7 +65,41 @@ class Client(CatalogClient):
         options: ReadOptions | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
-    ) -> pa.RecordBatchReader:
+        device: None = None,
+    ) -> pa.RecordBatchReader: ...
+
+    @overload
+    def read(
+        self,
+        name: str,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        version: int | None = None,
+        rows: range | None = None,
+        filter: Any = None,
+        limit: int | None = None,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
+        device: object,
+    ) -> DeviceReader: ...
+
+    def read(
+        self,
+        name: str,
+        transport: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        version: int | None = None,
+        rows: range | None = None,
+        filter: Any = None,
+        limit: int | None = None,
+        options: ReadOptions | None = None,
+        max_body: int = MAX_BODY,
+        allow_rma: bool = False,
+        device: object = None,
+    ) -> pa.RecordBatchReader | DeviceReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it. It is read once:
         what `dataset` gives can be read again and again.
 
@@ -77,8 +115,10 @@ class Client(CatalogClient):
         - `limit`: so many rows, the first of those.
         - `options`: how batches are decoded.
         - `max_body`, `allow_rma`: as for `open_stream`.
+        - `device`: where batches are to lie, as "cuda:0": then this gives a `DeviceReader`. See docs/device.md.
 
-        Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises.
+        Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises; with a `device`, DeviceNotFound,
+        DeviceFull and DeviceError, too.
         """
         request = replace(
             self.defaults,
@@ -89,9 +129,12 @@ class Client(CatalogClient):
             options=check_options(options, ReadOptions),
             max_body=max_body,
             allow_rma=allow_rma,
+            device=None if device is None else open_device(device),
         )
-
-        return self._read(partial(self.describe, name, version), transport, request)
+        describe = partial(self.describe, name, version)
+        if request.device is not None:
+            return self._read_on_device(describe, transport, request, request.device)
+        return self._read(describe, transport, request)
 
     read_async = asynchronous(read)
     """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
@@ -137,6 +180,12 @@ class Client(CatalogClient):
         Raises DatasetNotFound where it is gone.
         """
         return self._read(partial(self._describe_again, info), transport, request)
+
+    def read_version_on_device(
+        self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
+    ) -> DeviceReader:
+        """The same, on a device."""
+        return self._read_on_device(partial(self._describe_again, info), transport, request, device)
 
     def read_part(
         self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
@@ -187,6 +236,12 @@ class Client(CatalogClient):
         return (
             reader if request.limit is None else filter_batches(reader, None, range(len(reader.schema)), request.limit)
         )
+
+    def _read_on_device(
+        self, describe: Callable[[], DatasetInfo], transport: str | None, request: ReadRequest, device: Device
+    ) -> DeviceReader:
+        """What `_read` gives, on a device. Rows are chosen before they are copied there."""
+        return to_device(self._read(describe, transport, request), device)
 
     def read_endpoint(
         self,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import pyarrow as pa
 
+from dissociated.errors import OptionError
+
 if TYPE_CHECKING:
     from dissociated.ipc.asynchronous import AsyncStreamReader
 
@@ -23,6 +25,8 @@ def asynchronous(open_reader: Callable[P, pa.RecordBatchReader]) -> Callable[P, 
         # on first use: asyncio takes as long to import as all of this library
         from dissociated.ipc.asynchronous import open_reader_async
 
+        if kwargs.get("device") is not None:
+            raise OptionError("batches on a device are read by `read` alone: its copies are asynchronous themselves")
         return await open_reader_async(open_reader, *args, **kwargs)
 
     opened.__name__ = f"{open_reader.__name__}_async"

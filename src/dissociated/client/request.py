@@ -11,6 +11,7 @@ import pyarrow as pa
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
+from dissociated.memory.device.base import Device
 from dissociated.protocol.request import RowSelection, Selection
 from dissociated.transport.base import check_timeout
 
@@ -25,6 +26,7 @@ class ReadRequest:
     `rows` are counted from the first of the `batches`, `filter` chooses among them, and `limit` counts what passes.
     Where that need not be `exact`, rows that do not pass are left out only as far as that costs nothing here.
     `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
+    `device` is where batches are to lie, if not in memory of this process.
     Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
 
@@ -41,6 +43,7 @@ class ReadRequest:
     max_body: int = MAX_BODY
     max_metadata: int = MAX_METADATA
     allow_rma: bool = False
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))

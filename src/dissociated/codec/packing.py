@@ -45,7 +45,7 @@ class Packing:
     def pack(self, header: bytes, parsed: Header, body: Sequence[Buffer]) -> Packed:
         """The same message with its buffers laid out anew. None is copied."""
         offsets, lengths = buffer_extents(header, parsed)
-        part_at = _by_position(body)
+        part_at = by_position(body)
         packed: list[Buffer] = []
         moved, sizes, end = [], [], 0
         for offset, length in zip(offsets, lengths, strict=True):
@@ -76,7 +76,7 @@ def raw_size(header: bytes, parsed: Header, body: Sequence[Buffer], compressed: 
     offsets, lengths = buffer_extents(header, parsed)
     if not compressed:
         return sum(lengths)
-    part_at = _by_position(body)
+    part_at = by_position(body)
     total = 0
     for offset, length in zip(offsets, lengths, strict=True):
         if length:
@@ -85,6 +85,6 @@ def raw_size(header: bytes, parsed: Header, body: Sequence[Buffer], compressed: 
     return total
 
 
-def _by_position(body: Sequence[Buffer]) -> dict[int, Buffer]:
+def by_position(body: Sequence[Buffer]) -> dict[int, Buffer]:
     """The parts of a body, none of them empty, by where they begin. Each buffer begins a part."""
     return dict(zip(accumulate(map(len, body), initial=0), body, strict=False))

@@ -1,0 +1,293 @@
+"""The Arrow C Device interface: its structs, as capsules out of record batches, and record batches' arrays out of them.
+
+libarrow makes the `ArrowArray`, whose release lets go of the buffers. It has no device of its own in pyarrow's wheels,
+so which device it is, and what to wait for, is written here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.errors import DeviceError, SourceError
+from dissociated.memory.device.base import Device, DeviceType
+
+_DEVICE_ARRAY, _DEVICE_STREAM = b"arrow_device_array", b"arrow_device_array_stream"
+
+
+class ArrowArray(ctypes.Structure):
+    """`struct ArrowArray`."""
+
+
+ArrowArray._fields_ = [
+    ("length", ctypes.c_int64),
+    ("null_count", ctypes.c_int64),
+    ("offset", ctypes.c_int64),
+    ("n_buffers", ctypes.c_int64),
+    ("n_children", ctypes.c_int64),
+    ("buffers", ctypes.POINTER(ctypes.c_void_p)),
+    ("children", ctypes.POINTER(ctypes.POINTER(ArrowArray))),
+    ("dictionary", ctypes.POINTER(ArrowArray)),
+    ("release", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+    ("private_data", ctypes.c_void_p),
+]
+
+
+class ArrowDeviceArray(ctypes.Structure):
+    """`struct ArrowDeviceArray`."""
+
+    _fields_ = [
+        ("array", ArrowArray),
+        ("device_id", ctypes.c_int64),
+        ("device_type", ctypes.c_int32),
+        ("sync_event", ctypes.c_void_p),
+        ("reserved", ctypes.c_int64 * 3),
+    ]
+
+
+class _ArrowSchema(ctypes.Structure):
+    """`struct ArrowSchema`, of which only the size matters here."""
+
+    _fields_ = [("content", ctypes.c_int64 * 9)]
+
+
+_Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_LastError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+_Release = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _ArrowDeviceArrayStream(ctypes.Structure):
+    """`struct ArrowDeviceArrayStream`."""
+
+    _fields_ = [
+        ("device_type", ctypes.c_int32),
+        ("get_schema", _Callback),
+        ("get_next", _Callback),
+        ("get_last_error", _LastError),
+        ("release", _Release),
+        ("private_data", ctypes.c_void_p),
+    ]
+
+
+# Capsules
+
+
+# Of our own: `ctypes.pythonapi.NAME` belongs to everybody, and others say there what they pass.
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+# By address: a capsule that is going must not be referred to.
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+
+_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+#: What capsules point to, until they are collected.
+_structs: dict[int, ctypes.Structure] = {}
+
+
+def capsule(struct: ctypes.Structure, name: bytes, destroy: Any) -> Any:
+    """A capsule of that name around `struct`, for which `destroy` is called with the capsule's address at its end."""
+    address = ctypes.addressof(struct)
+    _structs[address] = struct
+    return _new_capsule(address, name, ctypes.cast(destroy, ctypes.c_void_p))
+
+
+def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
+    """What `capsule` takes: it calls `release` with the struct of a capsule that still has this name."""
+
+    def destroy(address: int) -> None:
+        if not _is_capsule(address, name):  # somebody has taken it
+            return
+        release(_structs.pop(_capsule_pointer(address, name)))
+
+    return _Destructor(destroy)
+
+
+def pointer(capsule: object, name: bytes) -> int:
+    """What a capsule of this name points to. Raises SourceError for something else."""
+    if not _is_capsule(id(capsule), name):
+        raise SourceError(f"a capsule named {name.decode()} was to come, and a {type(capsule).__name__} did")
+    return int(_capsule_pointer(id(capsule), name))
+
+
+def _release_array(struct: ArrowDeviceArray) -> None:
+    if struct.array.release:
+        struct.array.release(ctypes.addressof(struct))
+
+
+def _release_stream(struct: _ArrowDeviceArrayStream) -> None:
+    if struct.release:
+        struct.release(ctypes.addressof(struct))
+
+
+_destroy_array = destructor(_DEVICE_ARRAY, _release_array)
+_destroy_stream = destructor(_DEVICE_STREAM, _release_stream)
+
+
+# Out
+
+
+def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event: int | None) -> None:
+    """Make `struct` the batch, whose buffers lie on the device once what this `event` points to has happened.
+
+    The event must be there for as long as the buffers.
+    """
+    batch._export_to_c(ctypes.addressof(struct))
+    struct.device_id = device.number
+    struct.device_type = device.type
+    struct.sync_event = event
+
+
+def export_array(batch: pa.RecordBatch, device: Device, event: int | None) -> tuple[Any, Any]:
+    """What `__arrow_c_device_array__` returns of `batch`; see `fill`."""
+    struct = ArrowDeviceArray()
+    fill(struct, batch, device, event)
+    return batch.schema.__arrow_c_schema__(), capsule(struct, _DEVICE_ARRAY, _destroy_array)
+
+
+class _Exported:
+    """The stream that a consumer pulls from."""
+
+    def __init__(self, schema: pa.Schema, batches: Iterator[Callable[[ArrowDeviceArray], None]]) -> None:
+        self.schema = schema
+        self.batches = batches
+        self.error: ctypes.Array[ctypes.c_char] | None = None
+
+    def attempt(self, what: Callable[[], None]) -> int:
+        try:
+            what()
+        except BaseException as error:
+            self.error = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
+            return errno.EIO
+        return 0
+
+    def next(self, struct: ArrowDeviceArray) -> None:
+        write = next(self.batches, None)
+        if write is None:
+            ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))  # no release: the end
+        else:
+            write(struct)
+
+
+_streams: dict[int, _Exported] = {}
+_numbers = itertools.count(1)
+
+
+def _stream(address: int) -> _Exported:
+    return _streams[_ArrowDeviceArrayStream.from_address(address).private_data]
+
+
+def _get_schema(address: int, out: int) -> int:
+    stream = _stream(address)
+    return stream.attempt(lambda: stream.schema._export_to_c(out))
+
+
+def _get_next(address: int, out: int) -> int:
+    stream = _stream(address)
+    return stream.attempt(lambda: stream.next(ArrowDeviceArray.from_address(out)))
+
+
+def _get_last_error(address: int) -> int | None:
+    error = _stream(address).error
+    return None if error is None else ctypes.addressof(error)
+
+
+def _release(address: int) -> None:
+    struct = _ArrowDeviceArrayStream.from_address(address)
+    _streams.pop(struct.private_data, None)
+    struct.release = _Release()
+
+
+_CALLBACKS = _Callback(_get_schema), _Callback(_get_next), _LastError(_get_last_error), _Release(_release)
+
+
+def export_stream(schema: pa.Schema, device: Device, batches: Iterator[Callable[[ArrowDeviceArray], None]]) -> Any:
+    """What `__arrow_c_device_stream__` returns of `batches`, each of which writes itself into a struct."""
+    number = next(_numbers)
+    _streams[number] = _Exported(schema, batches)
+    struct = _ArrowDeviceArrayStream(device.type, *_CALLBACKS, number)
+    return capsule(struct, _DEVICE_STREAM, _destroy_stream)
+
+
+def check_request(requested_schema: object, schema: pa.Schema, options: dict[str, Any]) -> None:
+    """Raise DeviceError for what cannot be done on a device: another schema, and options that nobody knows."""
+    if requested_schema is not None and not pa.Schema._import_from_c_capsule(requested_schema).equals(schema):
+        raise DeviceError("what lies on a device cannot be cast to another schema here: ask for none")
+    if unknown := [name for name, value in options.items() if value is not None]:
+        raise NotImplementedError(f"options that are not known: {', '.join(unknown)}")
+
+
+# In
+
+
+def is_on_device(source: object) -> bool:
+    """Whether `source` offers the Arrow C Device interface."""
+    return hasattr(source, "__arrow_c_device_stream__") or hasattr(source, "__arrow_c_device_array__")
+
+
+class ImportedArray:
+    """An array of a batch that somebody else has on a device. It is given back when this is collected."""
+
+    def __init__(self, struct: ArrowDeviceArray) -> None:
+        self.struct = struct
+
+    def __del__(self) -> None:
+        _release_array(self.struct)
+
+    @property
+    def array(self) -> ArrowArray:
+        array: ArrowArray = self.struct.array
+        return array
+
+
+def _moved(address: int) -> ArrowDeviceArray:
+    """The struct at `address`, which is empty from now on."""
+    struct = ArrowDeviceArray.from_buffer_copy(ArrowDeviceArray.from_address(address))
+    ArrowDeviceArray.from_address(address).array.release = type(struct.array.release)()
+    return struct
+
+
+def import_batches(source: Any) -> tuple[pa.Schema, Iterator[ImportedArray]]:
+    """The schema of `source`, which offers the Arrow C Device interface, and its batches. Raises SourceError."""
+    if not hasattr(source, "__arrow_c_device_stream__"):
+        schema, array = source.__arrow_c_device_array__()
+        imported = ImportedArray(_moved(pointer(array, _DEVICE_ARRAY)))
+        return pa.Schema._import_from_c_capsule(schema), iter([imported])
+    from_capsule = source.__arrow_c_device_stream__()
+    struct = _ArrowDeviceArrayStream.from_address(pointer(from_capsule, _DEVICE_STREAM))
+    place = _ArrowSchema()
+    _checked(struct, struct.get_schema(ctypes.addressof(struct), ctypes.addressof(place)))
+    return pa.Schema._import_from_c(ctypes.addressof(place)), _pulled(from_capsule, struct)
+
+
+def _pulled(from_capsule: object, struct: _ArrowDeviceArrayStream) -> Iterator[ImportedArray]:
+    while True:
+        place = ArrowDeviceArray()
+        _checked(struct, struct.get_next(ctypes.addressof(struct), ctypes.addressof(place)))
+        if not place.array.release:
+            return
+        yield ImportedArray(_moved(ctypes.addressof(place)))
+
+
+def _checked(struct: _ArrowDeviceArrayStream, code: int) -> None:
+    if code:
+        said = struct.get_last_error(ctypes.addressof(struct))
+        reason = ctypes.string_at(said).decode(errors="replace") if said else errno.errorcode.get(code, code)
+        raise SourceError(f"a source on a device failed: {reason}")
+
+
+def device_name(struct: ArrowDeviceArray) -> str | None:
+    """What `open_device` calls the device that an array lies on; None for host memory. Raises SourceError."""
+    kinds = {DeviceType.CUDA: "cuda", DeviceType.EXTENSION: "test"}
+    if struct.device_type == DeviceType.CPU:
+        return None
+    if struct.device_type not in kinds:
+        raise SourceError(f"what lies on a device of type {struct.device_type} of the Arrow C Device interface")
+    return f"{kinds[DeviceType(struct.device_type)]}:{struct.device_id}"

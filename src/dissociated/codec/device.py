@@ -1,0 +1,324 @@
+"""Record batches on a device: metadata here, bodies there, each body in one piece.
+
+libarrow encodes and decodes as ever: it looks into no body that is not compressed, so its arrays lie on the device.
+Whoever looks into them here dies: they are handed on by the Arrow C Device interface, DLPack and
+`__cuda_array_interface__` alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import pyarrow as pa
+
+from dissociated.codec.cdevice import ArrowDeviceArray, check_request, export_array, export_stream, fill
+from dissociated.codec.dlpack import DeviceColumn
+from dissociated.codec.inplace import MappedReader, PiecewiseReader
+from dissociated.codec.join import Messages, join
+from dissociated.codec.options import ReadOptions, WriteOptions
+from dissociated.codec.packing import by_position
+from dissociated.codec.reader import StreamReader
+from dissociated.codec.split import SplitMessage, Splitter, batches
+from dissociated.errors import DeviceError
+from dissociated.format.layout import dictionary_of
+from dissociated.format.message import Header, HeaderType, buffer_extents
+from dissociated.memory.device.base import Device, DeviceMemory, Event
+from dissociated.memory.remote import fetch_ranges
+
+#: How bodies are laid out on a device: what reads there wants buffers that are aligned to 64 bytes, and padded to them.
+LAYOUT = WriteOptions(allow_64bit=True, alignment=64)
+#: How many batches are under way to a device at once: while one is copied the next is fetched.
+_UNDER_WAY = 2
+#: Bytes of memory that is registered with the driver: less is not worth it, and more is a sparse region, not a segment.
+_REGISTERED_SIZES = range(1 << 20, 1 << 33)
+
+
+class DeviceMessage(NamedTuple):
+    """An IPC message whose body lies on a device, in one buffer; None without one. It is there after the `event`.
+
+    What is `shared` with others must not be written to.
+    """
+
+    header: bytes
+    parsed: Header
+    body: pa.Buffer | None
+    event: Event | None = None
+    shared: bool = False
+
+
+class DeviceBatch:
+    """A record batch whose columns lie on a device. It is freed there when the last that uses it is collected."""
+
+    def __init__(
+        self,
+        device: Device,
+        batch: pa.RecordBatch,
+        metadata: pa.KeyValueMetadata | None,
+        messages: tuple[DeviceMessage, ...],
+    ) -> None:
+        #: Where it lies.
+        self.device = device
+        #: What its writer has said of it.
+        self.metadata = metadata
+        self._batch = batch
+        self._messages = messages  # the schema, the dictionaries that it uses, and the batch itself
+        self._event = messages[-1].event
+
+    @property
+    def schema(self) -> pa.Schema:
+        """That of the reader that it is from."""
+        return self._batch.schema
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows it has."""
+        return int(self._batch.num_rows)
+
+    @property
+    def num_columns(self) -> int:
+        """How many columns it has."""
+        return int(self._batch.num_columns)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes on the device, without the dictionaries that batches share."""
+        body = self._messages[-1].body
+        return 0 if body is None else int(body.size)
+
+    def column(self, which: int | str) -> DeviceColumn:
+        """A column by its position or name. Raises KeyError and IndexError as pyarrow does."""
+        return DeviceColumn(self.device, self._batch.column(which), self._event, self._messages[-1].shared)
+
+    def __getitem__(self, which: int | str) -> DeviceColumn:
+        return self.column(which)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def synchronize(self) -> None:
+        """Wait until it has arrived on the device. Consumers that know the Arrow C Device interface do so themselves.
+
+        Raises DeviceError.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+
+    def to_host(self) -> pa.RecordBatch:
+        """A copy of it in memory of this process. Raises DeviceError."""
+        with closing(_messages_on_host(self.device, self._messages)) as messages:
+            return join(messages).read_next_batch()
+
+    def __arrow_c_device_array__(self, requested_schema: object = None, **options: Any) -> tuple[Any, Any]:
+        """The same for other libraries, which need not wait: they are told what their streams wait for."""
+        check_request(requested_schema, self.schema, options)
+        return export_array(self._batch, self.device, self._pointer)
+
+    def fill(self, struct: ArrowDeviceArray) -> None:
+        """Make `struct` this batch."""
+        fill(struct, self._batch, self.device, self._pointer)
+
+    @property
+    def _pointer(self) -> int | None:
+        return None if self._event is None else self._event.pointer
+
+    def __repr__(self) -> str:
+        return f"<DeviceBatch of {self.num_rows} rows and {self.num_columns} columns on {self.device.name}>"
+
+
+def _messages_on_host(device: Device, messages: tuple[DeviceMessage, ...]) -> Messages:
+    stream = device.stream()
+    for message in messages:
+        if message.body is None:
+            yield message.header, None
+            continue
+        if message.event is not None:
+            stream.wait(message.event.pointer)
+        copy = pa.allocate_buffer(message.body.size)
+        if copy.size:
+            stream.copy(copy.address, message.body.address, copy.size)
+        stream.synchronize()
+        yield message.header, copy
+
+
+class DeviceReader:
+    """Reads record batches onto a device, or where they lie there. It is read once.
+
+    Use it as a context manager, or `close` it; dropping it does, too. Reading raises what the reader raises that it
+    reads from, DeviceError, and DeviceFull.
+    """
+
+    def __init__(
+        self, device: Device, schema: pa.Schema, batches: Generator[DeviceBatch, None, None], close: Callable[[], None]
+    ) -> None:
+        #: Where batches lie.
+        self.device = device
+        self.schema = schema
+        self._batches = batches
+        self._close = close
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> DeviceBatch:
+        return next(self._batches)
+
+    def read_next_batch(self) -> DeviceBatch:
+        """The next batch. Raises StopIteration at the end."""
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Read no more. What has been read stays."""
+        self._batches.close()
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __arrow_c_device_stream__(self, requested_schema: object = None, **options: Any) -> Any:
+        """What is left, for other libraries."""
+        check_request(requested_schema, self.schema, options)
+        return export_stream(self.schema, self.device, (batch.fill for batch in self._batches))
+
+
+def join_on_device(device: Device, messages: Generator[DeviceMessage, None, None]) -> DeviceReader:
+    """A reader over the stream that `messages` make, the schema first. Raises what libarrow finds wrong with them."""
+    seen = _Seen()
+    reader = join(seen.follow(messages), ReadOptions(ensure_native_endian=False))
+    return DeviceReader(device, reader.schema, _batches(device, reader, seen, messages), messages.close)
+
+
+class _Seen:
+    """What the next batch of a stream needs of it. It must not refer to the reader, which owns it through C++."""
+
+    def __init__(self) -> None:
+        self._begin: tuple[DeviceMessage, ...] = ()
+        self._dictionaries: dict[int, DeviceMessage] = {}
+        self._last: tuple[DeviceMessage, ...] = ()
+
+    @property
+    def messages(self) -> tuple[DeviceMessage, ...]:
+        """The schema, the dictionaries, and the batch that was read last."""
+        return (*self._begin, *self._dictionaries.values(), *self._last)
+
+    def follow(self, messages: Generator[DeviceMessage, None, None]) -> Messages:
+        """The same for libarrow. Raises DeviceError for a dictionary that grows: libarrow would put it together."""
+        with closing(messages):
+            for message in messages:
+                match message.parsed.type:
+                    case HeaderType.SCHEMA:
+                        self._begin = (message,)
+                    case HeaderType.DICTIONARY_BATCH:
+                        number, delta = dictionary_of(message.header)
+                        if delta:
+                            raise DeviceError("a dictionary that grows cannot be put together on a device")
+                        self._dictionaries[number] = message
+                    case _:
+                        self._last = (message,)
+                yield message.header, message.body
+
+
+def _batches(
+    device: Device, reader: StreamReader, seen: _Seen, source: Generator[DeviceMessage, None, None]
+) -> Generator[DeviceBatch, None, None]:
+    with closing(source), suppress(StopIteration):
+        while True:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            yield DeviceBatch(device, batch, metadata, seen.messages)
+
+
+def chain_on_device(device: Device, readers: Sequence[DeviceReader]) -> DeviceReader:
+    """What these give, one after the other. There is at least one."""
+
+    def chained() -> Generator[DeviceBatch, None, None]:
+        for reader in readers:
+            yield from reader
+
+    def close() -> None:
+        for reader in readers:
+            reader.close()
+
+    return readers[0] if len(readers) == 1 else DeviceReader(device, readers[0].schema, chained(), close)
+
+
+def to_device(reader: pa.RecordBatchReader, device: Device) -> DeviceReader:
+    """What `reader` gives, copied onto a device, batch by batch, as they are asked for. The reader is closed with it.
+
+    Copies are asynchronous: a batch is given while it is under way. A segment that libarrow reads in place is made
+    known to the driver, once.
+    """
+    return join_on_device(device, _moved(reader, device))
+
+
+def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMessage, None, None]:
+    splitter = Splitter(reader.schema, LAYOUT)
+    with closing(reader), closing(_Mover(device, isinstance(reader, MappedReader | PiecewiseReader))) as mover:
+        yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
+        for batch, metadata in batches(reader):
+            for message in splitter.split(batch, metadata):
+                yield mover.move(message)
+
+
+class _Mover:
+    """Copies bodies onto a device, and keeps what they are copied from until they are there."""
+
+    def __init__(self, device: Device, in_place: bool) -> None:
+        """`in_place` if bodies lie in few large pieces of memory, which are registered when they are first met."""
+        self._device = device
+        self._stream = device.stream()
+        self._sources: deque[tuple[Event, object]] = deque()
+        self._in_place = in_place
+        self._registered: dict[int, tuple[pa.Buffer, Callable[[], None]]] = {}
+
+    def move(self, message: SplitMessage) -> DeviceMessage:
+        header, parsed, _ = message
+        if not parsed.body_length:
+            return DeviceMessage(header, parsed, pa.py_buffer(b""))
+        memory = self._device.allocate(parsed.body_length, self._stream)
+        try:
+            sources = self._copy(memory, message)
+            memory.event = event = self._stream.record()
+        except BaseException:
+            memory.close()
+            raise
+        self._sources.append((event, sources))
+        while len(self._sources) > _UNDER_WAY:
+            done, _ = self._sources.popleft()
+            done.synchronize()
+        return DeviceMessage(header, parsed, memory.buffer(), event)
+
+    def _copy(self, memory: DeviceMemory, message: SplitMessage) -> object:
+        offsets, lengths = buffer_extents(message.header, message.parsed)
+        parts = {at: pa.py_buffer(part) for at, part in by_position(message.body or ()).items()}
+        if self._in_place:
+            for part in parts.values():
+                self._register(part)
+        addresses = [parts[at].address if length else 0 for at, length in zip(offsets, lengths, strict=True)]
+        for address, length, at in fetch_ranges(addresses, lengths, offsets):
+            self._stream.copy(memory.address + at, address, length)
+        return parts
+
+    def _register(self, part: pa.Buffer) -> None:
+        whole = part
+        while whole.parent is not None:
+            whole = whole.parent
+        if whole.size in _REGISTERED_SIZES and whole.address not in self._registered:
+            self._registered[whole.address] = whole, self._device.register(whole)
+
+    def close(self) -> None:
+        """Let go of what was copied, once it has been."""
+        with suppress(DeviceError):  # then nothing is copied any more
+            self._stream.synchronize()
+        self._sources.clear()
+        for _, unregister in self._registered.values():
+            with suppress(DeviceError):
+                unregister()
+        self._registered.clear()

@@ -1,0 +1,182 @@
+"""Flat columns on a device for array libraries: DLPack, and `__cuda_array_interface__`.
+
+A column is flat where it has one number for each row, of a width that these know: integers, floats, and dates, times
+and durations as the integers that they are. None may be null, since an array has no place to say so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.codec.cdevice import capsule, destructor
+from dissociated.memory.device.base import Device, DeviceType, Event
+
+_TENSOR, _VERSIONED = b"dltensor", b"dltensor_versioned"
+_VERSION = 1, 0
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_INT, _UINT, _FLOAT = 0, 1, 2  # DLDataTypeCode
+_NO_SYNCHRONIZATION = -1
+_LEGACY_STREAM = 1
+
+
+class _Tensor(ctypes.Structure):
+    """`DLTensor`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _ManagedTensor(ctypes.Structure):
+    """`DLManagedTensor`."""
+
+    _fields_ = [("tensor", _Tensor), ("manager_ctx", ctypes.c_void_p), ("deleter", _Deleter)]
+
+
+class _VersionedTensor(ctypes.Structure):
+    """`DLManagedTensorVersioned`."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", _Deleter),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+#: What tensors that others have need of us, by their addresses.
+_held: dict[int, object] = {}
+
+
+def _forget(address: int) -> None:
+    _held.pop(address, None)
+
+
+_delete = _Deleter(_forget)
+
+
+def _unused(struct: _ManagedTensor | _VersionedTensor) -> None:
+    _held.pop(ctypes.addressof(struct), None)
+
+
+_destroy = {name: destructor(name, _unused) for name in (_TENSOR, _VERSIONED)}
+
+
+class DeviceColumn:
+    """A column of a record batch on a device. Array libraries take it without a copy where it is flat."""
+
+    def __init__(self, device: Device, array: pa.Array, event: Event | None, shared: bool) -> None:
+        #: Where it lies.
+        self.device = device
+        self._array = array
+        self._event = event
+        self._shared = shared
+
+    @property
+    def type(self) -> pa.DataType:
+        """Its Arrow type."""
+        return self._array.type
+
+    @property
+    def null_count(self) -> int:
+        """How many of its values are null."""
+        return int(self._array.null_count)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return int(self.device.type), self.device.number
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A tensor of one dimension. Raises BufferError for a column that is not flat, and for what cannot be done."""
+        code, bits = self._element()
+        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
+            raise BufferError(f"the column stays on {self.device.name}, where it is: nothing is copied")
+        versioned = max_version is not None and max_version[0] >= _VERSION[0]
+        if self._shared and not versioned:
+            raise BufferError(
+                "the column lies in its server's memory, which must not be written to, and a DLPack without versions "
+                "cannot say so: use a library that asks for version 1, or the Arrow C Device interface"
+            )
+        if self._event is not None and stream != _NO_SYNCHRONIZATION:
+            self.device.wait_on(_LEGACY_STREAM if stream is None else stream, self._event)
+        address = self._address(bits)
+        shape = (ctypes.c_int64 * 1)(len(self))
+        tensor = _Tensor(address, self.device.type, self.device.number, 1, code, bits, 1, shape, None, 0)
+        struct: _ManagedTensor | _VersionedTensor
+        if versioned:
+            struct = _VersionedTensor(*_VERSION, None, _delete, _READ_ONLY if self._shared else 0, tensor)
+        else:
+            struct = _ManagedTensor(tensor, None, _delete)
+        _held[ctypes.addressof(struct)] = struct, shape, self._array
+        name = _VERSIONED if versioned else _TENSOR
+        return capsule(struct, name, _destroy[name])
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For CuPy, Numba and others. It waits until the column is there. On other devices there is none."""
+        if self.device.type is not DeviceType.CUDA:
+            raise AttributeError(f"{self.device.name} is no device of CUDA")
+        try:
+            code, bits = self._element()
+        except BufferError as error:
+            raise AttributeError(str(error)) from None
+        if self._event is not None:
+            self._event.synchronize()
+        return {
+            "shape": (len(self),),
+            "typestr": f"<{'iuf'[code]}{bits // 8}",
+            "data": (self._address(bits), self._shared),
+            "version": 3,
+            "stream": None,
+        }
+
+    def _element(self) -> tuple[int, int]:
+        """Code and bits of its numbers. Raises BufferError for a column that is not flat."""
+        type_ = self.type.storage_type if isinstance(self.type, pa.BaseExtensionType) else self.type
+        code = (
+            _FLOAT
+            if pa.types.is_floating(type_)
+            else _UINT
+            if pa.types.is_unsigned_integer(type_)
+            else _INT
+            if pa.types.is_signed_integer(type_) or (pa.types.is_temporal(type_) and not pa.types.is_interval(type_))
+            else None
+        )
+        if code is None:
+            raise BufferError(f"a column of {self.type} has no number for each row: take it as Arrow")
+        if self.null_count:
+            raise BufferError(f"the column has {self.null_count} nulls, which an array cannot: take it as Arrow")
+        return code, type_.bit_width
+
+    def _address(self, bits: int) -> int:
+        *_, values = self._array.buffers()
+        return 0 if values is None or not len(self) else int(values.address) + self._array.offset * bits // 8
+
+    def __repr__(self) -> str:
+        return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"

@@ -1,0 +1,112 @@
+"""A library of somebody else's: it knows the Arrow C Device interface and DLPack, and copies from the device."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray
+from dissociated.memory.device.base import Device
+
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class Taken:
+    """What was in a capsule of `__arrow_c_device_array__`, moved out of it. `release` gives it back."""
+
+    def __init__(self, source: Any) -> None:
+        schema, array = source.__arrow_c_device_array__()
+        self.schema = pa.Schema._import_from_c_capsule(schema)
+        self._at = ArrowDeviceArray.from_address(_pointer(array, b"arrow_device_array"))
+        self.struct = ArrowDeviceArray.from_buffer_copy(self._at)
+        self._at.array.release = type(self._at.array.release)()
+
+    def release(self) -> None:
+        self.struct.array.release(ctypes.addressof(self.struct))
+        assert not self.struct.array.release, "releasing says so"
+
+
+class Stream:
+    """What was in a capsule of `__arrow_c_device_stream__`."""
+
+    def __init__(self, source: Any) -> None:
+        self._capsule = source.__arrow_c_device_stream__()
+        address = _pointer(self._capsule, b"arrow_device_array_stream")
+        assert address is not None
+        call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        fields = (ctypes.c_uint64 * 6).from_address(address)
+        self._address: int = address
+        self._schema, self._next = call(fields[1]), call(fields[2])
+        self._error = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(fields[3])
+
+    def schema(self) -> pa.Schema:
+        place = (ctypes.c_int64 * 9)()
+        assert self._schema(self._address, ctypes.addressof(place)) == 0
+        return pa.Schema._import_from_c(ctypes.addressof(place))
+
+    def next(self) -> ArrowDeviceArray | None:
+        """The next array, which the caller releases. Raises OSError with what the stream says."""
+        place = ArrowDeviceArray()
+        if self._next(self._address, ctypes.addressof(place)):
+            raise OSError(self._error(self._address).decode())
+        return place if place.array.release else None
+
+
+def fetched(device: Device, address: int, length: int, event: int | None) -> bytes:
+    """Bytes of the device, as a stream of the library's own sees them that has waited for `event`."""
+    stream = device.stream()
+    if event:
+        stream.wait(event)
+    target = pa.allocate_buffer(length)
+    if length:
+        stream.copy(target.address, address, length)
+    stream.synchronize()
+    return bytes(target)
+
+
+def same(device: Device, struct: ArrowDeviceArray, expected: pa.RecordBatch) -> None:
+    """Fails unless what lies on the device is `expected`, buffer by buffer."""
+    host = ArrowDeviceArray()
+    expected._export_to_c(ctypes.addressof(host))
+    try:
+        assert (struct.device_type, struct.device_id) == (device.type, device.number)
+        sizes = _sizes(expected)
+        _compare(device, struct.array, host.array, struct.sync_event, sizes)
+        assert not sizes
+    finally:
+        host.array.release(ctypes.addressof(host))
+
+
+def _sizes(batch: pa.RecordBatch) -> list[int]:
+    """Bytes of each buffer, in the order in which the C interface has them. There are no views in it."""
+    found: list[int] = [0]  # a batch is a struct, with a validity bitmap that is not there
+
+    def add(array: pa.Array) -> None:
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        found.extend(0 if one is None else one.size for one in array.buffers())
+
+    for column in batch.columns:
+        add(column)
+    return found
+
+
+def _compare(device: Device, here: ArrowArray, there: ArrowArray, event: int | None, sizes: list[int]) -> None:
+    assert (here.length, here.offset, here.n_buffers, here.n_children) == (
+        there.length,
+        there.offset,
+        there.n_buffers,
+        there.n_children,
+    )
+    assert here.null_count == there.null_count
+    for index in range(here.n_buffers):
+        length = sizes.pop(0)
+        assert bool(here.buffers[index]) >= bool(length)
+        if length:
+            assert fetched(device, here.buffers[index], length, event) == ctypes.string_at(there.buffers[index], length)
+    for index in range(here.n_children):
+        _compare(device, here.children[index].contents, there.children[index].contents, event, sizes)

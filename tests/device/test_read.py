@@ -1,0 +1,215 @@
+"""Reading onto a device, over each transport."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+import dissociated as dis
+from arrow_cases import ARRAYS, batches
+from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
+from dissociated.memory.device.base import Device
+from dissociated.memory.device.emulated import EmulatedDevice
+from helpers import connections_left
+
+from . import consumer
+
+_whole = [batches(arrays) for arrays in ARRAYS.values()]
+NAMES = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, _whole, strict=True) for name in batch.schema.names]
+#: Batches of every type side by side: whole, empty, a slice that begins and ends within a byte, one row.
+ALL_TYPES = [
+    pa.record_batch([column for batch in some for column in batch.columns], NAMES) for some in zip(*_whole, strict=True)
+]
+NUMBERS = pa.table({"n": range(50_000), "f": pa.array(np.linspace(0, 1, 50_000)), "s": ["text"] * 50_000})
+COMPRESSED = dis.WriteOptions(codec="zstd")
+
+
+def pieces() -> Iterator[pa.RecordBatch]:
+    yield from NUMBERS.to_batches(max_chunksize=7_000)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("types", ALL_TYPES)
+        server.publish("numbers", NUMBERS.to_batches(max_chunksize=7_000))
+        server.publish("compressed", [*pieces()], options=COMPRESSED)
+        server.publish("live", lambda: pa.RecordBatchReader.from_batches(NUMBERS.schema, pieces()))
+        yield server
+        gc.collect()
+        assert not connections_left(server)
+
+
+@pytest.fixture
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    with dis.connect(server.catalog_uri) as client:
+        yield client
+        gc.collect()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_every_type_arrives_on_the_device(client: dis.Client, device: Device, transport: str) -> None:
+    with client.read("types", transport, device=device.name) as reader:
+        assert reader.schema.equals(ALL_TYPES[0].schema, check_metadata=True)
+        arrived = [*reader]
+    assert [batch.num_rows for batch in arrived] == [batch.num_rows for batch in ALL_TYPES]
+    assert [batch.to_host() for batch in arrived] == ALL_TYPES
+
+
+def test_other_libraries_take_it_where_it_lies_and_wait_for_it(client: dis.Client, device: Device) -> None:
+    flat = [name for name, column in zip(NAMES, ALL_TYPES[0].columns, strict=True) if _comparable(column.type)]
+    expected = client.read("types", columns=flat).read_next_batch()
+    batch = client.read("types", columns=flat, device=device).read_next_batch()
+    taken = consumer.Taken(batch)
+    assert taken.schema.equals(expected.schema)
+    allocations = device.allocations
+    del batch
+    gc.collect()
+    assert device.allocations == allocations, "who has taken it holds it"
+    consumer.same(device, taken.struct, expected)
+    taken.release()
+
+
+def test_what_nobody_takes_out_of_its_capsule_is_released(client: dis.Client, device: Device) -> None:
+    batch = client.read("numbers", device=device).read_next_batch()
+    capsules = batch.__arrow_c_device_array__(), batch["n"].__dlpack__(max_version=(1, 0)), batch["f"].__dlpack__()
+    del batch
+    gc.collect()
+    assert device.allocations
+    del capsules
+
+
+def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> None:
+    reader = client.read("numbers", device=device)
+    stream = consumer.Stream(reader)
+    assert stream.schema().equals(NUMBERS.schema)
+    for expected in client.read("numbers"):
+        struct = stream.next()
+        assert struct is not None
+        consumer.same(device, struct, expected)
+        struct.array.release(ctypes.addressof(struct))
+    assert stream.next() is None
+
+
+def test_a_stream_says_what_failed(client: dis.Client, emulated: EmulatedDevice) -> None:
+    stream = consumer.Stream(client.read("numbers", device=emulated))
+    struct = stream.next()
+    assert struct is not None
+    struct.array.release(ctypes.addressof(struct))
+    emulated.limit = 1000
+    with pytest.raises(OSError, match=r"DeviceFull: test:1 has no \d+ bytes left"):
+        stream.next()
+    del stream
+    gc.collect()
+
+
+def tensor_of(column: Any, **options: Any) -> tuple[int, int, tuple[int, ...]]:
+    """Address, code and bits, and shape, as a library reads them."""
+    capsule = column.__dlpack__(**options)
+    name = b"dltensor_versioned" if "max_version" in options else b"dltensor"
+    at = consumer._pointer(capsule, name)
+    fields = ctypes.c_uint64.from_address
+    tensor = at + 8 * 4 if "max_version" in options else at
+    ndim = ctypes.c_int32.from_address(tensor + 16).value
+    code, bits = ctypes.c_uint8.from_address(tensor + 20).value, ctypes.c_uint8.from_address(tensor + 21).value
+    shape = ctypes.cast(fields(tensor + 24).value, ctypes.POINTER(ctypes.c_int64))
+    return fields(tensor).value, code << 8 | bits, tuple(shape[index] for index in range(ndim))
+
+
+def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
+    batch = client.read("numbers", device=device).read_next_batch()
+    for options in ({}, {"max_version": (1, 0)}):
+        address, kind, shape = tensor_of(batch["f"], **options)
+        assert (kind, shape) == (2 << 8 | 64, (7_000,))
+        there = np.frombuffer(consumer.fetched(device, address, 8 * 7_000, None), np.float64)
+        assert (there == NUMBERS["f"][:7_000].to_numpy()).all(), "and it waited"
+    assert batch["f"].__dlpack_device__() == (device.type, device.number)
+    assert hasattr(batch["f"], "__cuda_array_interface__") is device.name.startswith("cuda")
+    for wrong in ({"copy": True}, {"dl_device": (1, 0)}):
+        with pytest.raises(BufferError, match="stays on"):
+            batch["f"].__dlpack__(**wrong)
+    with pytest.raises(BufferError, match="column of string"):
+        batch["s"].__dlpack__()
+    types = client.read("types", device=device).read_next_batch()
+    with pytest.raises(BufferError, match="nulls"):
+        types["int64 holes"].__dlpack__()
+
+
+def test_columns_rows_and_filters_are_chosen_before(client: dis.Client, device: Device) -> None:
+    wanted = NUMBERS.filter(pc.field("n") > 40_000).select(["f"]).slice(0, 100)
+    reader = client.read("numbers", columns=["f"], filter=("n", ">", 40_000), limit=100, device=device)
+    assert pa.Table.from_batches([batch.to_host() for batch in reader]) == wanted
+    some = client.read("numbers", rows=range(6_990, 7_010), device=device)
+    assert pa.Table.from_batches([batch.to_host() for batch in some]) == NUMBERS.slice(6_990, 20)
+    handle = client["numbers"]
+    scanner = handle.scanner(["s", "n"], filter=pc.field("n") < 3, device=device, batch_size=2)
+    there = [batch.to_host() for batch in scanner.to_batches()]
+    assert pa.Table.from_batches(there) == NUMBERS.select(["s", "n"]).slice(0, 3)
+    assert [batch.num_rows for batch in there] == [2, 1]
+    assert scanner.to_table() == NUMBERS.select(["s", "n"]).slice(0, 3)
+    whole = handle.scanner(["n", "f"], device=device).to_reader()
+    assert pa.Table.from_batches([batch.to_host() for batch in whole]) == NUMBERS.select(["n", "f"])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("name", ["compressed", "live"])
+def test_other_kinds_of_datasets(client: dis.Client, device: Device, name: str, transport: str) -> None:
+    reader = client.read(name, transport, device=device)
+    assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
+
+
+def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: dis.Server, device: Device) -> None:
+    for name in ("numbers", "live"):
+        client.read(name, "tcp", device=device)  # read not at all
+        client.read(name, "tcp", device=device).read_next_batch()
+        with client.read(name, "tcp", device=device) as reader:
+            pass
+        assert list(reader) == []
+    gc.collect()
+    assert not connections_left(server)
+
+
+def test_memory_goes_back_batch_by_batch(client: dis.Client, device: Device) -> None:
+    most = 0
+    for batch in client.read("live", device=device):
+        assert batch.nbytes >= batch.num_rows * 16
+        most = max(most, device.allocations)
+        del batch
+    assert most <= 4
+
+
+def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevice) -> None:
+    for wrong in ("test:9", "cuda:99", "gpu"):
+        with pytest.raises(DeviceNotFound):
+            client.read("numbers", device=wrong)
+    reader = client.read("numbers", device=emulated)
+    first = reader.read_next_batch()
+    emulated.limit = emulated.nbytes + 1
+    with pytest.raises(DeviceFull, match="has no"):
+        reader.read_next_batch()
+    assert first.to_host() == next(pieces()), "what has arrived stays"
+    emulated.limit = 1 << 30
+    lost = client.read("numbers", device=emulated)
+    lost.read_next_batch()
+    emulated.lose()
+    with pytest.raises(DeviceError, match="lost"):
+        lost.read_next_batch()
+    with pytest.raises(DeviceError, match="lost"):
+        first.to_host()
+    assert client.read("numbers").read_all() == NUMBERS
+
+
+def _comparable(type_: pa.DataType) -> bool:
+    """Whether pyarrow tells the buffers of a type as the C interface has them."""
+    if isinstance(type_, pa.BaseExtensionType):
+        type_ = type_.storage_type
+    if any(word in str(type_) for word in ("dictionary", "view", "union", "run_end", "null")):
+        return False
+    return all(_comparable(type_.field(index).type) for index in range(type_.num_fields))
