@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dissociated.client.tensors import open_tensors
     from dissociated.codec.options import ReadOptions, WriteOptions
     from dissociated.datasets.live import Live
+    from dissociated.server.options import ServerOptions
     from dissociated.server.server import Server
 else:
     #: Where a name is. It is loaded when it is first asked for: all of them take half a second, mostly of pyarrow's.
@@ -35,6 +36,7 @@ else:
         "Live": "datasets.live",
         "ReadOptions": "codec.options",
         "Server": "server.server",
+        "ServerOptions": "server.options",
         "WriteOptions": "codec.options",
         "connect": "catalog.reader",
         "open_stream": "client.open",
@@ -69,6 +71,7 @@ __all__ = [
     "Live",
     "ReadOptions",
     "Server",
+    "ServerOptions",
     "WriteOptions",
     "connect",
     "errors",

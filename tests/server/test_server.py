@@ -8,6 +8,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ def test_what_is_not_published_is_not_found(serve: Serve) -> None:
         with pytest.raises(dis.errors.DatasetNotFound, match="no dataset 'data' is published here"):
             ask("data")
     assert issubclass(dis.errors.DatasetNotFound, KeyError)
+
+
+def test_options_are_one_value_which_shows_no_secret() -> None:
+    options = dis.ServerOptions(["tcp:"], catalog=None, ticket_lifetime=60, secret=b"x" * 32, authorize=["a-token"])
+    assert "xxx" not in repr(options)
+    assert "a-token" not in repr(options)
+    with dis.Server.of(options) as server, dis.Server.of(replace(options, listen=["shm:"])) as other:
+        assert [one.partition(":")[0] for one in server.endpoints.listener_uris()] == ["tcp"]
+        for one in (server, other):
+            one.publish("numbers", TABLE, ticket=b"the same")
+        (uri,) = other.locations("numbers")
+        assert dis.open_stream(uri, server.ticket("numbers")).read_all() == TABLE  # by their secret
+    with pytest.raises(TypeError, match="catlog"):
+        dis.Server(catlog=None)  # type: ignore[call-arg]
 
 
 def test_names_are_sorted(serve: Serve) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from dissociated.access import Authorize, security
-from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset, Source, check_name
 from dissociated.datasets.broadcast import Broadcast
@@ -31,12 +29,12 @@ from dissociated.monitoring.changes import Change
 from dissociated.monitoring.status import ServerStatus
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import SELECTION_MAGIC
-from dissociated.server.admission import Limits
 from dissociated.server.connections import Connections, open_listener
 from dissociated.server.endpoints import Endpoints
+from dissociated.server.options import ServerOptions, takes
 from dissociated.server.pages import Pages
 from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
-from dissociated.transport.base import Listener, check_timeout
+from dissociated.transport.base import Listener
 from dissociated.uri import Uri
 
 if TYPE_CHECKING:
@@ -51,126 +49,53 @@ _PUMP_TIMEOUT = 1.0  # for one that waits for its source, which nobody can hurry
 class Server:
     """Serves datasets over any number of transports, with a catalog beside them.
 
-    Use it as a context manager, or `close` it. Times are in seconds, sizes in bytes.
-
-    What it listens at:
-
-    - `listen`: URIs of transports. Parts that are left out are chosen: `shm:`, `tcp://127.0.0.1:0`.
-    - `catalog`: where the catalog, Arrow Flight, listens. None for no catalog.
-    - `advertise`: the host that locations name where the server listens on all interfaces. Left out: this host's name.
-    - `metrics`: HOST:PORT. Whoever reaches it can ask for /metrics, as Prometheus does.
-    - `http`: HOST:PORT of a page for browsers that shows what the server does, with /metrics and /healthz beside it. It
-      asks for a token where there is `authorize`, and is at https where there is `tls_cert`.
-
-    How long it waits:
-
-    - `handshake_timeout`: for a client's request, whatever arrives before that.
-    - `stall_timeout`: for a client that takes nothing.
-    - `lease_timeout`: for a client that holds memory and says nothing.
-    - `retain`: how long tickets that the catalog gives out stay good, and so how long their datasets stay in memory
-      after they have been replaced. Flight knows it as the expiration time of endpoints. With 0 nothing is promised.
-
-    What it takes and keeps at most:
-
-    - `max_connections`: clients that have sent their request.
-    - `max_asking`: clients that have not. Where more come, the oldest of them is closed.
-    - `live_limit`: bytes of a live stream that one client may hold in shared memory.
-    - `kept_limit`: bytes that clients who were cut off for being slow may still hold together. Beyond it, nobody new
-      may read a live stream over shared memory. Left out: four times `live_limit`.
-    - `inline_limit`: bodies of up to this size are sent inline where they could be shared. Left out: 16 KiB for live
-      streams, and none for static datasets.
-    - `max_metadata`: the longest metadata of one message, a schema above all. What has more is not published. Clients
-      take no more either, unless they say so.
-
-    Who may read (see docs/access.md):
-
-    - `ticket_lifetime`: tickets are signed, and expire after so many seconds.
-    - `secret`: servers with the same one accept each other's signed tickets for what was published with one `ticket`.
-    - `authorize`: guards the catalog. It is tokens, or a callable that is given a token and returns whose it is, or
-      something false.
-    - `tls_cert`, `tls_key`: PEM files for a catalog at grpc+tls: and for listeners of tls:.
-    - `allow_rma`: clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory. UCX then
-      lets every client that connects read and write all of that memory; libfabric lets it read what is published. Only
-      for networks and peers you trust.
-
-    What it does for clients:
-
-    - `choose_rows`: filters and limits that clients ask for are applied here, where bodies travel: that takes this
-      process's time, and spares bytes. Without it, clients get everything and choose.
-
-    Raises UriError and TransportError where it cannot listen.
+    `Server(listen, retain=300)` takes what `ServerOptions` has; `Server.of(options)` takes these as one value. Use it
+    as a context manager, or `close` it. Raises UriError and TransportError where it cannot listen, and OptionError.
     """
 
-    def __init__(
-        self,
-        listen: Sequence[str] = ("shm:", "tcp://127.0.0.1:0"),
-        *,
-        catalog: str | None = "grpc://127.0.0.1:0",
-        retain: float = 0.0,
-        handshake_timeout: float = 10.0,
-        stall_timeout: float = 300.0,
-        lease_timeout: float = 86_400.0,
-        live_limit: int = 1 << 28,
-        kept_limit: int | None = None,
-        inline_limit: int | None = None,
-        max_metadata: int = MAX_METADATA,
-        max_connections: int = 1024,
-        max_asking: int = 128,
-        advertise: str | None = None,
-        allow_rma: bool = False,
-        ticket_lifetime: float | None = None,
-        secret: bytes | None = None,
-        authorize: Authorize | Iterable[str] | Mapping[str, str] | None = None,
-        tls_cert: str | os.PathLike[str] | None = None,
-        tls_key: str | os.PathLike[str] | None = None,
-        metrics: str | None = None,
-        http: str | None = None,
-        choose_rows: bool = True,
-    ) -> None:
-        self.limits = Limits(
-            check_timeout(handshake_timeout),
-            check_timeout(stall_timeout),
-            check_timeout(lease_timeout),
-            live_limit,
-            4 * live_limit if kept_limit is None else kept_limit,
-            inline_limit,
-            max_metadata,
-            max_connections,
-            max_asking,
-        )
-        guarded = security(
-            ticket_lifetime=ticket_lifetime, secret=secret, authorize=authorize, tls_cert=tls_cert, tls_key=tls_key
-        )
+    @takes(ServerOptions)
+    def __init__(self, options: ServerOptions) -> None:
+        self.limits = options.limits
+        guarded = options.security()
         #: What is served.
-        self.registry = Registry(guarded.tickets, choose_rows)
+        self.registry = Registry(guarded.tickets, options.choose_rows)
         #: What is counted; the catalog counts here, too.
         self.activity = Activity()
         self._changing = threading.Lock()  # held by whoever replaces what a name means
         self._listeners: list[Listener] = []
         self._connections = Connections(self._listeners, self.registry, self.limits, self.activity)
         #: Where datasets can be requested.
-        self.endpoints = Endpoints(self._listeners, advertise or host_name(), choose_rows)
+        self.endpoints = Endpoints(self._listeners, options.advertise or host_name(), options.choose_rows)
         self._catalog: CatalogService | None = None
         self._pages = Pages()
         self._lock = threading.Lock()
         self._closed = False
         try:
-            for text in listen:
-                self._listeners.append(open_listener(Uri.parse(text), guarded.certificate, allow_rma))
-            if catalog is not None:
+            for text in options.listen:
+                self._listeners.append(open_listener(Uri.parse(text), guarded.certificate, options.allow_rma))
+            if options.catalog is not None:
                 from dissociated.catalog.backend import StageBackend
                 from dissociated.catalog.service import CatalogService
 
                 self._catalog = CatalogService(
-                    catalog, self.holdings(StageBackend()), retain=retain, advertise=advertise, security=guarded
+                    options.catalog,
+                    self.holdings(StageBackend()),
+                    retain=options.retain,
+                    advertise=options.advertise,
+                    security=guarded,
                 )
-            self._pages.open(metrics, http, self.status, self.activity, guarded)
+            self._pages.open(options.metrics, options.http, self.status, self.activity, guarded)
         except BaseException:
             self.close()
             raise
         self._connections.accept()
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
         bind_to_process(self)
+
+    @classmethod
+    def of(cls, options: ServerOptions) -> Server:
+        """One with these options."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
 
     def after_fork_in_child(self) -> None:
         """See `dissociated.fork`."""
