@@ -35,7 +35,7 @@ VALUES = {
 
 @pytest.fixture
 def node(memory: Path) -> Iterator[Node]:
-    with Node(Store(memory / "store", limit=1 << 30), ["shm:"]) as node:
+    with Node(Store(memory / "store", limit=1 << 30), ["shm:", "tcp://127.0.0.1:0"]) as node:
         yield node
 
 
@@ -62,11 +62,12 @@ def test_every_type_keeps_its_values_at_every_depth(spark: SparkSession, node: N
         write(spark.range(0, 120, numPartitions=1).selectExpr(*written), "flat", node.uri)
         before = nested(client.read("flat").read_all())
         client.put("before", before)
-        write(read(spark, "before", node.uri), "after", node.uri)
-        after = client.read("after").read_all()
-    after.validate(full=True)
-    for name in before.column_names:
-        assert str(after[name].to_pylist()) == str(before[name].to_pylist()), name  # NaN is itself, -0 is not 0
+        for transport in ("shm", "tcp"):
+            write(read(spark, "before", node.uri, transport=transport), "after", node.uri)
+            after = client.read("after").read_all()
+            after.validate(full=True)
+            for name in before.column_names:
+                assert str(after[name].to_pylist()) == str(before[name].to_pylist()), name  # NaN is itself, -0 is not 0
 
 
 def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSession, node: Node) -> None:

@@ -91,6 +91,11 @@ class Columns:
                     f"column {here.name!r} is {_describe_field(field)}, not {_describe_field(asked)}: {_ADVICE}"
                 )
 
+    @property
+    def readable(self) -> bool:
+        """Whether Spark's JVM reads all of these columns as they are."""
+        return not self._to_convert
+
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The batch with the wanted columns, in the wanted order; without a copy where the types are Spark's own.
 

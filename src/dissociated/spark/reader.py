@@ -40,6 +40,7 @@ from dissociated.host import host_name
 from dissociated.node.local import restart_here
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
+from dissociated.spark.direct import direct_request
 from dissociated.spark.filters import certain, parse_filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
@@ -199,12 +200,14 @@ class DatasetReader(DataSourceReader):
     ) -> Generator[pa.RecordBatch, None, None]:
         """The same, in batches of at most so many rows; and `in_place`, with types as `Columns.select` leaves them."""
         with self.request.catalog.connect() as client:
+            knew = self._asked is not None
             try:
                 reader, selected = self._open(client, partition)
             except DissociatedError:
-                if self._asked is None:
+                self._asked = None
+                if not knew:
                     raise
-                self._asked = None  # it may have moved since
+                # It may have moved since.
                 reader, selected = self._open(client, partition)
         with closing(reader):
             for batch in portions(reader, max_rows):
@@ -212,21 +215,41 @@ class DatasetReader(DataSourceReader):
                 if some.num_rows:
                     yield some
 
+    def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
+        """In a task: the server that sends just the wanted rows, and how to ask it; None where there is none.
+
+        See `dissociated.spark.direct`. What comes is what is wanted where its schema is `readable`.
+        """
+        if self.request.filters is not None:
+            return None
+        with self.request.catalog.connect() as client:
+            asked, endpoint, wanted = self._request(client, partition)
+        return direct_request(asked.info, endpoint, self.request.transport, wanted)
+
+    def readable(self, schema: pa.Schema) -> bool:
+        """Whether Spark's JVM reads what is wanted of a stream with this schema as it is."""
+        return Columns(schema, self.schema, self.request.nanoseconds).readable
+
     def _open(self, client: Client, partition: EndpointPartition) -> tuple[pa.RecordBatchReader, _BatchFilter]:
+        asked, endpoint, wanted = self._request(client, partition)
+        reader = self.request.open(client, asked.info, endpoint, self.request.transport, wanted)
+        return reader, asked.selected
+
+    def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Asked, Endpoint, ReadRequest]:
+        """What is wanted of which endpoint, as the catalog knows it now."""
         asked = self._asked
         if asked is None or time.monotonic() > asked.until:
             info = wait_for_catalog(lambda: self._planned(client, partition.version))
             selected = _BatchFilter(self.request, self.schema, info.schema)
             asked = _Asked(info, selected, certain(self.conditions, info.schema), time.monotonic() + _FRESH)
+            self._asked = asked
         endpoint = partition.endpoint or asked.info.endpoints[partition.number]
         wanted = replace(client.defaults, columns=asked.selected.requested)
         if partition.slice is not None:
             wanted = partition.slice.of(wanted)
         if partition.whole and asked.conditions:
             wanted = replace(wanted, rows=None, filter=asked.conditions, exact=False)
-        reader = self.request.open(client, asked.info, endpoint, self.request.transport, wanted)
-        self._asked = asked
-        return reader, asked.selected
+        return asked, endpoint, wanted
 
     def _planned(self, client: Client, version: int) -> DatasetInfo:
         """The version that was planned. Raises DatasetNotFound where it is there no more."""

@@ -7,7 +7,10 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
     describe(options)                       on the driver: {"schema", "version"}, and "rows" and "nbytes" if known
     plan(options, schema, columns, version, conditions)
                                             on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}
-    open(reader, partition)                 in a task: the number of a stream
+    open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": who sends the rows, "skip",
+                                            "rows"}, where the JVM can ask it and `direct` allows that
+    layouts(reader, schema)                 {"layouts", "columns": the numbers of the wanted ones} of that server's
+                                            stream, as its schema has come; null where the JVM cannot read it
     next(stream)                            {"regions": new files to map, "batches", "ended"}
     close(stream)                           gives back what it holds
 
@@ -21,6 +24,7 @@ of the server where this process has mapped it, and a memfd to which it is copie
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -29,19 +33,18 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import attrgetter, methodcaller
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.types as types
 from pyspark.sql.types import StructType
 
-from dissociated.errors import DissociatedError
+from dissociated.codec.reader import read_schema
+from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.memory.shared import create_memfd
 from dissociated.spark import tables
 from dissociated.spark.columns import spark_schema
+from dissociated.spark.layouts import ArrayLayout, stream_layouts
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader, Request
 from dissociated.spark.staging import Writes
@@ -67,6 +70,7 @@ class Sidecar:
             "describe": self.describe,
             "plan": self.plan,
             "open": self.open,
+            "layouts": self.layouts,
             "next": self.next,
             "close": self.close,
             **Writes().calls,
@@ -93,16 +97,32 @@ class Sidecar:
         ]
         return {"reader": pickled(reader), "partitions": partitions}
 
-    def open(self, reader: str, partition: str) -> int:
+    def open(self, reader: str, partition: str, direct: bool) -> Any:
+        found, wanted = self._reader(reader), unpickled(partition)
+        with suppress(DissociatedError):  # which are told, or mended, where it is opened here
+            if direct and (request := found.direct_request(wanted)) is not None:
+                return {"server": request}
+        stream = _Stream(found.batches(wanted, _MAX_ROWS, in_place=True))
         with self._lock:
-            found = self._readers.pop(reader, None) or unpickled(reader)
+            self._opened += 1
+            self._streams[self._opened] = stream
+            return {"stream": self._opened}
+
+    def layouts(self, reader: str, schema: str) -> Any:
+        found = read_schema(base64.b64decode(schema), RemoteProtocolError)
+        layouts = stream_layouts(found)
+        if layouts is None or not self._reader(reader).readable(found):
+            return None
+        columns = [found.get_field_index(name) for name in self._reader(reader).schema.fieldNames()]
+        return {"layouts": [layout.told() for layout in layouts], "columns": columns}
+
+    def _reader(self, reader: str) -> DatasetReader:
+        with self._lock:
+            found = self._readers.pop(reader) if reader in self._readers else unpickled(reader)
             self._readers[reader] = found  # the last
             while len(self._readers) > _MAX_READERS:
                 del self._readers[next(iter(self._readers))]
-            stream = _Stream(found.batches(unpickled(partition), _MAX_ROWS, in_place=True))
-            self._opened += 1
-            self._streams[self._opened] = stream
-            return self._opened
+            return self._readers[reader]
 
     def next(self, stream: int) -> Any:
         return self._streams[stream].next()
@@ -118,7 +138,7 @@ class _Stream:
         self._batches = batches
         self._places = _Places()
         self._held: list[pa.RecordBatch] = []
-        self._layouts: list[_Layout] = []
+        self._layouts: list[ArrayLayout] = []
         self._count = 1  # a query with a limit may want no more
         self._lock = threading.Lock()  # a task that is killed closes what it still waits for
 
@@ -138,7 +158,7 @@ class _Stream:
             return {"regions": self._places.new_regions(), "batches": answer, "ended": ended}
 
     def _place(self, batch: pa.RecordBatch) -> Any:
-        self._layouts = self._layouts or [*map(_Layout.of, batch.schema.types)]
+        self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types)]
         return {"rows": batch.num_rows, "columns": [*map(self._places.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
@@ -171,7 +191,7 @@ class _Places:
         #: How much of the memfd is in use.
         self.copied = 0
 
-    def of(self, array: pa.Array, layout: _Layout) -> Any:
+    def of(self, array: pa.Array, layout: ArrayLayout) -> Any:
         """An array with what is below it."""
         buffers: list[int] = []
         for buffer in array.buffers()[: layout.buffers]:
@@ -237,40 +257,6 @@ class _Places:
         while len(rest):
             rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
         return self._memfd_region, at
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What arrays of one type have: how they differ from what Spark's type is in Arrow, a width, buffers, children."""
-
-    kind: str
-    width: int
-    buffers: int | None
-    children: Sequence[tuple[Callable[[pa.Array], pa.Array], _Layout]] = ()
-
-    @classmethod
-    def of(cls, type_: pa.DataType) -> _Layout:
-        if types.is_map(type_):
-            return cls("", 0, 2, ((_KEYS, cls.of(type_.key_type)), (_ITEMS, cls.of(type_.item_type))))
-        if types.is_struct(type_):
-            fields = range(type_.num_fields)
-            return cls("", 0, 1, [(methodcaller("field", index), cls.of(type_.field(index).type)) for index in fields])
-        if types.is_list(type_) or types.is_large_list(type_):
-            return cls("large" if types.is_large_list(type_) else "", 0, 2, ((_VALUES, cls.of(type_.value_type)),))
-        if types.is_fixed_size_list(type_):
-            return cls("fixed", type_.list_size, 1, ((_VALUES, cls.of(type_.value_type)),))
-        if types.is_dictionary(type_):
-            return cls("dictionary", type_.index_type.byte_width, 2, ((_DICTIONARY, cls.of(type_.value_type)),))
-        if types.is_fixed_size_binary(type_):
-            return cls("fixed", type_.byte_width, 2)
-        if types.is_large_string(type_) or types.is_large_binary(type_):
-            return cls("large", 0, 3)
-        if types.is_string_view(type_) or types.is_binary_view(type_):
-            return cls("view", 0, None)  # as many as there are
-        return cls("unsigned" if types.is_unsigned_integer(type_) else "", 0, None)
-
-
-_KEYS, _ITEMS, _VALUES, _DICTIONARY = map(attrgetter, ("keys", "items", "values", "dictionary"))
 
 
 def _shared_mappings() -> Iterator[tuple[int, int, int, int, str]]:

@@ -26,59 +26,80 @@ class DatasetReaderFactory(python: Python, reader: String, columns: StructType) 
     new DatasetPartitionReader(Sidecar.of(python), reader, partition.asInstanceOf[DatasetPartition].what, columns)
 }
 
-/**
- * The batches of a partition, whose columns lie where the sidecar says. It opens them, and holds them until the task has
- * ended; so does this its mappings, since strings that point into them may be looked at until then.
- */
+/** Some rows of arrays, from one on. */
+case class Rows(columns: Seq[ArrayData], places: Places, from: Int, count: Int)
+
+/** The batches of a partition. What they hold may be looked at until the next one is asked for. */
+trait Batches extends AutoCloseable {
+  def next(): Option[Rows]
+}
+
+/** Reads from where the sidecar says: the server, where this JVM can ask it, or memory that both share. */
 class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String, columns: StructType)
     extends PartitionReader[ColumnarBatch] {
-  private val stream = sidecar.call("open", "reader" -> reader, "partition" -> partition).asLong
-  private val regions = new Regions
-  private var batches: Iterator[JsonNode] = Iterator.empty
-  private var ended = false
-  private var released = false
+  private var batches: Batches = _
   private var current: ColumnarBatch = _
   Option(TaskContext.get()).foreach(_.addTaskCompletionListener[Unit](_ => release()))
+  batches = open(direct = true)
 
-  override def next(): Boolean = {
-    while (!batches.hasNext && !ended) {
-      val answer = sidecar.await("next", "stream" -> stream)
-      answer.get("regions").elements.asScala.foreach(path => regions.add(path.asText))
-      batches = answer.get("batches").elements.asScala
-      ended = answer.get("ended").asBoolean
-    }
-    batches.hasNext && {
-      val found = batches.next()
-      val rows = found.get("rows").asInt
-      val arrays = found.get("columns")
-      current = new ColumnarBatch(columns.fields.zipWithIndex.map { case (field, index) =>
-        Vectors.of(field.dataType, new ArrayPlace(arrays.get(index), regions, field.name, 0, rows))
-      }, rows)
-      true
-    }
+  private def open(direct: Boolean): Batches = {
+    val told = sidecar.call("open", "reader" -> reader, "partition" -> partition, "direct" -> direct)
+    if (!told.has("server")) new SharedBatches(sidecar, told.get("stream").asLong)
+    else ServerBatches.open(sidecar, reader, told.get("server")).getOrElse(open(direct = false))
+  }
+
+  override def next(): Boolean = batches.next().exists { rows =>
+    current = new ColumnarBatch(columns.fields.zip(rows.columns).map { case (field, data) =>
+      Vectors.of(field.dataType, new ArrayPlace(data, rows.places, field.name, rows.from, rows.count))
+    }, rows.count)
+    true
   }
 
   override def get(): ColumnarBatch = current
 
   override def close(): Unit = if (TaskContext.get() == null) release()
 
-  private def release(): Unit = if (!released) {
-    released = true
+  /** When the task has ended: strings of the last batch may be looked at until then. */
+  private def release(): Unit = if (batches != null) {
+    batches.close()
+    batches = null
+  }
+}
+
+/** Batches in files that are shared with the sidecar, which holds them. */
+final class SharedBatches(sidecar: Sidecar, stream: Long) extends Batches {
+  private val regions = new Regions
+  private var batches: Iterator[JsonNode] = Iterator.empty
+  private var ended = false
+
+  override def next(): Option[Rows] = {
+    while (!batches.hasNext && !ended) {
+      val answer = sidecar.await("next", "stream" -> stream)
+      answer.get("regions").elements.asScala.foreach(path => regions.add(path.asText))
+      batches = answer.get("batches").elements.asScala
+      ended = answer.get("ended").asBoolean
+    }
+    batches.nextOption().map { found =>
+      Rows(found.get("columns").elements.asScala.map(ArrayData.of).toSeq, regions, 0, found.get("rows").asInt)
+    }
+  }
+
+  override def close(): Unit = {
     regions.close()
     if (sidecar.runs) sidecar.call("close", "stream" -> stream) // or it has given back everything
   }
 }
 
 /** Files that are shared with the sidecar, by number, mapped where they are looked at. */
-final class Regions extends AutoCloseable {
+final class Regions extends Places with AutoCloseable {
   private val channels = mutable.ArrayBuffer.empty[FileChannel]
   private val windows = mutable.Map.empty[(Int, Long), MappedByteBuffer]
   private val replaced = mutable.ArrayBuffer.empty[MappedByteBuffer]
 
   def add(path: String): Unit = channels += FileChannel.open(Paths.get(path), StandardOpenOption.READ)
 
-  /** The address of these bytes of a region. Java maps at most 2 GiB at once, and so `length` is at most 1 GiB. */
-  def address(region: Int, at: Long, length: Long): Long = {
+  /** Java maps at most 2 GiB at once, and so `length` is at most 1 GiB. */
+  override def address(region: Int, at: Long, length: Long): Long = {
     if (region < 0 || region >= channels.length || at < 0 || length < 0 || length > Regions.Step)
       throw Failure(s"a buffer of $length bytes at $at of region $region cannot be mapped")
     val number = at / Regions.Step

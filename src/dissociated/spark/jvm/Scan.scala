@@ -120,4 +120,5 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
 /** What one task reads; `what` says so to the sidecar, and `hosts` where it lies. */
 case class DatasetPartition(what: String, hosts: Array[String]) extends InputPartition {
   override def preferredLocations(): Array[String] = hosts
+  override def toString: String = s"DatasetPartition(${hosts.mkString(", ")})" // `what` may have a ticket
 }

@@ -2,31 +2,49 @@ package org.apache.spark.sql.dissociated
 
 import java.math.{BigDecimal, BigInteger}
 
+import scala.jdk.CollectionConverters._
+
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.sql.types._
 import org.apache.spark.sql.vectorized.{ColumnarArray, ColumnarMap, ColumnVector}
 import org.apache.spark.unsafe.Platform
 import org.apache.spark.unsafe.types.UTF8String
 
-/**
- * Where an Arrow array lies, as the sidecar tells it: [length, offset, nulls, [region, at, size of each buffer],
- * [children], kind, width]. Nothing checks bounds later, so whatever is asked for here is checked, once a batch.
- */
-final class ArrayPlace(told: JsonNode, regions: Regions, val column: String, from: Int, val length: Int) {
-  private val there = told.get(0).asInt
-  private val offset = told.get(1).asLong + from
-  /** How many nulls; of a part of an array, how many there may be. */
-  val nulls: Int = math.min(told.get(2).asInt, length)
-  if (from < 0 || length < 0 || from > there - length || nulls < 0 || offset < from)
-    damaged(s"$there values, of which $length from $from are wanted")
+/** Memory that buffers lie in, by numbers; its addresses are good until it is closed. */
+trait Places {
+  /** The address of these bytes. Throws where they are not there. */
+  def address(region: Int, at: Long, length: Long): Long
+}
 
-  /** How it differs from what Spark's type is in Arrow; and how wide its offsets, its indices, or its values are. */
-  val kind: String = told.get(5).asText
-  val width: Int = told.get(6).asInt
+/**
+ * An Arrow array as it was told, and nobody has looked at that: for each buffer region, place in it and size; how it
+ * differs from what Spark's type is in Arrow; and how wide its offsets, its indices, or its values are.
+ */
+final case class ArrayData(length: Long, offset: Long, nulls: Long, buffers: Array[Long], children: Array[ArrayData],
+    kind: String, width: Int)
+
+object ArrayData {
+  /** As the sidecar tells it. */
+  def of(told: JsonNode): ArrayData = ArrayData(told.get(0).asLong, told.get(1).asLong, told.get(2).asLong,
+    told.get(3).elements.asScala.map(_.asLong).toArray, told.get(4).elements.asScala.map(of).toArray,
+    told.get(5).asText, told.get(6).asInt)
+}
+
+/** Values of an array. Nothing checks bounds later, so whatever is asked for here is checked, once a batch. */
+final class ArrayPlace(data: ArrayData, places: Places, val column: String, from: Int, val length: Int) {
+  private val offset = data.offset + from
+  if (from < 0 || length < 0 || from > data.length - length || data.nulls < 0 || offset < from)
+    damaged(s"${data.length} values, of which $length from $from are wanted")
+
+  def kind: String = data.kind
+  def width: Int = data.width
+
+  /** How many nulls; of a part of an array, how many there may be. */
+  val nulls: Int = math.min(data.nulls, length).toInt
 
   /** Values of an array below this one. */
   def child(index: Int, from: Int, length: Int): ArrayPlace =
-    new ArrayPlace(told.get(4).get(index), regions, column, from, length)
+    new ArrayPlace(data.children(index), places, column, from, length)
 
   /** Of a struct, whose values lie where its own do. */
   def field(index: Int): ArrayPlace = child(index, from, length)
@@ -38,20 +56,20 @@ final class ArrayPlace(told: JsonNode, regions: Regions, val column: String, fro
   }
 
   /** The values of a dictionary. */
-  def dictionary: ArrayPlace = child(0, 0, told.get(4).get(0).get(0).asInt)
+  def dictionary: ArrayPlace = child(0, 0, math.min(data.children(0).length, Int.MaxValue).toInt)
 
-  def buffers: Int = told.get(3).size / 3
+  def buffers: Int = data.buffers.length / 3
 
   def damaged(how: String): Nothing = throw Failure(s"column '$column' is damaged: $how")
 
-  def size(buffer: Int): Long = told.get(3).get(3 * buffer + 2).asLong
+  def size(buffer: Int): Long = data.buffers(3 * buffer + 2)
 
   /** The address of `length` bytes from `from` of a buffer; 0 for none. */
   def address(buffer: Int, from: Long, length: Long): Long = {
-    val there = size(buffer)
-    if (from < 0 || length < 0 || from > there - length) damaged(s"a buffer of $there bytes, which needs ${from + length}")
-    val place = told.get(3)
-    if (length == 0) 0 else regions.address(place.get(3 * buffer).asInt, place.get(3 * buffer + 1).asLong + from, length)
+    if (from < 0 || length < 0 || from > size(buffer) - length)
+      damaged(s"a buffer of ${size(buffer)} bytes, which needs ${from + length}")
+    if (length == 0) 0
+    else places.address(data.buffers(3 * buffer).toInt, data.buffers(3 * buffer + 1) + from, length)
   }
 
   /** The address of values of `width` bytes each, the first of this array first. */
@@ -300,8 +318,8 @@ final class MapVector(wanted: DataType, place: ArrayPlace, key: DataType, value:
     extends ArrowVector(wanted, place) {
   private val lists = place.offsets
   private val first = lists.from
-  private val keys = Vectors.of(key, place.child(0, first, lists.count.toInt))
-  private val values = Vectors.of(value, place.child(1, first, lists.count.toInt))
+  private val entries = place.child(0, first, lists.count.toInt)
+  private val (keys, values) = (Vectors.of(key, entries.field(0)), Vectors.of(value, entries.field(1)))
 
   override def getMap(row: Int): ColumnarMap = if (isNullAt(row)) null else
     new ColumnarMap(keys, values, (lists(row) - first).toInt, (lists(row + 1) - lists(row)).toInt)

@@ -1,0 +1,315 @@
+package org.apache.spark.sql.dissociated
+
+import java.net.{InetSocketAddress, StandardSocketOptions}
+import java.nio.{ByteBuffer, ByteOrder}
+import java.nio.channels.{SelectionKey, Selector, SocketChannel}
+import java.nio.charset.StandardCharsets.UTF_8
+import java.util.concurrent.atomic.LongAdder
+
+import scala.collection.mutable
+
+import com.fasterxml.jackson.databind.JsonNode
+import org.apache.arrow.flatbuf.{Message, MessageHeader}
+import org.apache.arrow.memory.util.MemoryUtil
+import org.apache.spark.SparkRuntimeException
+import org.apache.spark.unsafe.Platform
+
+/** Which server is asked for what, and what it may send, as the sidecar says it. All of it is in docs/framing.md. */
+final class Server(told: JsonNode) {
+  val host: String = told.get("host").asText
+  val port: Int = told.get("port").asInt
+  val timeout: Long = (told.get("timeout").asDouble * 1000).toLong // milliseconds
+  val wantData: Long = java.lang.Long.parseUnsignedLong(told.get("want_data").asText)
+  val identifier: Array[Byte] = told.get("identifier").binaryValue
+  val maxMetadata: Long = told.get("max_metadata").asLong
+  val maxBody: Long = told.get("max_body").asLong
+
+  def failed(how: String): SparkRuntimeException = Failure(s"the server at tcp://$host:$port $how")
+  def broke(how: String): Nothing = throw failed(s"broke the protocol: $how")
+}
+
+/** Native memory, and how many messages lie in it. */
+final class Block(val address: Long, val capacity: Long) {
+  var holders = 1
+}
+
+/** Bytes of a block. */
+final case class Part(block: Block, at: Long, size: Long) {
+  def address: Long = block.address + at
+  def buffer: ByteBuffer = MemoryUtil.directBuffer(address, size.toInt).order(ByteOrder.LITTLE_ENDIAN)
+  def from(first: Long): Part = Part(block, at + first, size - first)
+}
+
+/** The native memory of one stream. What held a body holds the next one: fresh memory costs as much as to copy. */
+final class Pool extends AutoCloseable {
+  private val blocks = mutable.Set.empty[Block]
+  private var spare: Option[Block] = None
+
+  def take(size: Long): Part = {
+    val used = spare.filter(one => size <= one.capacity && size >= one.capacity / 4)
+    if (used.isDefined) spare = None
+    Part(used.getOrElse(allocate(size)), 0, size)
+  }
+
+  private def allocate(size: Long): Block = {
+    val capacity = size + size / 4 + 8
+    val made = try new Block(Platform.allocateMemory(capacity), capacity)
+      catch { case _: OutOfMemoryError => throw Failure(s"there is no memory for a message of $size bytes") }
+    blocks += made
+    Pool.sizes.add(capacity)
+    made
+  }
+
+  def give(part: Part): Unit = {
+    part.block.holders -= 1
+    if (part.block.holders == 0) {
+      part.block.holders = 1 // whoever takes it
+      val (freed, kept) = (part.block +: spare.toSeq).sortBy(_.capacity).splitAt(spare.size)
+      spare = kept.headOption
+      freed.foreach(free)
+    }
+  }
+
+  private def free(block: Block): Unit = if (blocks.remove(block)) {
+    Platform.freeMemory(block.address)
+    Pool.sizes.add(-block.capacity)
+  }
+
+  override def close(): Unit = blocks.toSeq.foreach(free)
+}
+
+object Pool {
+  private val sizes = new LongAdder
+
+  /** Bytes that all of them hold. */
+  def held: Long = sizes.sum
+}
+
+final case class Frame(kind: Int, tag: Long, payload: Part)
+
+/** A connection, which waits for no longer than the server may be silent. */
+final class Wire(server: Server, pool: Pool) extends AutoCloseable {
+  private val channel = SocketChannel.open()
+  private val selector = Selector.open()
+  private val ahead = pool.take(Wire.Ahead)
+  private val arrived = ahead.buffer.limit(0) // and not taken yet
+  private val head = pool.take(16)
+  private val headBuffer = head.buffer
+
+  /** Connects, and asks. */
+  def request(): Unit = {
+    channel.configureBlocking(false)
+    channel.setOption[java.lang.Boolean](StandardSocketOptions.TCP_NODELAY, true)
+    channel.register(selector, 0)
+    if (!channel.connect(new InetSocketAddress(server.host, server.port)))
+      do await(SelectionKey.OP_CONNECT) while (!channel.finishConnect())
+    val length = server.identifier.length
+    val asked = ByteBuffer.allocate(24 + Wire.padded(length).toInt).order(ByteOrder.LITTLE_ENDIAN)
+    asked.putLong(Wire.Preamble).putLong(Wire.Tagged.toLong << 56 | length).putLong(server.wantData)
+    asked.put(server.identifier).rewind()
+    while (asked.hasRemaining) if (channel.write(asked) == 0) await(SelectionKey.OP_WRITE)
+    val greeting = head.copy(size = 8)
+    if (!fill(greeting, mayEnd = true)) throw server.failed("closed the connection")
+    if (headBuffer.getLong(0) != Wire.Preamble) server.broke("it speaks something else, or another version of it")
+  }
+
+  private def await(operation: Int): Unit = {
+    channel.keyFor(selector).interestOps(operation)
+    if (selector.select(server.timeout) == 0 && !Thread.currentThread.isInterrupted)
+      throw server.failed(s"has been silent for ${server.timeout / 1000.0} s")
+    selector.selectedKeys.clear()
+  }
+
+  /** Some bytes; -1 at the end. */
+  private def read(into: ByteBuffer): Int = {
+    var count = channel.read(into)
+    while (count == 0) {
+      await(SelectionKey.OP_READ)
+      count = channel.read(into)
+    }
+    count
+  }
+
+  /** Bytes for all of the part. False where none come any more, before the first of them. */
+  private def fill(part: Part, mayEnd: Boolean = false): Boolean = {
+    var at, count = 0L
+    while (at < part.size && count >= 0) {
+      val wanted = part.size - at
+      if (arrived.hasRemaining) {
+        count = math.min(arrived.remaining, wanted)
+        Platform.copyMemory(null, ahead.address + arrived.position, null, part.address + at, count)
+        arrived.position(arrived.position + count.toInt)
+        at += count
+      } else if (wanted >= Wire.Ahead) {
+        count = read(MemoryUtil.directBuffer(part.address + at, math.min(wanted, Wire.MaxRead).toInt))
+        at += math.max(count, 0)
+      } else {
+        count = read(arrived.clear())
+        arrived.flip()
+      }
+    }
+    if (count < 0 && !(mayEnd && at == 0)) throw server.failed("ended the connection within a message")
+    count >= 0
+  }
+
+  /** The next frame; None where the server has ended. The largest that may come depends on its kind and tag. */
+  def receive(largest: (Int, Long) => Long): Option[Frame] = if (!fill(head, mayEnd = true)) None else {
+    val (word, tag) = (headBuffer.getLong(0), headBuffer.getLong(8))
+    val (kind, length) = ((word >>> 56).toInt, word & (1L << 56) - 1)
+    if (length > largest(kind, tag)) server.broke(s"a frame of kind $kind has $length bytes")
+    if (kind != Wire.Tagged && tag != 0) server.broke(s"a frame of kind $kind has the tag $tag")
+    val payload = pool.take(Wire.padded(length))
+    fill(payload)
+    Some(Frame(kind, tag, payload.copy(size = length)))
+  }
+
+  override def close(): Unit = {
+    channel.close()
+    selector.close()
+  }
+}
+
+object Wire {
+  val Untagged = 1
+  val Tagged = 2
+  val Abort = 4
+  val Run = 5
+  private val Preamble = 0x0100434f53534944L // "DISSOC", 0 and the version
+  private val Ahead = 1L << 16
+  private val MaxRead = 1L << 30
+
+  def padded(length: Long): Long = (length + 7) & ~7L
+}
+
+/** Messages that wait for others, by their sequence numbers. */
+final class Waiting(server: Server, limit: Long) {
+  private val parts = mutable.HashMap.empty[Int, Part]
+  private var size = 0L
+
+  def add(number: Int, part: Part): Unit = {
+    if (size > limit || parts.size >= Waiting.MaxCount) server.broke("too much waits for messages that do not come")
+    if (parts.put(number, part).isDefined) server.broke(s"message $number came twice")
+    size += part.size + Waiting.Cost
+  }
+
+  def get(number: Int): Option[Part] = parts.get(number)
+  def numbers: Iterable[Int] = parts.keys
+  def take(number: Int): Part = {
+    val part = parts.remove(number).get
+    size -= part.size + Waiting.Cost
+    part
+  }
+}
+
+object Waiting {
+  private val MaxCount = 1 << 20 // the heap is small
+  private val Cost = 512
+}
+
+/** The messages of a stream in order, whose frames may come in any. */
+final class Messages(server: Server) extends AutoCloseable {
+  private val pool = new Pool
+  private val wire = new Wire(server, pool)
+  private val headers = new Waiting(server, math.max(server.maxMetadata, 1L << 28))
+  private val bodies = new Waiting(server, math.max(server.maxBody, 1L << 32))
+  private var run = Iterator.empty[Unit] // which takes messages out of a frame
+  private var next = 0
+  private var end: Option[Int] = None
+  private var current: Seq[Part] = Nil
+
+  def request(): Unit = wire.request()
+
+  /** The flatbuffer of the next message, and its body; both are good until this is called again. None at the end. */
+  def receive(): Option[(Part, Option[Part])] = {
+    current.foreach(pool.give)
+    current = Nil
+    while (!end.contains(next)) {
+      val found = headers.get(next).map(header => (header, Messages.parsed(header)))
+      val hasBody = found.exists { case (_, message) => message.headerType != MessageHeader.Schema }
+      if (found.isDefined && (!hasBody || bodies.get(next).isDefined)) {
+        val header = headers.take(next)
+        val body = if (hasBody) Some(bodies.take(next)) else None
+        if (body.exists(_.size != found.get._2.bodyLength)) server.broke(s"the body of message $next has another length")
+        current = header +: body.toSeq
+        next += 1
+        return Some((header, body))
+      }
+      if (run.hasNext) run.next() else take()
+    }
+    None
+  }
+
+  private def take(): Unit = wire.receive(largest) match {
+    case None => throw server.failed("ended the connection before the end of the stream")
+    case Some(Frame(Wire.Untagged, _, message)) => untagged(message)
+    case Some(Frame(Wire.Tagged, tag, message)) => tagged(tag, message)
+    case Some(Frame(Wire.Run, _, messages)) => run = apart(messages)
+    case Some(Frame(_, _, reason)) =>
+      val text = new String(Vectors.bytes(reason.address, reason.size.toInt), UTF_8)
+      throw server.failed(s"gave up: ${text.take(Messages.MaxReason).replaceAll("\\p{Cntrl}", " ")}")
+  }
+
+  private def largest(kind: Int, tag: Long): Long = kind match {
+    case Wire.Untagged => server.maxMetadata + 5
+    case Wire.Tagged => headers.get(tag.toInt).map(Messages.parsed(_).bodyLength).foldLeft(server.maxBody)(_ min _)
+    case Wire.Run => 1L << 26
+    case Wire.Abort => 1L << 16
+    case _ => server.broke(s"a frame of kind $kind")
+  }
+
+  private def untagged(message: Part): Unit = {
+    if (message.size < 5) server.broke(s"metadata of ${message.size} bytes")
+    val told = message.buffer
+    val number = told.getInt(1)
+    told.get(0) match {
+      case 1 =>
+        check(number)
+        headers.add(number, message.from(5))
+      case 0 if message.size == 5 && number != 0 && number - next >= 0 && end.isEmpty =>
+        end = Some(number)
+        (headers.numbers ++ bodies.numbers).foreach(check)
+        pool.give(message)
+      case _ => server.broke("metadata that is none")
+    }
+  }
+
+  private def tagged(tag: Long, message: Part): Unit =
+    if (tag >>> 32 != 0) server.broke(f"a body with the tag $tag%x") // 0: the body itself, all that there is over TCP
+    else if (tag == 0 && message.size == 0) pool.give(message) // of the schema
+    else {
+      check(tag.toInt)
+      bodies.add(tag.toInt, message)
+    }
+
+  /** Whether a message of this number may still come. Numbers begin anew after the last. */
+  private def check(number: Int): Unit =
+    if (number - next < 0 || end.exists(_ - number <= 0)) server.broke(s"there is no message $number to come")
+
+  private def apart(messages: Part): Iterator[Unit] = {
+    val told = messages.buffer
+    if (messages.size < 24) server.broke("a run without a head")
+    val Seq(count, headerSize, bodySize) = Seq(0, 8, 16).map(told.getLong)
+    val first = 24 + 8 * count
+    def sum = first + Wire.padded(count * headerSize) + Wire.padded(count * bodySize)
+    if (count < 1 || Seq(count, headerSize, bodySize).exists(one => one < 0 || one > messages.size) || sum != messages.size)
+      server.broke("a run that does not add up")
+    val second = first + Wire.padded(count * headerSize)
+    Iterator.range(0, count.toInt).map { index =>
+      messages.block.holders += 2
+      untagged(Part(messages.block, messages.at + first + index * headerSize, headerSize))
+      tagged(told.getLong(24 + 8 * index), Part(messages.block, messages.at + second + index * bodySize, bodySize))
+      if (index == count - 1) pool.give(messages)
+    }
+  }
+
+  override def close(): Unit = {
+    wire.close()
+    pool.close()
+  }
+}
+
+object Messages {
+  private val MaxReason = 1000
+
+  def parsed(header: Part): Message = Message.getRootAsMessage(header.buffer)
+}

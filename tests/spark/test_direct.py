@@ -1,0 +1,237 @@
+"""What Spark's JVM reads from a server over TCP by itself: by docs/framing.md, from whoever speaks it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+from pyspark.errors import PySparkException
+
+from dissociated.spark import read
+from helpers import PATIENCE, wait_until
+from porter.double import ABORT, REGION, RUN, TAGGED, UNTAGGED, Server, Wire, buffers, encode, end, metadata, split
+from porter.test_porter import STREAMS, packed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TICKET = b"ticket"
+BATCH = pa.record_batch({"n": range(1000), "s": [f"{n:05}" for n in range(1000)]})
+SCHEMA, MESSAGE = split([BATCH])
+assert MESSAGE.body is not None
+BODY = MESSAGE.body
+OTHER = split([BATCH.select(["n"])])[1]
+
+
+class Catalog(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
+    """Knows where one dataset is."""
+
+    def __init__(self) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self.uri = f"grpc://127.0.0.1:{self.port}"
+        self.schema = BATCH.schema
+        self.location = ""
+
+    def get_flight_info(self, context: object, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        return flight.FlightInfo(self.schema, descriptor, [flight.FlightEndpoint(TICKET, [self.location])])
+
+
+@pytest.fixture(scope="module")
+def catalog() -> Iterator[Catalog]:
+    with Catalog() as catalog:
+        yield catalog
+
+
+def who_asks(sock: socket.socket) -> str:
+    """The program at the other end."""
+    ports = [f"{place[1]:04X}" for place in (sock.getpeername(), sock.getsockname())]
+    tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()  # Java's are of both kinds
+    lines = [line.split() for line in tables.splitlines() if ":" in line]
+    (inode,) = [line[9] for line in lines if [place[-4:] for place in line[1:3]] == ports]
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(link) == f"socket:[{inode}]":
+                return os.readlink(link.parent.parent / "exe")
+    raise AssertionError("nobody does")
+
+
+@contextmanager
+def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) -> Iterator[list[str]]:
+    """A server that anybody could have written; gives who has asked it."""
+    asked: list[str] = []
+
+    def answered(server: Server, wire: Wire) -> None:
+        asked.append(who_asks(wire.socket))
+        with suppress(OSError):  # it has heard enough
+            answer(wire)
+
+    server = Server("tcp", "", TICKET, answered)
+    catalog.location, catalog.schema = server.uri, schema
+    try:
+        yield asked
+    finally:
+        server.close()
+
+
+def held(spark: SparkSession) -> int:
+    """Bytes of native memory that streams have."""
+    jvm: Any = spark._jvm
+    return int(jvm.org.apache.spark.sql.dissociated.Pool.held())
+
+
+def test_the_jvm_reads_by_itself_whatever_the_order_of_the_frames(spark: SparkSession, catalog: Catalog) -> None:
+    orders = [("numbers", order) for order in ("as usual", "metadata first", "bodies first")]
+    for name, order in [*orders, ("small", "runs"), ("empty", "as usual")]:
+        batches = STREAMS[name]
+        frames = packed(batches, order)
+        with serving(catalog, batches[0].schema, lambda wire, frames=frames: wire.send(*frames)) as asked:  # type: ignore[misc]
+            found = read(spark, "any", catalog.uri).toArrow()
+        assert found == pa.Table.from_batches(batches), (name, order)
+        assert [Path(program).name for program in asked] == ["java"], (name, order)
+    assert held(spark) == 0
+
+
+def test_what_the_jvm_does_not_read_is_read_in_python(spark: SparkSession, catalog: Catalog) -> None:
+    batches = STREAMS["words"]  # with dictionaries, which others replace
+    with serving(catalog, batches[0].schema, lambda wire: wire.send(*packed(batches, "as usual"))) as asked:
+        assert (
+            read(spark, "any", catalog.uri).toArrow()["u"].to_pylist()
+            == pa.Table.from_batches(batches)["u"].to_pylist()
+        )
+    assert ["java" in program for program in asked] == [True, False]
+
+
+def lying(here: tuple[int, int], there: tuple[int, int]) -> bytes:
+    """The metadata of the batch with another pair of numbers: length and nulls of an array, or place and size of a
+    buffer."""
+    old = struct.pack("<qq", *here)
+    assert MESSAGE.header.count(old) == 1
+    return encode(UNTAGGED, metadata(1, MESSAGE.header.replace(old, struct.pack("<qq", *there))))
+
+
+def head(kind: int, length: int, tag: int = 0) -> bytes:
+    return struct.pack("<QQ", kind << 56 | length, tag)
+
+
+HEADER = encode(UNTAGGED, metadata(1, MESSAGE.header))
+PLACED = encode(TAGGED, BODY, 1)
+_, NUMBERS, _, OFFSETS, STRINGS = buffers(MESSAGE.header)[1]
+BROKEN: dict[str, tuple[Sequence[bytes], str]] = {
+    "ends": ([], "ended the connection before the end of the stream"),
+    "ends between messages": ([HEADER, PLACED], "ended the connection before the end of the stream"),
+    "ends within": ([HEADER, PLACED[:-2000]], "ended the connection within a message"),
+    "gives up": (
+        [HEADER, encode(ABORT, "the disk \x07 is full, señor".encode())],
+        "gave up: the disk   is full, señor",
+    ),
+    "unknown kind": ([encode(9, b"")], "a frame of kind 9"),
+    "region": ([encode(REGION, bytes(24))], "a frame of kind 3"),
+    "tag": ([encode(UNTAGGED, bytes(5), 1)], "a frame of kind 1 has the tag 1"),
+    "metadata without end": ([head(UNTAGGED, 1 << 40)], "a frame of kind 1 has 1099511627776 bytes"),
+    "body without end": ([head(TAGGED, 1 << 40, 1)], "a frame of kind 2 has 1099511627776 bytes"),
+    "body that does not come": ([head(TAGGED, 1 << 33, 1)], "ended the connection within a message|no memory"),
+    "body of another length": ([HEADER, encode(TAGGED, BODY + b"x", 1)], "a frame of kind 2 has"),
+    "body that is short": ([HEADER, encode(TAGGED, BODY[:-8], 1)], "the body of message 1 has another length"),
+    "body by address": ([HEADER, encode(TAGGED, bytes(16), 1 << 56 | 1)], "a body with the tag 100000000000001"),
+    "reserved bits": ([HEADER, encode(TAGGED, BODY, 1 << 40 | 1)], "a body with the tag 10000000001"),
+    "twice": ([HEADER, HEADER], "message 1 came twice"),
+    "late": ([HEADER, PLACED, PLACED], "there is no message 1 to come"),
+    "after the end": ([end(2), encode(TAGGED, BODY, 2)], "there is no message 2 to come"),
+    "two ends": ([end(2), end(2)], "metadata that is none"),
+    "no end": ([end(0)], "metadata that is none"),
+    "metadata that is none": ([encode(UNTAGGED, bytes([7] * 9))], "metadata that is none"),
+    "run": ([encode(RUN, struct.pack("<QQQ", 2**61, 8, 8) + bytes(8))], "a run that does not add up"),
+}
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "buffer beyond": (lying(OFFSETS, (1 << 40, 4004)), "a buffer of 4004 bytes at 1099511627776 of"),
+    "buffer before": (lying(OFFSETS, (-8, 4004)), "a buffer of 4004 bytes at -8 of"),
+    "buffer too small": (lying(STRINGS, (STRINGS[0], 4999)), "column 's' is damaged: a buffer of 4999 bytes"),
+    "numbers for offsets": (lying(OFFSETS, (0, 4004)), "column 's' is damaged: its offsets do not ascend"),
+    "other schema": (encode(UNTAGGED, metadata(1, OTHER.header)), "a batch has less than its schema"),
+}
+
+
+def read_all(spark: SparkSession, address: tuple[str, int], timeout: float = PATIENCE) -> None:
+    """All messages of a stream, as Spark's JVM takes them."""
+    jvm: Any = spark._jvm
+    ours = jvm.org.apache.spark.sql.dissociated
+    told = {"host": address[0], "port": address[1], "timeout": timeout, "want_data": str(Server.WANT)}
+    told |= {"identifier": base64.b64encode(TICKET).decode(), "max_metadata": 1 << 28, "max_body": 1 << 34}
+    messages = ours.Messages(ours.Server(jvm.com.fasterxml.jackson.databind.ObjectMapper().readTree(json.dumps(told))))
+    try:
+        messages.request()
+        while messages.receive().isDefined():
+            pass
+    finally:
+        messages.close()
+
+
+def test_who_breaks_the_protocol_is_told_so(spark: SparkSession, catalog: Catalog) -> None:
+    for frames, message in BROKEN.values():
+        sent = b"".join([encode(UNTAGGED, metadata(0, SCHEMA.header)), *frames])
+        with serving(catalog, BATCH.schema, lambda wire, sent=sent: wire.send(sent)):  # type: ignore[misc]
+            address = urlsplit(catalog.location)
+            with pytest.raises(PySparkException, match=f"the server at tcp://127.0.0.1:{address.port} .*{message}"):
+                read_all(spark, ("127.0.0.1", int(address.port or 0)))
+    assert held(spark) == 0
+
+
+def test_a_server_that_sends_damaged_batches_fails_the_task_and_nothing_else(
+    spark: SparkSession, catalog: Catalog
+) -> None:
+    for name, (header, message) in DAMAGED.items():
+        placed = encode(TAGGED, (OTHER if name == "other schema" else MESSAGE).body or b"", 1)
+        sent = b"".join([encode(UNTAGGED, metadata(0, SCHEMA.header)), header, placed, end(2)])
+        with (
+            serving(catalog, BATCH.schema, lambda wire, sent=sent: wire.send(sent)) as asked,  # type: ignore[misc]
+            pytest.raises(PySparkException, match=message),
+        ):
+            read(spark, "any", catalog.uri).collect()
+        assert {Path(program).name for program in asked} == {"java"}, name
+    assert held(spark) == 0
+
+
+def test_a_server_that_is_killed_fails_the_task(spark: SparkSession, catalog: Catalog) -> None:
+    def answer(wire: Wire) -> None:
+        wire.send(encode(UNTAGGED, metadata(0, SCHEMA.header)), HEADER, PLACED, PLACED[:100])
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as a host that is gone
+
+    message = r"ended the connection within a message|cannot be read: .*reset"
+    with serving(catalog, BATCH.schema, answer), pytest.raises(PySparkException, match=message):
+        read(spark, "any", catalog.uri).collect()
+    assert held(spark) == 0
+
+
+def test_a_server_that_is_silent_is_not_waited_for(spark: SparkSession) -> None:
+    message = r"has been silent for 0\.1 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PySparkException, match=message):
+        read_all(spark, silent.getsockname(), 0.1)
+
+
+def test_a_limit_leaves_nothing_behind(spark: SparkSession, catalog: Catalog) -> None:
+    ended = []
+
+    def answer(wire: Wire) -> None:
+        """Batches without end."""
+        wire.send(encode(UNTAGGED, metadata(0, SCHEMA.header)))
+        try:
+            for number in range(1, 1 << 20):
+                wire.send(encode(UNTAGGED, metadata(number, MESSAGE.header)), encode(TAGGED, BODY, number))
+        except OSError as error:
+            ended.append(error)
+
+    with serving(catalog, BATCH.schema, answer):
+        assert read(spark, "any", catalog.uri).limit(1500).selectExpr("sum(n)").first() == (499_500 + 124_750,)
+        wait_until(lambda: ended, "it has left")
+    assert held(spark) == 0
