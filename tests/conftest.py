@@ -153,6 +153,13 @@ def serve() -> Iterator[Serve]:
         yield make
 
 
+@pytest.fixture(scope="module")
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    """Of the `server` that a module of tests has."""
+    with dis.connect(server.catalog_uri) as connected:
+        yield connected
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Commands of this library, each a process of its own, until the test is over."""

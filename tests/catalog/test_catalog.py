@@ -33,12 +33,6 @@ def server() -> Iterator[dis.Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as connected:
-        yield connected
-
-
-@pytest.fixture(scope="module")
 def plain(server: dis.Server) -> Iterator[flight.FlightClient]:
     """A client that knows nothing but Arrow Flight."""
     with flight.FlightClient(server.catalog_uri) as connected:

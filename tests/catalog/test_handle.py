@@ -30,12 +30,6 @@ def server() -> Iterator[dis.Server]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as made:
-        yield made
-
-
 def test_a_handle_says_what_its_version_is(client: dis.Client) -> None:
     handle = client["data"]
     assert (handle.name, handle.schema, handle.num_rows, handle.version) == ("data", TABLE.schema, 100, 1)

@@ -29,12 +29,6 @@ def server() -> Iterator[dis.Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as connected:
-        yield connected
-
-
 @pytest.mark.parametrize("transport", [None, "shm", "tcp"])
 def test_tensors_are_read_by_name(client: dis.Client, transport: str | None) -> None:
     for arrived, sent in zip(client.read_tensors("all", transport), some(), strict=True):

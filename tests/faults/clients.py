@@ -54,6 +54,21 @@ class Reading:
         return self._failure
 
 
+def end_by(process: subprocess.Popen[str], sign: signal.Signals) -> None:
+    """End a process, or stop it; one that is killed is gone afterwards."""
+    process.send_signal(sign)
+    if sign is signal.SIGKILL:
+        process.wait(PATIENCE)
+
+
+def failure_by(process: subprocess.Popen[str], uri: str, sign: signal.Signals, timeout: float) -> BaseException | None:
+    """How reading at `uri` ends, where its server is ended so once it has said all that it shall."""
+    reading = Reading(uri, timeout)
+    assert line(process) == "reached"
+    end_by(process, sign)
+    return reading.failure()
+
+
 def stop_and_go_on(good: Good, process: subprocess.Popen[str], rows: int) -> None:
     """A client that counts is stopped, and keeps nobody from being served; then it gets its other `rows`."""
     assert line(process) == "reached"

@@ -17,7 +17,7 @@ import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
 from helpers import wait_until
 
-from .clients import CLIENT, COUNTING, ENDING, Reading, line, stop_and_go_on
+from .clients import CLIENT, COUNTING, ENDING, failure_by, line, stop_and_go_on
 from .conftest import PEER, Serve, Spawn
 from .content import BASE, BODY, GOOD, META, SCHEMA
 from .peer import (
@@ -73,11 +73,7 @@ def start_server(spawn: Spawn, scheme: str, runtime: str, stage: str) -> tuple[s
 @pytest.mark.parametrize("stage", SERVER_STAGES)
 def test_server_is_killed(spawn: Spawn, runtime: str, stage: str) -> None:
     process, uri = start_server(spawn, "shm", runtime, stage)
-    reading = Reading(uri, PATIENCE)
-    assert line(process) == "reached"
-    process.kill()
-    process.wait(PATIENCE)
-    failure = reading.failure()
+    failure = failure_by(process, uri, signal.SIGKILL, PATIENCE)
     assert type(failure) in (ConnectionClosed, RemoteProtocolError), failure
     assert "the peer closed the" in str(failure)
     os.unlink(f"{runtime}/peer.sock")
@@ -86,10 +82,7 @@ def test_server_is_killed(spawn: Spawn, runtime: str, stage: str) -> None:
 @pytest.mark.parametrize("stage", SERVER_STAGES)
 def test_server_is_stopped(spawn: Spawn, runtime: str, stage: str) -> None:
     process, uri = start_server(spawn, "shm", runtime, stage)
-    reading = Reading(uri, SILENCE)
-    assert line(process) == "reached"
-    process.send_signal(signal.SIGSTOP)
-    failure = reading.failure()
+    failure = failure_by(process, uri, signal.SIGSTOP, SILENCE)
     assert type(failure) is DeadlineExceeded, failure
     assert f"silent for {SILENCE:g} s" in str(failure)
     os.unlink(f"{runtime}/peer.sock")

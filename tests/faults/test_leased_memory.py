@@ -12,7 +12,7 @@ import socket
 import struct
 import subprocess
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -216,14 +216,22 @@ def is_over(good: Good) -> None:
     wait_until(lambda: not shared_bytes("live"), "all memory has gone back")
 
 
+def each_time(good: Good, child: Child, sent: list[pa.RecordBatch]) -> Iterator[None]:
+    """The child opens these, published in either way, a few times; what it does not hold any more has gone back."""
+    for publish in (publish_shared, publish_own) * ROUNDS:
+        publish(good, sent)
+        child.open(good)
+        yield
+        assert child("let go")[1] == []
+        is_over(good)
+
+
 def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
     """Its socket is full of small messages, which it still takes afterwards, and then it is told why that was all."""
     good = serve("shm:", stall_timeout=0.3)
     sent = batches(400)
     expected = [*map(checksum, sent)]
-    for publish in (publish_shared, publish_own) * ROUNDS:
-        publish(good, sent)
-        child.open(good)
+    for _ in each_time(good, child, sent):
         assert child("hold 3") == ("", expected[:3])
         pause(good, child)
         assert child("look") == ("", expected[:3])
@@ -232,22 +240,16 @@ def test_a_pause_beyond_stall_timeout(serve: Serve, child: Child) -> None:
         assert 3 < len(held) < len(sent)
         assert "took nothing for 0.3 s" in ended
         assert child("look") == (ended, held)
-        assert child("let go")[1] == []
-        is_over(good)
 
 
 def test_a_pause_beyond_lease_timeout(serve: Serve, child: Child) -> None:
     good = serve("shm:", lease_timeout=0.2)
     sent = batches(20)
     expected = [*map(checksum, sent)]
-    for publish in (publish_shared, publish_own) * ROUNDS:
-        publish(good, sent)
-        child.open(good)
+    for _ in each_time(good, child, sent):
         assert child("rest") == ("the end", expected)
         pause(good, child)
         assert child("look") == ("the end", expected)
-        assert child("let go")[1] == []
-        is_over(good)
 
 
 def test_whatever_a_client_does_it_keeps_what_it_holds_until_it_closes_its_connection(serve: Serve) -> None:

@@ -107,6 +107,14 @@ def consumer(spawn: Spawn) -> Start:
     return start
 
 
+def hold(source: Paced, count: int, keeper: Child, *others: Child) -> None:
+    """All take the first batches; of these, one keeps them."""
+    source.allow(count)
+    for number in range(count):
+        assert {one("hold") for one in (keeper, *others)} == {str(number)}
+    assert {one("let go") for one in others} == {"gone"}
+
+
 def rest_of(*consumers: Child) -> list[str]:
     """All of them read to the end, at once."""
     for one in consumers:
@@ -120,10 +128,7 @@ def test_a_consumer_that_is_killed_gives_everything_back(serve: Serve, consumer:
     source = Paced(20)
     good.server.publish("live", source.reader, live=dis.Live(consumers=3, stall_timeout=60))
     victim, other, inline = consumer(good), consumer(good), consumer(good, "tcp")
-    source.allow(4)
-    for number in range(4):
-        assert {one("hold") for one in (victim, other, inline)} == {str(number)}
-    assert [other("let go"), inline("let go")] == ["gone", "gone"]
+    hold(source, 4, victim, other, inline)
     assert shared_bytes("live") == 4 * MB  # what the victim holds
     victim.process.kill()
     wait_until(lambda: shared_bytes("live") == 0, "its memory has gone back to the system")
@@ -139,10 +144,7 @@ def test_a_consumer_that_is_stopped_is_cut_off_and_no_other(serve: Serve, consum
     source = Paced(40)
     good.server.publish("live", source.reader, live=dis.Live(consumers=3, stall_timeout=1.0))
     stopped, other, inline = consumer(good), consumer(good), consumer(good, "tcp")
-    source.allow(2)
-    for number in range(2):
-        assert {one("hold") for one in (stopped, other, inline)} == {str(number)}
-    assert [other("let go"), inline("let go")] == ["gone", "gone"]
+    hold(source, 2, stopped, other, inline)
     stopped.process.send_signal(signal.SIGSTOP)
     source.allow(40)
     assert rest_of(other, inline) == ["[2] [39] 38"] * 2

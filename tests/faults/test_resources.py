@@ -320,21 +320,16 @@ def test_full_shared_memory(spawn: Spawn) -> None:
     run(spawn("-c", FILL + FULL, prefix=("unshare", "-m")))
 
 
-def test_memory_for_a_table_is_limited(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [(NUMBERS, "no space left for shared memory"), (lambda: NUMBERS.to_reader(), "shared memory for numbers")],
+    ids=["table", "live"],
+)
+def test_memory_for_a_dataset_is_limited(serve: Serve, source: object, reason: str) -> None:
     good = serve("shm:")
-    good.server.publish("numbers", NUMBERS)
+    good.server.publish("numbers", source)
     (uri,) = good.server.locations("numbers")
-    with limit(resource.RLIMIT_FSIZE, 1 << 18), pytest.raises(RemoteError, match="no space left for shared memory"):
-        dis.open_stream(uri, good.server.ticket("numbers"), timeout=PATIENCE).read_all()
-    good.check()
-    assert dis.open_stream(uri, good.server.ticket("numbers"), timeout=PATIENCE).read_all().equals(NUMBERS)
-
-
-def test_memory_for_a_live_stream_is_limited(serve: Serve) -> None:
-    good = serve("shm:")
-    good.server.publish("numbers", lambda: NUMBERS.to_reader())
-    (uri,) = good.server.locations("numbers")
-    with limit(resource.RLIMIT_FSIZE, 1 << 18), pytest.raises(RemoteError, match="shared memory for numbers"):
+    with limit(resource.RLIMIT_FSIZE, 1 << 18), pytest.raises(RemoteError, match=reason):
         dis.open_stream(uri, good.server.ticket("numbers"), timeout=PATIENCE).read_all()
     good.check()
     assert dis.open_stream(uri, good.server.ticket("numbers"), timeout=PATIENCE).read_all().equals(NUMBERS)

@@ -28,7 +28,7 @@ from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
 from helpers import wait_until
 
-from .clients import CLIENT, COUNTING, ENDING, Reading, line, stop_and_go_on
+from .clients import CLIENT, COUNTING, ENDING, Reading, end_by, failure_by, line, stop_and_go_on
 from .conftest import Serve, Spawn
 from .content import BATCH_HEADER, BODY, SCHEMA_HEADER
 from .peer import PATIENCE
@@ -106,11 +106,7 @@ def start_server(spawn: Spawn, mode: str, steps: list[list[object]]) -> tuple[su
 @pytest.mark.parametrize("stage", SERVER_STAGES)
 def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
     process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
-    reading = Reading(uri, PATIENCE)
-    assert line(process) == "reached"
-    process.kill()
-    process.wait(PATIENCE)
-    failure = reading.failure()
+    failure = failure_by(process, uri, signal.SIGKILL, PATIENCE)
     if stage == "accepted" and type(failure) is TransportError:  # in time to end connecting
         assert "connecting to" in str(failure)
     else:
@@ -122,10 +118,7 @@ def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
 @pytest.mark.parametrize("stage", ["accepted", "between metadata and body", "before the end of stream"])
 def test_server_is_stopped(spawn: Spawn, stage: str, mode: str) -> None:
     process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
-    reading = Reading(uri, SILENCE)
-    assert line(process) == "reached"
-    process.send_signal(signal.SIGSTOP)
-    failure = reading.failure()
+    failure = failure_by(process, uri, signal.SIGSTOP, SILENCE)
     assert type(failure) is DeadlineExceeded, failure
     assert f"{SILENCE:g} s" in str(failure)
 
@@ -164,13 +157,7 @@ def test_real_server_ends_inside_a_body(
 ) -> None:
     process = spawn("-c", SERVER, f"ucx:?err_mode={mode}")
     ticket, uri = line(process).split()
-
-    def end() -> None:
-        process.send_signal(by)
-        if by is signal.SIGKILL:
-            process.wait(PATIENCE)
-
-    Slow(monkeypatch, end)
+    Slow(monkeypatch, lambda: end_by(process, by))
     with pytest.raises((ConnectionClosed, RemoteProtocolError, DeadlineExceeded)) as raised:
         dis.open_stream(uri, bytes.fromhex(ticket), timeout=PATIENCE if by is signal.SIGKILL else SILENCE).read_all()
     if by is signal.SIGSTOP and mode == "peer":  # shared memory can be read although its owner is stopped
@@ -314,9 +301,7 @@ def test_server_ends_before_its_memory_is_fetched(
     fetch = UcxConnection.fetch
 
     def fetching(*arguments: object) -> None:
-        process.send_signal(by)
-        if by is signal.SIGKILL:
-            process.wait(PATIENCE)
+        end_by(process, by)
         fetch(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(UcxConnection, "fetch", fetching)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,20 +38,15 @@ def words(*some: list[str]) -> list[pa.RecordBatch]:
     ]
 
 
-def stream(batches: list[pa.RecordBatch], **options: object) -> bytes:
+def written(make: Callable[..., Any], batches: list[pa.RecordBatch], **options: object) -> bytes:
     sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+    with make(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         for batch in batches:
             writer.write_batch(batch)
     return sink.getvalue()
 
 
-def file(batches: list[pa.RecordBatch], **options: object) -> bytes:
-    sink = io.BytesIO()
-    with pa.ipc.new_file(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return sink.getvalue()
+stream, file = partial(written, pa.ipc.new_stream), partial(written, pa.ipc.new_file)
 
 
 def messages(content: bytes) -> list[tuple[HeaderType, bytes, int]]:

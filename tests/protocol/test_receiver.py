@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import permutations, product
+from itertools import permutations
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dissociated.errors import LocalProtocolError, RemoteProtocolError
+from dissociated.errors import RemoteProtocolError
 from dissociated.format.message import HeaderType
 from dissociated.protocol.bodies import AddressList
 from dissociated.protocol.delivery import Delivery
@@ -23,8 +23,8 @@ from dissociated.protocol.receiver import Receiver
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
-from helpers import case
 
+from .steps import check_steps
 from .wire import (
     Encoded,
     address_list,
@@ -533,20 +533,7 @@ ALLOWED = {
 
 
 def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it():
-    for state, step in product(ALLOWED, THEIRS | OURS):
-        with case((state, step)):
-            check_step(state, step)
-
-
-def check_step(state, step):
-    receiving = in_state(state)
-    if step in ALLOWED[state]:
-        (THEIRS | OURS)[step](receiving)
-        assert receiving.state is ALLOWED[state][step]
-        return
-    with pytest.raises(RemoteProtocolError if step in THEIRS else LocalProtocolError):
-        (THEIRS | OURS)[step](receiving)
-    assert receiving.state is state
+    check_steps(in_state, ALLOWED, THEIRS, OURS)
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
@@ -10,8 +8,8 @@ from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import Body, Sender, Tags
 from dissociated.protocol.states import State
 from dissociated.protocol.tags import BodyKind
-from helpers import case
 
+from .steps import check_steps
 from .wire import joined, uint64s
 
 WANT, WANT_METADATA, WANT_BODIES, FREE = 0xADBA0BAB0, 0xFFFFFDEADBA0BAB0, 0x00000DEADBA0BAB0, 99
@@ -219,22 +217,7 @@ ALLOWED = {
 
 
 def test_every_step_in_every_state_is_allowed_or_the_fault_of_whoever_took_it():
-    for state, step in product(ALLOWED, THEIRS | OURS):
-        with case((state, step)):
-            check_step(state, step)
-
-
-def check_step(state, step):
-    sending = sender(state)
-    if step in ALLOWED[state]:
-        (THEIRS | OURS)[step](sending)
-        assert sending.state is ALLOWED[state][step]
-        return
-    numbered = sending.sequence
-    with pytest.raises(RemoteProtocolError if step in THEIRS else LocalProtocolError):
-        (THEIRS | OURS)[step](sending)
-    assert sending.state is state
-    assert sending.sequence == numbered
+    check_steps(sender, ALLOWED, THEIRS, OURS)
 
 
 def test_what_is_alike_may_be_sent_in_one_run() -> None:

@@ -32,12 +32,6 @@ def server() -> Iterator[dis.Server]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as made:
-        yield made
-
-
 def rows(batches: Batches) -> list[int]:
     """The rows of an epoch, which say who they are."""
     found = []

@@ -27,12 +27,6 @@ def server() -> Iterator[dis.Server]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as made:
-        yield made
-
-
 def rows(batches: Any, stop: int | None = None) -> list[list[int]]:
     """The rows of each batch, up to so many of them."""
     found: list[list[int]] = []
