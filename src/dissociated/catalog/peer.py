@@ -12,13 +12,13 @@ from dissociated.catalog.client import CatalogClient
 
 T = TypeVar("T")
 
-TIMEOUT = 60.0  # seconds, for it to answer
+PEER_TIMEOUT = 60.0  # seconds, for it to answer
 
 
 class Peer(CatalogClient):
     """Calls the catalog at `uri`, which answers within `timeout` seconds, proving itself as `security` says."""
 
-    def __init__(self, uri: str, security: Security, timeout: float = TIMEOUT) -> None:
+    def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
         super().__init__(uri, timeout, security.peer, security.roots)
 
     def forward(self, call: Callable[[flight.FlightClient], T]) -> T:

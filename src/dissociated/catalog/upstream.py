@@ -20,7 +20,7 @@ from dissociated.catalog.base import Catalog
 from dissociated.catalog.descriptors import parse_get
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.messages import announced_to_json, node_to_json
-from dissociated.catalog.peer import TIMEOUT, Peer
+from dissociated.catalog.peer import PEER_TIMEOUT, Peer
 from dissociated.catalog.records import NodeRecord
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, DeadlineExceeded, DissociatedError
@@ -141,7 +141,7 @@ class UpstreamCatalog(Catalog):
     def _report_everything(self, changes: int) -> None:
         """Tell the upstream everything."""
         serial, versions = self._backend.serial(), self._backend.versions()  # in this order: all were made before
-        with Peer(self._upstream.uri, self.security, TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
+        with Peer(self._upstream.uri, self.security, PEER_TIMEOUT + len(versions) * _TIMEOUT_PER_VERSION) as peer:
             self._report(
                 peer,
                 "register",

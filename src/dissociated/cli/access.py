@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> None:
     """The options that `main` takes, which configures no log without a level."""
-    group.add_argument("--log-format", choices=log.FORMATS, default="text", help="of what is logged, on stderr")
+    group.add_argument("--log-format", choices=log.LOG_FORMATS, default="text", help="of what is logged, on stderr")
     group.add_argument(
         "--log-level",
-        choices=log.LEVELS,
+        choices=log.LOG_LEVELS,
         default=level,
         help=f"from which on it is logged (default: {level or 'nothing is'}); debug shows each message that is sent "
         "and received, and nothing of what is in it",

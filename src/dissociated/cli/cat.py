@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dissociated.cli import reading
-from dissociated.cli.formats import FORMATS
+from dissociated.cli.formats import FILE_FORMATS
 
 DESCRIPTION = """\
 Write the rows of a dataset to the standard output: as a table for people, or as --format says for programs.
@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `cat`."""
     reading.add_arguments(parser)
     reading.add_rows_argument(parser)
-    reading.add_format_argument(parser, FORMATS, "table")
+    reading.add_format_argument(parser, FILE_FORMATS, "table")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Write it."""
     with reading.opened(arguments, arguments.rows) as found:
-        reading.to_stdout(found.reader, FORMATS[arguments.format or "table"])
+        reading.to_stdout(found.reader, FILE_FORMATS[arguments.format or "table"])

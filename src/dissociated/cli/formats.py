@@ -18,7 +18,7 @@ from dissociated.errors import OptionError
 _Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
 
 
-class Format(NamedTuple):
+class FileFormat(NamedTuple):
     """How to write it; whether that is Arrow IPC, and whether it is text; and what its files end in."""
 
     open: _Open
@@ -55,22 +55,22 @@ def _table(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
     return closing(RowPrinter(schema))
 
 
-FORMATS = {
-    "arrow": Format(pa.ipc.new_file, (".arrow", ".feather"), is_ipc=True),
-    "arrows": Format(pa.ipc.new_stream, (".arrows",), is_ipc=True),
-    "parquet": Format(_parquet, (".parquet",)),
-    "csv": Format(_csv, (".csv",), is_text=True),
-    "jsonl": Format(_json_lines, (".jsonl", ".ndjson"), is_text=True),
-    "table": Format(_table, is_text=True),
+FILE_FORMATS = {
+    "arrow": FileFormat(pa.ipc.new_file, (".arrow", ".feather"), is_ipc=True),
+    "arrows": FileFormat(pa.ipc.new_stream, (".arrows",), is_ipc=True),
+    "parquet": FileFormat(_parquet, (".parquet",)),
+    "csv": FileFormat(_csv, (".csv",), is_text=True),
+    "jsonl": FileFormat(_json_lines, (".jsonl", ".ndjson"), is_text=True),
+    "table": FileFormat(_table, is_text=True),
 }
 
 
-def of_file(path: Path) -> Format:
+def of_file(path: Path) -> FileFormat:
     """The format that the ending of a file says. Raises OptionError where it says none."""
-    for one in FORMATS.values():
+    for one in FILE_FORMATS.values():
         if path.suffix in one.endings:
             return one
-    endings = ", ".join(ending for one in FORMATS.values() for ending in one.endings)
+    endings = ", ".join(ending for one in FILE_FORMATS.values() for ending in one.endings)
     raise OptionError(f"{path} has none of the endings {endings}: give it one, or say --format")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.cli import formats, reading, text
-from dissociated.cli.formats import FORMATS
+from dissociated.cli.formats import FILE_FORMATS
 from dissociated.cli.progress import progress
 from dissociated.errors import OptionError
 from dissociated.store.files import NewFile
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_arguments(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help='where to write, "-" for standard output')
     reading.add_rows_argument(parser)
-    reading.add_format_argument(parser, [name for name in FORMATS if name != "table"], "what the ending of FILE says")
+    reading.add_format_argument(
+        parser, [name for name in FILE_FORMATS if name != "table"], "what the ending of FILE says"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -48,9 +50,9 @@ def run(arguments: argparse.Namespace) -> None:
     if path is not None and path.is_dir():
         raise OptionError(f"{path} is a directory: give a file in it")
     if arguments.format:
-        written = FORMATS[arguments.format]
+        written = FILE_FORMATS[arguments.format]
     else:
-        written = FORMATS["arrows"] if path is None else formats.of_file(path)
+        written = FILE_FORMATS["arrows"] if path is None else formats.of_file(path)
     started = time.perf_counter()
     with reading.opened(arguments, arguments.rows) as found, progress(found.info.name, found.rows) as advance:
         if path is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dissociated.cli.formats import FORMATS
+from dissociated.cli.formats import FILE_FORMATS
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
@@ -19,7 +19,7 @@ from dissociated.errors import OptionError, SourceError
 
 _STDIN = Path("-")
 #: The formats that are text, which a file cannot be told by.
-_TEXTS = {ending: name for name in ("csv", "jsonl") for ending in FORMATS[name].endings}
+_TEXTS = {ending: name for name in ("csv", "jsonl") for ending in FILE_FORMATS[name].endings}
 _BLOCK = 16 << 20  # bytes of text, from the first of which the types of its columns are guessed
 _MAGIC = {
     b"PAR1": "a Parquet file",

@@ -14,7 +14,7 @@ import pyarrow as pa
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, target
 from dissociated.cli.condition import parse_condition
-from dissociated.cli.formats import Format
+from dissociated.cli.formats import FileFormat
 from dissociated.cli.progress import Advance
 from dissociated.codec.split import Validator, batches
 from dissociated.errors import OptionError, WrongKind
@@ -97,7 +97,7 @@ def _count(there: int | None, rows: range | None) -> int | None:
 
 
 def copy(
-    reader: pa.RecordBatchReader, sink: Any, written: Format, advance: Advance = lambda more, nbytes: None
+    reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were."""
     rows = nbytes = 0
@@ -114,7 +114,7 @@ def copy(
 
 
 def to_stdout(
-    reader: pa.RecordBatchReader, written: Format, advance: Advance = lambda more, nbytes: None
+    reader: pa.RecordBatchReader, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """The same to the standard output. Raises OptionError for what is no text, where that is a terminal."""
     if not written.is_text and sys.stdout.isatty():

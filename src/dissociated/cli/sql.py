@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dissociated.cli import access, reading, target
-from dissociated.cli.formats import FORMATS
+from dissociated.cli.formats import FILE_FORMATS
 from dissociated.errors import CatalogError, DatasetNotFound, OptionError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ needs are read. What is no dataset is looked up by DuckDB, so 'other.parquet' is
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `sql`."""
     parser.add_argument("query", nargs="?", default="-", metavar="QUERY", help="left out or -: from standard input")
-    reading.add_format_argument(parser, FORMATS, "table")
+    reading.add_format_argument(parser, FILE_FORMATS, "table")
     target.add_options(parser)
     parser.set_defaults(uri="")
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
             for statement in connection.extract_statements(query):
                 answer = _answer(connection, client, statement.query)
                 if answer is not None:
-                    reading.to_stdout(answer.to_arrow_reader(), FORMATS[arguments.format or "table"])
+                    reading.to_stdout(answer.to_arrow_reader(), FILE_FORMATS[arguments.format or "table"])
         except duckdb.Error as error:
             raise OptionError(str(error).strip()) from None
 

@@ -7,7 +7,7 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 
 from dissociated.codec.statistics import Bounds
-from dissociated.codec.substrait import Call, Column, FilterNode, Value
+from dissociated.codec.substrait import Call, ColumnRef, FilterNode, Value
 
 _FLIPPED = {"lt": "gt", "lte": "gte", "gt": "lt", "gte": "lte", "equal": "equal", "not_equal": "not_equal"}
 _ALWAYS = pc.scalar(True)
@@ -41,13 +41,13 @@ def _may(node: FilterNode, known: object) -> pc.Expression:
             return _may(Call("is_not_null", inner), known)
         case Call("not", (Call("is_not_null", inner),)):
             return _may(Call("is_null", inner), known)
-        case Call("is_null", (Column(number, False),)) if _has(known, number):
+        case Call("is_null", (ColumnRef(number, False),)) if _has(known, number):
             return pc.field(f"{number}.null_count") > 0
-        case Call("is_not_null", (Column(number, False),)) if _has(known, number):
+        case Call("is_not_null", (ColumnRef(number, False),)) if _has(known, number):
             return pc.field(f"{number}.null_count") < pc.field("num_rows")
-        case Call(name, (Column(number, False), Value(value))) if name in _FLIPPED and _has(known, number):
+        case Call(name, (ColumnRef(number, False), Value(value))) if name in _FLIPPED and _has(known, number):
             return _compared(name, number, value)
-        case Call(name, (Value(value), Column(number, False))) if name in _FLIPPED and _has(known, number):
+        case Call(name, (Value(value), ColumnRef(number, False))) if name in _FLIPPED and _has(known, number):
             return _compared(_FLIPPED[name], number, value)
     return _ALWAYS
 

@@ -52,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnRef:
     """A top-level column of the schema that comes with the expression; `nested` where it is a field within that."""
 
     number: int
@@ -66,7 +66,7 @@ class Value:
     expression: pc.Expression
 
 
-FilterNode: TypeAlias = Call | Column | Value
+FilterNode: TypeAlias = Call | ColumnRef | Value
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ class _Parser:
         return expression
 
 
-def _column(reference: _Fields) -> Column:
+def _column(reference: _Fields) -> ColumnRef:
     for direct in _messages(reference, 1):
         for struct in _messages(direct, 2):
-            return Column(_number(struct, 1), nested=any(number == 2 for number, _ in struct))
+            return ColumnRef(_number(struct, 1), nested=any(number == 2 for number, _ in struct))
     raise FormatError("the filter has a column that cannot be read")
 
 

@@ -40,9 +40,9 @@ class Broadcast(Dataset):
     def accept(self, visitor: SendVisitor[S]) -> S:
         return visitor.broadcast(self)
 
-    def project(self, part: LiveMessage) -> LiveMessage | None:
+    def project(self, item: LiveMessage) -> LiveMessage | None:
         """What consumers get of a message: all of it."""
-        return part
+        return item
 
     def open_reader(self) -> pa.RecordBatchReader:
         woken = threading.Event()
@@ -75,18 +75,18 @@ class _BroadcastColumns(Dataset):
     def accept(self, visitor: SendVisitor[S]) -> S:
         return visitor.broadcast(self)
 
-    def project(self, part: LiveMessage) -> LiveMessage | None:
+    def project(self, item: LiveMessage) -> LiveMessage | None:
         """What consumers get of a message."""
-        if part.body is None:
-            return part._replace(header=self._projection.header)
-        chosen = self._projection.project(part.header, part.parsed)
-        if chosen is None or chosen.header is part.header:
-            return chosen and part
-        if part.repeats is not None:
-            first, *more = [b"".join(chosen.body((one,))) for one in part.bodies]
+        if item.body is None:
+            return item._replace(header=self._projection.header)
+        chosen = self._projection.project(item.header, item.parsed)
+        if chosen is None or chosen.header is item.header:
+            return chosen and item
+        if item.repeats is not None:
+            first, *more = [b"".join(chosen.body((one,))) for one in item.bodies]
             return LiveMessage(chosen.header, chosen.parsed, (first,), repeats=more)
-        extents = [part.extents[index] for index in chosen.indices] if part.extents else []
-        return LiveMessage(chosen.header, chosen.parsed, chosen.body(part.body), 0, part.region, extents)
+        extents = [item.extents[index] for index in chosen.indices] if item.extents else []
+        return LiveMessage(chosen.header, chosen.parsed, chosen.body(item.body), 0, item.region, extents)
 
     def open_reader(self) -> pa.RecordBatchReader:
         return select_columns(self._whole.open_reader(), self._indices)
@@ -99,13 +99,13 @@ def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
     """What libarrow joins, in this process."""
     try:
         while not consumer.finished:
-            parts = consumer.take()
-            if not parts:
+            items = consumer.take()
+            if not items:
                 woken.wait()
                 woken.clear()
-            for part in [one for some in parts for one in some.each()]:
-                body = None if part.body is None else b"".join(part.body)
-                consumer.free(part.addresses)
-                yield part.header, body
+            for item in [one for some in items for one in some.each()]:
+                body = None if item.body is None else b"".join(item.body)
+                consumer.free(item.addresses)
+                yield item.header, body
     finally:
         consumer.leave()

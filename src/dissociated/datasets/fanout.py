@@ -63,10 +63,10 @@ class Consumer:
         """Whether it has taken everything there was, to the regular end."""
         return self.ended and not self.waiting
 
-    def enqueue(self, part: LiveMessage) -> None:
-        """Let it take `part` after all others. Call it with the fanout's `changed` held."""
-        self.waiting.append(part)
-        self.queued += part.queued * part.messages
+    def enqueue(self, item: LiveMessage) -> None:
+        """Let it take `item` after all others. Call it with the fanout's `changed` held."""
+        self.waiting.append(item)
+        self.queued += item.queued * item.messages
         if self.idle:
             self.idle = False
             self.wake()
@@ -80,11 +80,11 @@ class Consumer:
         waiting = self.waiting
         with self._fanout.changed:
             while waiting and count > 0 and (not taken or waiting[0].nbytes <= nbytes):
-                part = waiting.popleft()
-                taken.append(part)
-                count -= part.messages
-                nbytes -= part.nbytes
-                self.queued -= part.queued * part.messages
+                item = waiting.popleft()
+                taken.append(item)
+                count -= item.messages
+                nbytes -= item.nbytes
+                self.queued -= item.queued * item.messages
             if taken:
                 self.last_progress = time.monotonic()
                 self._fanout.on_taken()
@@ -166,11 +166,11 @@ class Fanout:
             if self._pump is not None and self._live.late == "refuse":
                 raise SourceError(f"the live stream {self.name!r} has begun, and takes nobody who comes later")
             consumer = Consumer(self, wake, on_cut_off or wake)
-            for part in (
+            for item in (
                 LiveMessage.inline(self._schema),
                 *(one for some in self._dictionaries.values() for one in some),
             ):
-                consumer.enqueue(part)
+                consumer.enqueue(item)
             self._consumers.append(consumer)
             self._last = None
             if self._pump is None and len(self._consumers) >= self._live.consumers:
@@ -195,7 +195,7 @@ class Fanout:
 
     def forget(self, consumer: Consumer) -> None:
         """`consumer` does not get what it has not taken yet. Call it with `changed` held."""
-        unsent = {address for part in consumer.waiting for address in part.addresses}
+        unsent = {address for item in consumer.waiting for address in item.addresses}
         self._last = None
         consumer.waiting.clear()
         consumer.queued = 0
@@ -297,18 +297,18 @@ class Fanout:
             consumer.queued += last.queued
         return True
 
-    def _hand_out(self, message: SplitMessage, part: LiveMessage) -> None:
+    def _hand_out(self, message: SplitMessage, item: LiveMessage) -> None:
         if self._over:
             return
         if message.parsed.type is HeaderType.DICTIONARY_BATCH:
             id_, is_delta = dictionary_of(message.header)
             earlier = self._dictionaries.get(id_, []) if is_delta else []
             self._dictionaries[id_] = [*earlier, LiveMessage.inline(message)]
-        self._last, self._last_receivers, self._room_for = part, self._active_consumers, 0
-        addresses = part.addresses
+        self._last, self._last_receivers, self._room_for = item, self._active_consumers, 0
+        addresses = item.addresses
         for consumer in self._last_receivers:
             consumer.held |= addresses
-            consumer.enqueue(part)
+            consumer.enqueue(item)
 
     def _wait_for_consumers(self) -> bool:
         """Whether there is somebody to give messages to, before the stream is over. Call it with `changed` held."""

@@ -76,7 +76,7 @@ class Broadcasting(Protocol):
     def join(self, wake: Callable[[], None], on_cut_off: Callable[[], None]) -> Consumer:
         """Become one of the consumers: see `Fanout.join`."""
 
-    def project(self, part: LiveMessage) -> LiveMessage | None:
+    def project(self, item: LiveMessage) -> LiveMessage | None:
         """What this client gets of a message; None where that is nothing."""
 
 

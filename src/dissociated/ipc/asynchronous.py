@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import pyarrow as pa
 
 from dissociated.codec.options import ReadOptions
+from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.stats import ReadStats
 from dissociated.errors import StoreError
 from dissociated.ipc.files import FileReader, open_either
@@ -22,7 +23,6 @@ from dissociated.ipc.readahead import (
     READAHEAD,
     READAHEAD_BYTES,
     AsyncBatches,
-    BatchAndMetadata,
     ReadAheadOptions,
     ReadStep,
 )

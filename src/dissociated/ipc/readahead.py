@@ -10,18 +10,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-
+from dissociated.codec.split import BatchAndMetadata
 from dissociated.errors import OptionError, StoreError
 from dissociated.ipc.threads import Threads, finished
 
 #: How many batches, and bytes of them, are read before they are asked for.
 READAHEAD = 8
 READAHEAD_BYTES = 1 << 26
-
-BatchAndMetadata: TypeAlias = tuple[pa.RecordBatch, pa.KeyValueMetadata | None]
 
 
 class ReadStep(NamedTuple):

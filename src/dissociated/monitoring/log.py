@@ -34,8 +34,8 @@ FIELDS = (
 )
 #: With these a peer could begin a line of its own, or write over others.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-FORMATS = ("text", "json")
-LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure(format: str = "text", level: str = "info") -> None:
@@ -43,8 +43,10 @@ def configure(format: str = "text", level: str = "info") -> None:
 
     Raises OptionError for a format or level there is not.
     """
-    if format not in FORMATS or level not in LEVELS:
-        raise OptionError(f"a log is {' or '.join(FORMATS)}, from {', '.join(LEVELS)} on; not {format}, {level}")
+    if format not in LOG_FORMATS or level not in LOG_LEVELS:
+        raise OptionError(
+            f"a log is {' or '.join(LOG_FORMATS)}, from {', '.join(LOG_LEVELS)} on; not {format}, {level}"
+        )
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logger = logging.getLogger("dissociated")

@@ -42,22 +42,22 @@ class _LiveSending(Sending):
         if self._mapped:
             self._admission.admit_live(self._name)
 
-    def _send_together(self, parts: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> int:
+    def _send_together(self, items: Sequence[LiveMessage], body: Callable[[LiveMessage], Body | None]) -> int:
         """Send these all at once, alike ones in runs. Returns how many bytes their bodies have.
 
         `body` is asked for the body of each that is not in a run.
         """
         messages: list[Message | Run] = []
-        for header, group in groupby(parts, _run_key):
+        for header, group in groupby(items, _run_key):
             grouped = [*group]
-            bodies = [one for part in grouped for one in part.bodies] if header is not None else []
+            bodies = [one for item in grouped for one in item.bodies] if header is not None else []
             if header is not None and self._connection.takes_runs and len(bodies) >= self._connection.min_run:
                 self._check(header)
                 messages.append(self._sender.send_alike(header, bodies))
                 continue
-            for part in [one for several in grouped for one in several.each()]:
-                messages += self._encode_message(part.header, body(part))
-        nbytes = sum([part.nbytes for part in parts])
+            for item in [one for several in grouped for one in several.each()]:
+                messages += self._encode_message(item.header, body(item))
+        nbytes = sum([item.nbytes for item in items])
         with self._stats.sending(self._connection, nbytes):
             self._connection.send(self._connection.prepare(messages), self._limits.stall_timeout)
         return nbytes
@@ -142,9 +142,9 @@ class StreamedSending(_LiveSending):
         with source_errors(self._name):
             yield from self._wanted.messages()
 
-    def _send_coalesced(self, parts: Sequence[LiveMessage]) -> None:
-        self._send_together(parts, _packed)
-        self._stats.messages += sum([part.messages for part in parts])
+    def _send_coalesced(self, items: Sequence[LiveMessage]) -> None:
+        self._send_together(items, _packed)
+        self._stats.messages += sum([item.messages for item in items])
         self._take_frees()
 
     def _region_for(self, length: int) -> LiveRegion | None:
@@ -199,9 +199,9 @@ class BroadcastSending(_LiveSending):
             self._take_frees()
             if (pause := coalesce_until - time.monotonic()) > 0:
                 time.sleep(pause)
-            parts = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES)
-            if parts:
-                count, nbytes = self._send_parts(consumer, parts)
+            items = consumer.take(MAX_SEND_MESSAGES, MAX_SEND_BYTES)
+            if items:
+                count, nbytes = self._send_items(consumer, items)
                 coalesce_until = (
                     time.monotonic() + COALESCE_INTERVAL if count < MAX_SEND_MESSAGES and nbytes <= SMALL_BODY else 0.0
                 )
@@ -237,15 +237,15 @@ class BroadcastSending(_LiveSending):
         if self._consumer is not None:
             self._consumer.free(addresses)
 
-    def _send_parts(self, consumer: Consumer, parts: Sequence[LiveMessage]) -> tuple[int, int]:
+    def _send_items(self, consumer: Consumer, items: Sequence[LiveMessage]) -> tuple[int, int]:
         """Send these all at once. Returns how many messages they are, and how many bytes their bodies have."""
-        leased = {address for part in parts for address in part.addresses}
+        leased = {address for item in items for address in item.addresses}
         unsent, written = {*leased}, self._connection.written
         mapped = self._mapped and not self._half_closed
         try:
-            count = sum([part.messages for part in parts])
-            projected = [part for part in map(self._wanted.project, parts) if part is not None]
-            nbytes = self._send_together(projected, lambda part: self._body(part, mapped, unsent))
+            count = sum([item.messages for item in items])
+            projected = [item for item in map(self._wanted.project, items) if item is not None]
+            nbytes = self._send_together(projected, lambda item: self._body(item, mapped, unsent))
             self._stats.messages += count
             return count, nbytes
         except ConnectionClosed:
@@ -256,24 +256,24 @@ class BroadcastSending(_LiveSending):
         finally:
             consumer.free(unsent)
 
-    def _body(self, part: LiveMessage, mapped: bool, unsent: set[int]) -> Body | None:
+    def _body(self, item: LiveMessage, mapped: bool, unsent: set[int]) -> Body | None:
         """The body of a message. What the client holds with it is taken out of `unsent`."""
-        if part.body is None:
+        if item.body is None:
             return None
-        if mapped and part.region is not None and part.parsed.body_length > (self._limits.inline_limit or 0):
-            self._share(part.region)
-            unsent -= part.addresses
-            return self._lease_body(part.extents)
+        if mapped and item.region is not None and item.parsed.body_length > (self._limits.inline_limit or 0):
+            self._share(item.region)
+            unsent -= item.addresses
+            return self._lease_body(item.extents)
         # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
-        if part.region is None or (self._connection.copies and not mapped):
-            return Body(BodyKind.PACKED, part.body)
-        return Body(BodyKind.PACKED, [*map(bytes, part.body)])
+        if item.region is None or (self._connection.copies and not mapped):
+            return Body(BodyKind.PACKED, item.body)
+        return Body(BodyKind.PACKED, [*map(bytes, item.body)])
 
 
-def _run_key(part: LiveMessage) -> bytes | None:
+def _run_key(item: LiveMessage) -> bytes | None:
     """What messages have in common that may travel in one run; None for others."""
-    return None if part.repeats is None else part.header
+    return None if item.repeats is None else item.header
 
 
-def _packed(part: LiveMessage) -> Body | None:
-    return None if part.body is None else Body(BodyKind.PACKED, part.body)
+def _packed(item: LiveMessage) -> Body | None:
+    return None if item.body is None else Body(BodyKind.PACKED, item.body)

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
-from dissociated.training.blocks import Blocks, slice_batches
-from dissociated.training.columns import Column, Columns, row_width, take
+from dissociated.training.blocks import Blocks, slice_pieces
+from dissociated.training.columns import ArrayColumns, Column, row_width, take
 from dissociated.training.plan import Plan, Shard
 
 _WINDOW_ROWS = 1 << 16
@@ -61,7 +61,7 @@ class Examples:
     def __init__(self, dataset: DatasetHandle, sampling: Sampling) -> None:
         self.dataset = dataset
         self._blocks = Blocks(dataset, sampling.columns, sampling.batch_size)
-        self._columns = Columns(self._blocks.schema, sampling.as_arrow)
+        self._columns = ArrayColumns(self._blocks.schema, sampling.as_arrow)
         self.plan = Plan(
             self._blocks.rows,
             sampling.batch_size,
@@ -83,7 +83,7 @@ class Examples:
             for block, begin, end in shard.pieces(start, stop):
                 if loaded is None or loaded[0] != block:
                     loaded = block, self._blocks.read(block)
-                pieces += slice_batches(loaded[1], begin, end)
+                pieces += slice_pieces(loaded[1], begin, end)
             return self._columns.join(pieces)
 
         for step in range(first, len(shard)):

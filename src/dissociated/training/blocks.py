@@ -90,7 +90,7 @@ class Blocks:
         return [batch.num_rows for batch in counted]
 
 
-def slice_batches(batches: Sequence[pa.RecordBatch], start: int, stop: int) -> Iterator[pa.RecordBatch]:
+def slice_pieces(batches: Sequence[pa.RecordBatch], start: int, stop: int) -> Iterator[pa.RecordBatch]:
     """The rows from `start` up to `stop` of all together."""
     for batch in batches:
         first, last = max(0, start), min(stop, batch.num_rows)

@@ -19,7 +19,7 @@ Column: TypeAlias = Any
 _INT64_DIGITS = 18  # of a decimal that fits into 64 bits
 
 
-class Columns:
+class ArrayColumns:
     """Those of one schema, by name; `as_arrow` are given as they come, and the others must be numbers.
 
     Raises ColumnNotFound, WrongKind for a column that is none, and OptionError for two of one name.
