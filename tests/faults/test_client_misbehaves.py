@@ -355,21 +355,21 @@ def test_many_at_once(serve: Serve) -> None:
 
 AS_NOBODY = """
 import os, sys
-import dissociated as dis
+from dissociated import DissociatedError, Server, open_stream  # which this user may read
 import pyarrow as pa
 
 path = sys.argv[1]
 if sys.argv[2] == "serve":
     os.setuid(65534)
-    server = dis.Server([f"shm://{path}"], catalog=None)
+    server = Server([f"shm://{path}"], catalog=None)
     server.publish("data", pa.table({"n": [1, 2, 3]}), ticket=b"ticket")
     print(server.locations("data")[0], flush=True)
     sys.stdin.read()
 else:
     os.setuid(int(sys.argv[4]) if sys.argv[4:] else 65534)
     try:
-        print(dis.open_stream(path, bytes.fromhex(sys.argv[3]), timeout=5).read_all().num_rows)
-    except dis.DissociatedError as error:
+        print(open_stream(path, bytes.fromhex(sys.argv[3]), timeout=5).read_all().num_rows)
+    except DissociatedError as error:
         print(type(error).__name__, error)
 """
 

@@ -19,15 +19,23 @@ from helpers import Serve, clients_end, connections_left, serving
 from .maps import origins, shared_bytes
 
 MB = 1 << 20
+
+
+def tiled(values: list[Any], of: pa.DataType | None = None) -> pa.Array:
+    """The values again and again, 1 << 18 of them."""
+    some = pa.array(values * ((1 << 10) // len(values)), of)
+    return pa.concat_arrays([some] * (1 << 8))
+
+
 BATCHES = [
     pa.record_batch(
         {
             "n": np.arange(1, 1 + (1 << 18)) + number,
-            "h": pa.array([None, 1, 2, 3] * (1 << 16), pa.int32()),
-            "s": pa.array(["a", "", None, "many words"] * (1 << 16)),
-            "v": pa.array(["a", None, "", "more than twelve bytes"] * (1 << 16), pa.string_view()),
-            "l": pa.array([[1.5], [], None, [2.5, None]] * (1 << 16)),
-            "d": pa.array([f"a word of many, {n}" for n in range(1 << 11)] * (1 << 7)).dictionary_encode(),
+            "h": tiled([None, 1, 2, 3], pa.int32()),
+            "s": tiled(["a", "", None, "many words"]),
+            "v": tiled(["a", None, "", "more than twelve bytes"], pa.string_view()),
+            "l": tiled([[1.5], [], None, [2.5, None]]),
+            "d": tiled([f"a word of many, {n}" for n in range(1 << 10)]).dictionary_encode(),
         }
     )
     for number in range(4)
