@@ -1,0 +1,191 @@
+"""The endpoints of a dataset, opened where they are nearest, and read as one."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import TypeAlias, TypeVar
+
+import pyarrow as pa
+
+from dissociated.catalog.locations import DatasetInfo, Endpoint, locations, reachable
+from dissociated.client.connect import shares_memory, supports_selection
+from dissociated.client.filtering import read_filtered
+from dissociated.client.open import read_stream
+from dissociated.client.request import ReadRequest
+from dissociated.client.tensors import read_tensors
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.columns import filter_batches, select_columns, select_fields, slice_batches, slice_rows
+from dissociated.codec.options import ReadOptions
+from dissociated.codec.split import batches
+from dissociated.codec.tensor import Tensor
+from dissociated.errors import CatalogError, RemoteError, SourceError, TransportError
+from dissociated.protocol.request import REFUSED, Selection
+from dissociated.transport import registry
+from dissociated.uri import Uri
+
+T = TypeVar("T")
+
+#: Looks a dataset up, now or once more.
+Describe: TypeAlias = Callable[[], DatasetInfo]
+
+_CLIENT_PARAMETERS = ("roots", "allow", "files")  # parameters of locations that only the one who connects may give
+_MAX_RETRIES = 10  # times that a dataset may be replaced between looking it up and asking for it
+
+
+class EndpointReader:
+    """Opens endpoints of datasets. `do_get` opens a ticket over Flight.
+
+    `trust` has the parameters of locations that only whoever connects may give, by scheme.
+    """
+
+    def __init__(
+        self,
+        do_get: Callable[[bytes, ReadOptions], pa.RecordBatchReader],
+        trust: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        self._flight_do_get = do_get
+        self._trust = trust
+
+    def read(self, describe: Describe, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
+        """What `request` wants of a dataset: of each endpoint its rows, in order. `describe` looks it up."""
+
+        def open_all(info: DatasetInfo) -> list[pa.RecordBatchReader]:
+            return [
+                self.open(info, endpoint, transport, self._select_batches(info, endpoint, transport, part_request))
+                for endpoint, part_request in _endpoints_with_rows(info, request)
+            ]
+
+        reader = _chain(*self._open_all(describe, open_all), request)
+        return (
+            reader if request.limit is None else filter_batches(reader, None, range(len(reader.schema)), request.limit)
+        )
+
+    def read_tensors(self, describe: Describe, transport: str | None, request: ReadRequest) -> Iterator[Tensor]:
+        """The tensors of a dataset."""
+
+        def open_all(info: DatasetInfo) -> list[Iterator[Tensor]]:
+            return [self._open_nearest(info.name, part, transport, request, read_tensors) for part in info.endpoints]
+
+        _, readers = self._open_all(describe, open_all)
+        return chain.from_iterable(readers)
+
+    def open(
+        self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
+    ) -> pa.RecordBatchReader:
+        """What `request` wants of one endpoint. Raises as `Client.read_endpoint` does."""
+        request = replace(request, schema=info.schema)
+        if transport == "grpc":
+            return self._do_get(info, endpoint, request)
+        return self._open_nearest(info.name, endpoint, transport, request, read_stream)
+
+    def _open_all(self, describe: Describe, open_all: Callable[[DatasetInfo], list[T]]) -> tuple[DatasetInfo, list[T]]:
+        """What `describe` gives, and its endpoints, opened."""
+        info = describe()
+        for _ in range(_MAX_RETRIES):
+            try:
+                return info, open_all(info)
+            except RemoteError:
+                current = describe()
+                if current.endpoints == info.endpoints:
+                    raise
+                info = current  # it was replaced after we had looked it up
+        return info, open_all(info)
+
+    def _select_batches(
+        self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest
+    ) -> ReadRequest:
+        """The same rows, of the batches that have them: where bodies travel, those of other batches do not."""
+        rows = request.rows
+        if rows is None or not rows.start:
+            return request
+        uris = [uri for route in locations(endpoint) for uri in route]
+        mapped = transport in (None, "shm") and any(
+            uri.scheme == "shm" and registry.transport("shm").reachable(uri) for uri in uris
+        )
+        if mapped or not uris or not all(map(supports_selection, uris)):
+            return request
+        row_counts = self.open(info, endpoint, transport, request.without_columns())
+        ends = [0, *accumulate(batch.num_rows for batch in row_counts)]
+        first, stop = bisect_right(ends, rows.start) - 1, bisect_right(ends, rows.stop - 1)
+        skipped = ends[first]
+        return replace(request, batches=(first, stop), rows=range(rows.start - skipped, rows.stop - skipped))
+
+    def _open_nearest(
+        self,
+        name: str,
+        endpoint: Endpoint,
+        transport: str | None,
+        request: ReadRequest,
+        open_at: Callable[[Sequence[str], bytes, ReadRequest], T],
+    ) -> T:
+        """The endpoint, opened where it is nearest."""
+        routes = reachable(name, endpoint, transport, request.allow_rma)
+        while True:
+            nearest = [str(self._with_trust(uri)) for uri in routes.pop(0)]
+            try:
+                return open_at(nearest, endpoint.ticket, request)
+            except TransportError:
+                if not routes:
+                    raise
+
+    def _with_trust(self, uri: Uri) -> Uri:
+        """The location, with what this client trusts, and not what the catalog may say about that."""
+        parameters = {name: value for name, value in uri.parameters.items() if name not in _CLIENT_PARAMETERS}
+        return replace(uri, parameters={**parameters, **self._trust.get(uri.scheme, {})})
+
+    def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
+        """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
+        if request.chooses_rows:
+            network = [uri for route in locations(endpoint) for uri in route if not shares_memory(uri)]
+            return read_filtered(request, network[:1], lambda inner: self._do_get(info, endpoint, inner))
+        selection, identifier = request.selection, endpoint.ticket
+        if selection is not None:
+            indices = selection.indices(info.schema.names)
+            if any(supports_selection(uri) for route in locations(endpoint) for uri in route):
+                identifier = selection.identifier(endpoint.ticket)
+        if request.rows_at_server is not None and identifier == endpoint.ticket:
+            raise SourceError(f"{REFUSED}: the request would be too long")
+        reader = self._flight_do_get(identifier, request.options)
+        if selection is not None and identifier == endpoint.ticket:
+            reader = select_columns(reader, indices)
+            if request.batches is not None:
+                reader = slice_batches(reader, *request.batches)
+        return reader if request.rows is None else slice_rows(reader, request.rows)
+
+
+def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader], request: ReadRequest) -> pa.RecordBatchReader:
+    if len(readers) == 1:
+        return readers[0]
+    if readers:
+        schema = readers[0].schema
+    else:
+        selection = request.selection or Selection()
+        schema = select_fields(info.schema, selection.indices(info.schema.names))
+    return BatchReader(schema, (pair for reader in readers for pair in batches(reader)))
+
+
+def _endpoints_with_rows(info: DatasetInfo, request: ReadRequest) -> Iterator[tuple[Endpoint, ReadRequest]]:
+    """The endpoints that have some of the rows, and the request of each, by its own positions."""
+    if request.filter is None and request.limit is not None and all(one.rows is not None for one in info.endpoints):
+        first = 0 if request.rows is None else request.rows.start
+        stop = sys.maxsize if request.rows is None else request.rows.stop
+        request = replace(request, rows=range(first, min(stop, first + request.limit)), limit=None)
+    at, rows = 0, request.rows
+    for endpoint in info.endpoints:
+        if rows is None:
+            yield endpoint, request
+            continue
+        if endpoint.rows is None:
+            raise CatalogError(f"the catalog does not know how many rows the parts of {info.name!r} have")
+        first, end = max(0, rows.start - at), min(rows.stop - at, endpoint.rows)
+        if not first and end == endpoint.rows and end:
+            yield endpoint, replace(request, rows=None)
+        elif first < end and (first or request.filter is not None):
+            yield endpoint, replace(request, rows=range(first, end))
+        elif first < end:  # which a server may do, too
+            yield endpoint, replace(request, rows=None, limit=end)
+        at += endpoint.rows
