@@ -99,7 +99,10 @@ class CatalogClient:
         return self._calls.call(list_flights)
 
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
-        """One dataset, or a version of it that was replaced and is still there. Raises DatasetNotFound."""
+        """What the catalog says of the dataset `name`, or of a `version` of it that was replaced and is still there.
+
+        Raises DatasetNotFound.
+        """
         flight_descriptor = self._calls.flight.FlightDescriptor
         command = {"name": name, **_caller_identity(), **({} if version is None else {"version": version})}
         descriptors = [flight_descriptor.for_command(json.dumps(command))]
@@ -125,19 +128,28 @@ class CatalogClient:
         return self._calls.call(lambda client: DatasetInfo.parse(client.get_flight_info(descriptor, options)))
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
-        """What of a dataset can still be read, the oldest first: version, created, rows, current."""
+        """The versions of a dataset that can still be read, the oldest first.
+
+        Each has `version`, its number; `created`, in seconds since the epoch; `rows`, None where they are not known;
+        and `current`, whether it is the one that `name` alone stands for.
+        """
         found: Sequence[dict[str, Any]] = self.do_action("versions", {"name": name})["versions"]
         return found
 
     def nodes(self) -> Sequence[dict[str, Any]]:
-        """Who holds parts of datasets: id, host, boot_id, flight, locations, alive, seen."""
+        """The nodes that have ever registered at the catalog.
+
+        Each has `id`, `host`, `boot_id` (of the kernel that it runs on), `flight` (the URI where it answers),
+        `locations` (URIs of its transports), `alive`, and `seen`: its last heartbeat, in seconds since the epoch.
+        """
         found: Sequence[dict[str, Any]] = self.do_action("nodes", {})["nodes"]
         return found
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
-        """The stream over Flight itself, all of its columns: slower than anything else here, and always there.
+        """A reader over all that `ticket` stands for, by Flight's DoGet: slower than any transport, and always there.
 
-        Of `options` count those that libarrow applies, and the depth.
+        Of `options` count those that libarrow applies, and the limit of depth. Raises CatalogError, AccessDenied,
+        DatasetNotFound and FormatError.
         """
         options = check_options(options, ReadOptions)
         flight = self._calls.flight

@@ -115,11 +115,11 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     @property
     def children(self) -> list[Any]:
-        """It is one dataset."""
+        """Always empty: a handle stands for one dataset, and not for a union of some."""
         return []
 
     def versions(self) -> Sequence[dict[str, Any]]:
-        """See `Client.versions`."""
+        """All versions of the dataset that can still be read, as `Client.versions` gives them."""
         return self._client.versions(self.name)
 
     def refresh(self) -> Self:
@@ -157,23 +157,23 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         raise OptionError("a handle has no filter of its own: give filter= to to_table, to_reader or scanner")
 
     def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """All of it, or what the options of `scanner` say."""
+        """A table of all rows and columns, or of those that `columns`, `filter` and the options of `scanner` choose."""
         return self.scanner(columns, filter, **options).to_table()
 
     def to_batches(self, columns: Any = None, filter: Any = None, **options: Any) -> Iterator[pa.RecordBatch]:
-        """The same, batch by batch."""
+        """The record batches of what is chosen, one by one, as they arrive."""
         return self.scanner(columns, filter, **options).to_batches()
 
     def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
-        """The same, as a reader, which is read once."""
+        """A reader over what is chosen, which is read once."""
         return self.scanner(columns, filter, **options).to_reader()
 
     def to_pandas(self, columns: Any = None, filter: Any = None, **options: Any) -> pd.DataFrame:
-        """The same, for pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
+        """What is chosen, as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
         return self.to_table(columns, filter, **options).to_pandas()
 
     def to_polars(self, columns: Any = None, filter: Any = None, **options: Any) -> pl.DataFrame:
-        """The same, for Polars. Over shared memory nothing is copied."""
+        """What is chosen, as a DataFrame of Polars. Over shared memory nothing is copied."""
         import polars
 
         return polars.from_arrow(self.to_table(columns, filter, **options), rechunk=False)  # type: ignore[return-value]
@@ -185,15 +185,15 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         return scan(self)
 
     def head(self, num_rows: int = 10, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """The first rows."""
+        """A table of the first `num_rows` of the rows that are chosen."""
         return self.scanner(columns, filter, **options).head(num_rows)
 
     def take(self, indices: Any, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
-        """The rows at these positions."""
+        """A table of the rows at these positions, counted from 0 among those that are chosen. Reads all of these."""
         return self.scanner(columns, filter, **options).take(indices)
 
     def count_rows(self, filter: Any = None, **options: Any) -> int:
-        """How many rows it has, or how many pass."""
+        """How many rows the version has, or how many of them pass `filter`."""
         return self.scanner(filter=filter, **options).count_rows()
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
@@ -261,18 +261,18 @@ class Scanner:
 
     @property
     def dataset_schema(self) -> pa.Schema:
-        """That of the whole dataset."""
+        """The schema of the whole dataset."""
         return self._dataset.schema
 
     @property
     def projected_schema(self) -> pa.Schema:
-        """That of what is read."""
+        """The schema of what is read: the chosen columns, in their order."""
         if self._expressions is not None:
             return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
         return _ordered(self.dataset_schema, self._names)
 
     def to_reader(self) -> Any:
-        """A reader, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
+        """A reader over what is chosen, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
         if self._device is None:
             return self._to_reader()
         return self._to_device_reader(self._device)
@@ -294,19 +294,19 @@ class Scanner:
         return BatchReader(schema, ((piece.select(positions), None) for piece in self._pieces(reader)))
 
     def to_batches(self) -> Iterator[Any]:
-        """Batch by batch."""
+        """The record batches of `to_reader`, one by one."""
         return iter(self.to_reader())
 
     def to_table(self) -> pa.Table:
-        """All of it."""
+        """A table of everything that is chosen."""
         return self._to_reader().read_all()
 
     def head(self, num_rows: int = 10) -> pa.Table:
-        """The first rows."""
+        """A table of the first `num_rows` rows."""
         return self._limited(num_rows).to_table()
 
     def take(self, indices: Any) -> pa.Table:
-        """The rows at these positions."""
+        """A table of the rows at these positions, counted from 0. Reads all rows that are chosen."""
         return self.to_table().take(indices)
 
     def count_rows(self) -> int:

@@ -136,11 +136,15 @@ class Client(CatalogClient):
         return DatasetHandle(self, self.describe(name, version), transport)
 
     def scan(self, name: str, version: int | None = None, *, transport: str | None = None) -> pl.LazyFrame:
-        """The same as a LazyFrame of Polars, which reads the columns and rows that its plan needs."""
+        """A LazyFrame of Polars over the dataset `name`, or over that `version` of it.
+
+        It reads the columns and rows that its plan needs, through `transport`, or the nearest one. Raises
+        DatasetNotFound.
+        """
         return self.dataset(name, version, transport=transport).scan()
 
     def __getitem__(self, name: str) -> DatasetHandle:
-        """The same as `dataset`."""
+        """A handle on the dataset `name` as it is now: see `dataset`."""
         return self.dataset(name)
 
     def __contains__(self, name: object) -> bool:

@@ -55,7 +55,7 @@ def read_schema(header: bytes, error_type: type[DissociatedError]) -> pa.Schema:
 
 
 def check_field_names(schema: pa.Schema) -> pa.Schema:
-    """The same. Raises UnicodeDecodeError now where a column has a name that pyarrow cannot tell later."""
+    """The schema. Raises UnicodeDecodeError now where a column has a name that pyarrow cannot tell later."""
     assert schema.names is not None
     return schema
 
@@ -132,7 +132,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
 
 
 class PeerReader(StreamReader):
-    """The same over what a peer sent.
+    """A StreamReader over what a peer sent.
 
     Raises RemoteProtocolError where the content is invalid, TransportError where there is no memory for it.
     """

@@ -17,11 +17,14 @@ OUTCOMES = ("done", "gone", "refused", "failed")
 
 @dataclass(frozen=True)
 class ConsumerStatus:
-    """One open connection. `seconds` is for how long it has been; `dataset` is None until it has asked for one.
+    """One open connection.
 
-    `messages` and `bytes`, those of bodies whether sent inline or by address, are what it was sent; `leases` how many
-    addresses it holds. `kept` is how many bytes of a live stream it still holds although it was cut off. `rate` is how
-    many bytes it was sent in a second: of late, where somebody has looked, else since it has been there.
+    - `dataset`: what it has asked for. None until it has.
+    - `seconds`: how long it has been open.
+    - `messages`, `bytes`: what it was sent. The bytes are those of bodies, whether sent inline or by address.
+    - `leases`: how many addresses it holds.
+    - `kept`: how many bytes of a live stream it still holds although it was cut off.
+    - `rate`: bytes that it was sent in a second: of late, where somebody has looked, and else since it is open.
     """
 
     connection: int
@@ -39,11 +42,12 @@ class ConsumerStatus:
 
 @dataclass(frozen=True)
 class DatasetStatus:
-    """What is published under a name, and what came of it. `rows` and `size`, in bytes, may be unknown.
+    """What is published under a name, and what was sent of it.
 
-    Older versions of it that are served still are counted with it; `versions` is how many there are in all.
-
-    `streams` counts those that were asked for, `consumers` those of them that are open.
+    - `rows`, `size`: how many rows and bytes it has. None where they are not known.
+    - `streams`: how often it was asked for. `consumers`: how many of these streams are open.
+    - `messages`, `bytes`, `leases`: what was sent of it, and how many addresses are held.
+    - `versions`: how many versions of it are served. Older ones are counted with it.
     """
 
     name: str

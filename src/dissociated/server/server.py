@@ -94,7 +94,7 @@ class Server:
 
     @classmethod
     def of(cls, options: ServerOptions) -> Server:
-        """One with these options."""
+        """A server with these options, as one value. Raises as `Server` does."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(options)})
 
     def after_fork_in_child(self) -> None:
@@ -115,20 +115,23 @@ class Server:
         live: Live | None = None,
         wait: bool = False,
     ) -> None:
-        """Make `source` available under `name`, instead of what had that name; streams of that one go on.
+        """Make `source` available under `name`, in place of what had that name. Streams of that one go on.
 
-        What a source can be: see `dissociated.datasets.sources.make_dataset`. `schema` is that of an iterator or list
-        of record batches, which may then be empty. `options` say how it is written:
-        compression, alignment, dictionary deltas; an IPC file is served as it is and takes none. `ticket` is what
-        clients ask with, or if tickets are signed what they are signed for; left out, it is random. Two servers that
-        publish the same source with one ticket can share the work: metadata from one, bodies from the other.
-
-        With `live` the source is read once, for all clients together, each of which has its own place in the stream;
-        otherwise each client has its own reading. See `Live` for who may join, and what becomes of those who stall.
+        - `source`: a Table, a reader, record batches, a path, a callable, tensors, and more: see
+          `dissociated.datasets.sources.make_dataset`.
+        - `schema`: of an iterator or a list of record batches, which may then be empty.
+        - `options`: how it is written: compression, alignment, dictionary deltas. An IPC file is served as it is, and
+          takes none.
+        - `ticket`: what clients ask with; where tickets are signed, what they are signed for. Left out, it is random.
+          Two servers that publish the same source with one ticket can share the work: metadata from one, bodies from
+          the other.
+        - `live`: the source is read once, for all clients together. Each has its own place in the stream. `Live` says
+          who may join, and what becomes of those who stall. Left out, each client has its own reading.
+        - `wait`: publish a Table when its copy in shared memory is made, and raise here what that raises.
 
         Clients that map memory read a copy of what is held. Where a transport shares memory, the copy of a large Table
         begins now, in the background, unless it would take more than half of the memory that is left. It can be read
-        meanwhile. To `wait` is to publish it when the copy is made, and to get its error here.
+        meanwhile.
 
         Raises SourceError or StoreError where the source cannot be read, FormatError where it cannot be written with
         these options, OptionError where `options` or `live` are something else.
