@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dissociated.buffers import Buffer
 from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
-from dissociated.client.stream import Stream
+from dissociated.client.stream import ClientStream
 from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
@@ -48,14 +48,14 @@ def parse_uris(uri: str | Sequence[str]) -> list[Uri]:
     return uris
 
 
-def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> Stream:
+def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> ClientStream:
     """Connect to the URI, or to both, and ask for the stream `identifier`. Raises as `open_stream` does.
 
     Where another user's server shares what is not safe to map, it is asked for packed bodies, if it has said how.
     """
     while True:
         try:
-            return Stream(_open_session(uris, identifier, request))
+            return ClientStream(_open_session(uris, identifier, request))
         except UnsafeMemory:
             packed = uris[-1].with_packed_bodies()
             if packed is None:

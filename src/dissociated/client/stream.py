@@ -20,7 +20,7 @@ from dissociated.protocol.delivery import Delivered, Delivery
 _MAX_SEEN = 1 << 16
 
 
-class Stream:
+class ClientStream:
     """What a session delivers. It is read once, as batches or as tensors, or closed."""
 
     def __init__(self, session: ClientSession) -> None:

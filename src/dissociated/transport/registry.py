@@ -9,7 +9,7 @@ from dissociated.errors import UriError
 from dissociated.once import once
 from dissociated.transport.base import Transport
 
-_OURS = {
+_BUILT_IN = {
     "fabric": "dissociated.transport.native.fabric.transport:FabricTransport",
     "inproc": "dissociated.transport.inproc:InprocTransport",
     "shm": "dissociated.transport.framed.shm:ShmTransport",
@@ -22,10 +22,10 @@ _OURS = {
 @once
 def transport(scheme: str) -> Transport:
     """The transport for `scheme`, loaded on first use. Raises UriError for a scheme that nobody provides."""
-    if scheme in _OURS:
-        module, name = _OURS[scheme].split(":")
-        ours: Transport = getattr(import_module(module), name)()
-        return ours
+    if scheme in _BUILT_IN:
+        module, name = _BUILT_IN[scheme].split(":")
+        built_in: Transport = getattr(import_module(module), name)()
+        return built_in
     for entry in entry_points(group="dissociated.transports", name=scheme):
         loaded: Transport = entry.load()()
         return loaded
@@ -35,4 +35,4 @@ def transport(scheme: str) -> Transport:
 @once
 def schemes() -> frozenset[str]:
     """Every scheme that has a transport here."""
-    return frozenset(_OURS) | {entry.name for entry in entry_points(group="dissociated.transports")}
+    return frozenset(_BUILT_IN) | {entry.name for entry in entry_points(group="dissociated.transports")}

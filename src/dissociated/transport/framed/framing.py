@@ -45,7 +45,7 @@ _MAX_RUN = 1 << 20
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
 #: How much is read at once after a payload that was too large for that: just what surrounds the next one.
-_GLANCE = 1 << 12
+_READ_BETWEEN = 1 << 12
 
 
 class FrameKind(IntEnum):
@@ -62,7 +62,7 @@ class FrameKind(IntEnum):
     RUN = 5
 
 
-_LENT = (FrameKind.TAGGED, FrameKind.RUN)  # their payloads are handed out in the memory they were read into
+_IN_PLACE_KINDS = (FrameKind.TAGGED, FrameKind.RUN)  # their payloads are handed out in the memory they were read into
 
 
 class Frame(NamedTuple):
@@ -259,7 +259,7 @@ class FrameReader:
             at = self._begin + HEAD_SIZE
             self._begin = at + padded
             payload: Buffer = memoryview(self._chunk)[at : at + length]
-            if kind in _LENT:
+            if kind in _IN_PLACE_KINDS:
                 self._lent = True
                 return Frame(kind, tag, payload)
         else:
@@ -268,7 +268,7 @@ class FrameReader:
             self._read_large(memoryview(payload).cast("B"), timeout)
             self._fill(padded - length, timeout, inside=True)
             self._begin += padded - length
-            if kind in _LENT:
+            if kind in _IN_PLACE_KINDS:
                 return Frame(kind, tag, payload)
         return Frame(kind, tag, bytes(payload))
 
@@ -330,7 +330,7 @@ class FrameReader:
             if not count:
                 raise ConnectionClosed("the peer closed the connection in the middle of a message")
             at += count
-        self._read_size = _GLANCE
+        self._read_size = _READ_BETWEEN
 
     def _new_chunk(self) -> None:
         self._chunk = bytearray(_CHUNK)

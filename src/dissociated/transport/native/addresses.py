@@ -47,10 +47,10 @@ def _layout(family: socket.AddressFamily) -> struct.Struct:
     return _layouts[family]
 
 
-def resolve(host: str, doing: str) -> str:
+def resolve(host: str, action: str) -> str:
     """An address of this host. Raises TransportError where it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise TransportError(f"{doing}: {host!r} cannot be found: {error}") from None
+        raise TransportError(f"{action}: {host!r} cannot be found: {error}") from None
     return str(found[0][4][0])

@@ -266,10 +266,10 @@ class Ofi:
         text: bytes = self.ffi.string(self.lib.fi_strerror(abs(code)))
         return text.decode()
 
-    def check(self, code: int, doing: str) -> None:
+    def check(self, code: int, action: str) -> None:
         """Raise TransportError unless all is well."""
         if code < 0:
-            raise TransportError(f"{doing}: libfabric {self.version}: {self.explain(code)}")
+            raise TransportError(f"{action}: libfabric {self.version}: {self.explain(code)}")
 
     def _check_layouts(self) -> None:
         """Raise TransportError where this library's structures are not those that are declared here.

@@ -51,12 +51,12 @@ from dissociated.transport.native.heartbeat import heartbeat_of
 
 _log = logging.getLogger(__name__)
 
-_UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
+_MAX_UNDER_WAY = QUEUE // 2  # messages, so that libfabric always takes a heartbeat, too
 _RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST_TIMEOUT = 0.25  # seconds for the last word
-_LOOKS = 256  # messages that are taken before somebody else's turn
-_BUSY = 0.05  # seconds that a heartbeat waits for whoever uses the connection
-_ROUNDS = 16  # of completions that are looked at before somebody else is
+_MAX_PEEKS = 256  # messages that are taken before somebody else's turn
+_LOCK_TIMEOUT = 0.05  # seconds that a heartbeat waits for whoever uses the connection
+_MAX_ROUNDS = 16  # of completions that are looked at before somebody else is
 
 
 class FabricConnection(NativeConnection):
@@ -168,7 +168,7 @@ class FabricConnection(NativeConnection):
         self._happened |= sending.tag != CONTROL | Kind.CREDIT
 
     def _has_room(self, size: int) -> bool:
-        return self._credit.has_room(size) and len(self._under_way) < _UNDER_WAY
+        return self._credit.has_room(size) and len(self._under_way) < _MAX_UNDER_WAY
 
     def _complete(self, request: PendingSend) -> bool | None:
         return request.ended or None
@@ -250,7 +250,7 @@ class FabricConnection(NativeConnection):
 
     def _take(self, allocate: Allocate, most: int) -> bool:
         only_small = self._only_small(allocate)
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_PEEKS):
             if self._receiving_bytes + self._arrived_bytes > most or self._broken is not None:
                 break
             if (found := self._peek()) is None:
@@ -317,7 +317,7 @@ class FabricConnection(NativeConnection):
 
     def _progress(self) -> bool:
         self._outbox.advance(self)
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             if not self._endpoint.progress():
                 break
         if self._woken_at == self._endpoint.ended:
@@ -350,12 +350,12 @@ class FabricConnection(NativeConnection):
         Also see to it that a client which sends without end while nobody here receives is not kept for: each time
         libfabric works it takes some of that.
         """
-        if not self._lock.acquire(timeout=_BUSY):
+        if not self._lock.acquire(timeout=_LOCK_TIMEOUT):
             return  # whoever has it is at work; the hearts of others must beat
         try:
             if self._closed or self._over:
                 return
-            for _ in range(_LOOKS):  # what the peer sent before its heartbeat comes first
+            for _ in range(_MAX_PEEKS):  # what the peer sent before its heartbeat comes first
                 if self._has(lambda: self._liveness.heard):
                     break
                 self._endpoint.progress()

@@ -10,8 +10,8 @@ from dissociated.transport.native.fabric.endpoint import PeekedMessage
 from dissociated.transport.native.fabric.operations import Completion, Done
 from dissociated.transport.native.fabric.provider import ConnectionEndpoint
 
-_LOOKS = 256  # messages that are taken before somebody else's turn
-_BESIDE = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
+_MAX_PEEKS = 256  # messages that are taken before somebody else's turn
+_MAX_CONTROL_WAITING = 128  # messages beside the protocol that may wait at once: libfabric keeps many more beside them
 
 
 class ControlHandler(Protocol):
@@ -44,13 +44,13 @@ class ControlReceiver:
 
         What is found of that is received.
         """
-        for _ in range(_LOOKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
+        for _ in range(_MAX_PEEKS):  # each look lets more arrive: a peer that sends without end shall not keep us here
             found = self._endpoint.peek()
             if found is None or not is_control(found.tag):
                 self._waiting = 0 if found is None else self._waiting
                 return found
             self._waiting += 1
-            if self._waiting > _BESIDE:
+            if self._waiting > _MAX_CONTROL_WAITING:
                 handler.break_off(
                     RemoteProtocolError(f"{self._peer} says {self._waiting} things at once beside the protocol")
                 )

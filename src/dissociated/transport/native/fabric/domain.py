@@ -25,14 +25,14 @@ class Domain:
         self._ffi = used.ffi
         self._lock = threading.Lock()
         self._users = 0
-        null, doing = used.ffi.NULL, "opening a domain"
+        null, action = used.ffi.NULL, "opening a domain"
         fabric, domain = used.ffi.new("struct fid_fabric **"), used.ffi.new("struct fid_domain **")
-        used.check(used.lib.fi_fabric(info.fabric_attr, fabric, null), doing)
+        used.check(used.lib.fi_fabric(info.fabric_attr, fabric, null), action)
         self.fabric = fabric[0]
         code = self.fabric.ops.domain(self.fabric, info, domain, null)
         if code < 0:
             close_object(used.ffi, self.fabric)
-        used.check(code, doing)
+        used.check(code, action)
         self.domain = domain[0]
         self._keys = count(1)
         self._used = used

@@ -21,14 +21,14 @@ from dissociated.transport.native.waker import Waker
 
 ANY_TAG = 2**64 - 1
 _ANYBODY = 2**64 - 1
-_AT_ONCE = 64  # completions that are read at once
+_COMPLETIONS_READ = 64  # completions that are read at once
 _EAGER = 1 << 13  # bytes up to which messages are always copied on the way, and need not be registered
 _RXM_EAGER = 1 << 14
 _ALL = 3  # objects that an endpoint consists of
-_DRAINED = 1 << 16  # messages that are thrown away, at most
-_ENOUGH = 64  # messages that are thrown away before the peer is kept from sending more
+_MAX_DRAINED = 1 << 16  # messages that are thrown away, at most
+_MAX_DISCARDED_AT_ONCE = 64  # messages that are thrown away before the peer is kept from sending more
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
-_CUT = 0.25  # seconds for what is cut off to end
+_CUT_OFF_TIMEOUT = 0.25  # seconds for what is cut off to end
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
 MAX_SMALL_UNTAGGED = 1 << 16
 
@@ -81,7 +81,7 @@ class FabricEndpoint:
             #: Whether addresses for reads are those of the server's process, rather than offsets.
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
             new = self._ffi.new
-            self._entries = new(f"struct fi_cq_tagged_entry[{_AT_ONCE}]")
+            self._entries = new(f"struct fi_cq_tagged_entry[{_COMPLETIONS_READ}]")
             self._error = new("struct fi_cq_err_entry *")
             self._tagged = new("struct fi_msg_tagged *")
             self._tagged.addr, self._tagged.ignore = _ANYBODY, ANY_TAG
@@ -98,11 +98,11 @@ class FabricEndpoint:
 
     def _open(self, info: Any, shared: Domain | None) -> None:
         ffi, check, null = self._ffi, self.ofi.check, self._ffi.NULL
-        doing = f"opening {self._provider}"
+        action = f"opening {self._provider}"
 
         def opened(kind: str, call: Callable[..., int], *arguments: Any) -> Any:
             created = ffi.new(f"struct {kind} **")
-            check(call(*arguments, created, null), doing)
+            check(call(*arguments, created, null), action)
             self._opened.append(created[0])
             return created[0]
 
@@ -119,14 +119,14 @@ class FabricEndpoint:
         self._endpoint = opened("fid_ep", domain.ops.endpoint, domain, info)
         self._fid = ffi.addressof(self._endpoint.fid)
         for other, flags in ((self._queue, c.SEND | c.RECV), (self._vector, 0)):
-            check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(other.fid), flags), doing)
+            check(self._endpoint.fid.ops.bind(self._fid, ffi.addressof(other.fid), flags), action)
         least = ffi.new("size_t *", MAX_SMALL_UNTAGGED)
-        check(self._endpoint.ops.setopt(self._fid, 0, c.OPT_MIN_MULTI_RECV, least, ffi.sizeof("size_t")), doing)
-        check(self._endpoint.fid.ops.control(self._fid, c.ENABLE, null), doing)
+        check(self._endpoint.ops.setopt(self._fid, 0, c.OPT_MIN_MULTI_RECV, least, ffi.sizeof("size_t")), action)
+        check(self._endpoint.fid.ops.control(self._fid, c.ENABLE, null), action)
         self._enabled = True
         queue_fid = ffi.addressof(self._queue.fid)
         descriptor = ffi.new("int *")
-        check(self._queue.fid.ops.control(queue_fid, c.GETWAIT, descriptor), doing)
+        check(self._queue.fid.ops.control(queue_fid, c.GETWAIT, descriptor), action)
         self.wakes = [int(descriptor[0])]  #: descriptors, at which there is something to read when there is to do
         self._waited_for = ffi.new("struct fid *[1]", [queue_fid])
 
@@ -287,17 +287,17 @@ class FabricEndpoint:
         """Let libfabric use memory for an operation, which then owns what is returned."""
         return self.domain.register(memory, c.SEND | c.RECV | c.READ)
 
-    def _begun(self, operation: Operation, code: int, doing: str) -> bool:
+    def _begun(self, operation: Operation, code: int, action: str) -> bool:
         if code < 0:
             self._operations.forget(operation)
             if code != -c.EAGAIN:
-                self.ofi.check(code, doing)
+                self.ofi.check(code, action)
         return code == 0
 
     def progress(self) -> bool:
         """Let libfabric work, and tell of what is done. Whether anything was."""
         ffi, queue = self._ffi, self._queue
-        count = queue.ops.read(queue, self._entries, _AT_ONCE)
+        count = queue.ops.read(queue, self._entries, _COMPLETIONS_READ)
         if count > 0:
             for entry in self._entries[0:count]:
                 self._ended(entry, 0)
@@ -335,8 +335,8 @@ class FabricEndpoint:
     def _drain(self) -> None:
         """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
         try:
-            for number in range(_DRAINED):
-                if number == _ENOUGH:
+            for number in range(_MAX_DRAINED):
+                if number == _MAX_DISCARDED_AT_ONCE:
                     self._cut()  # it would send more while we look for more
                 if self.peek() is None and self._peeking is None:
                     break
@@ -354,7 +354,7 @@ class FabricEndpoint:
             return
         with suppress(ValueError, struct.error):  # providers that do not use TCP have other names
             shut_down(self.name, self._known)
-        end = time.monotonic() + _CUT
+        end = time.monotonic() + _CUT_OFF_TIMEOUT
         with suppress(TransportError):
             while self._operations.fetching and time.monotonic() < end:
                 self.progress()

@@ -11,7 +11,7 @@ from dissociated.transport.native.fabric._ofi import Ofi
 QUEUE = 256
 
 
-def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: int, rma: bool, doing: str) -> Any:
+def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: int, rma: bool, action: str) -> Any:
     """What libfabric offers first. The caller owns it (fi_freeinfo). Raises TransportError where that is nothing."""
     ffi, lib = ofi.ffi, ofi.lib
     hints = lib.fi_dupinfo(ffi.NULL)
@@ -25,5 +25,5 @@ def find_info(ofi: Ofi, provider: str, node: str, service: str | None, flags: in
     where = ffi.NULL if service is None else service.encode()
     code = lib.fi_getinfo(c.API, node.encode(), where, flags, hints, found)
     lib.fi_freeinfo(hints)
-    ofi.check(code, doing)
+    ofi.check(code, action)
     return found[0]

@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 _RETRY_DELAY = 0.002  # seconds, while libfabric wants something to be tried again
 _LAST_TIMEOUT = 0.25  # seconds for the last word
-_KNOWN = 64  # clients whose names a listener remembers
+_MAX_KNOWN_CLIENTS = 64  # clients whose names a listener remembers
 _MAX_WAITING = 128  # clients that wait to be accepted
-_ANSWERING = 16  # that are answered at once: one that does not take its answer keeps no other waiting
+_MAX_ANSWERS = 16  # that are answered at once: one that does not take its answer keeps no other waiting
 #: That have an endpoint and have not joined: each costs 16 MB and a dozen descriptors, and has proved nothing yet.
-_JOINING = 16
+_MAX_JOINING = 16
 _JOIN_TIME = 1.0  # seconds that each of these may take although others wait
 
 
@@ -89,7 +89,7 @@ class FabricListener(NativeListener):
             self._endpoint.discard()
 
     def _next(self) -> Connection | None:
-        while self._hellos and len(self._answers) < _ANSWERING and self._has_place():
+        while self._hellos and len(self._answers) < _MAX_ANSWERS and self._has_place():
             self._welcome(self._hellos[0])
             self._hellos.popleft()
         for answer in [one for one in self._answers if self._given(one)]:
@@ -110,7 +110,7 @@ class FabricListener(NativeListener):
         Whoever has accepted it closes it.
         """
         self._joining = [(since, one) for since, one in self._joining if one.joining]
-        if len(self._joining) < _JOINING:
+        if len(self._joining) < _MAX_JOINING:
             return True
         since, slowest = self._joining[0]
         if time.monotonic() >= since + _JOIN_TIME:
@@ -129,7 +129,7 @@ class FabricListener(NativeListener):
             _log.info("%s: a client said what is no name: %s", self.uri, error)
             return
         self._known.append(client)
-        if len(self._known) > _KNOWN:
+        if len(self._known) > _MAX_KNOWN_CLIENTS:
             self._endpoint.remove(self._known.popleft())
         if version != bytes([VERSION]) or len(name) != len(self._endpoint.name) * lanes(self._provider):
             self._answer(client, Kind.ABORT, b"the server exchanges names in another way: install the same version")

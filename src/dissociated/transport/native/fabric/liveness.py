@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-_MISSED = 10  # heartbeats that a peer may miss
+_MAX_MISSED = 10  # heartbeats that a peer may miss
 _REFUSED = 1.0  # seconds that libfabric may take nothing, although it has nothing to do
 
 
@@ -21,7 +21,7 @@ class Liveness:
         """A heartbeat is due. Whether the peer has missed too many."""
         self._missed = 0 if self.heard else self._missed + 1
         self.heard = False
-        return self._missed >= _MISSED
+        return self._missed >= _MAX_MISSED
 
     def refuses(self, waiting: object) -> bool:
         """Whether libfabric has not taken what is `waiting`, if anything is, for so long that there is no connection.

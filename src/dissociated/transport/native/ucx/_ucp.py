@@ -246,10 +246,10 @@ class Ucp:
         text: bytes = self.ffi.string(self.lib.ucs_status_string(status))
         return text.decode()
 
-    def check(self, status: int, doing: str) -> None:
+    def check(self, status: int, action: str) -> None:
         """Raise TransportError unless all is well."""
         if status < 0:
-            raise TransportError(f"{doing}: UCX {self.version}: {self.explain(status)}")
+            raise TransportError(f"{action}: UCX {self.version}: {self.explain(status)}")
 
 
 @once

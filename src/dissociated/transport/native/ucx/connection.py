@@ -30,9 +30,9 @@ from dissociated.transport.native.ucx.outgoing import Outgoing, UcxMessages, enc
 from dissociated.transport.native.ucx.worker import Worker
 
 _MAX_REASON = 1 << 12  # bytes of a reason for giving up
-_SMALL = 1 << 13  # bytes up to which UCX sends a message at once, and does not have it fetched
+_EAGER_SIZE = 1 << 13  # bytes up to which UCX sends a message at once, and does not have it fetched
 _GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
-_SETTLE = 0.1  # seconds for an endpoint to close
+_CLOSE_TIMEOUT = 0.1  # seconds for an endpoint to close
 
 
 class _ProbedMessage(NamedTuple):
@@ -187,7 +187,7 @@ class UcxConnection(NativeConnection):
             return found
         while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
             found = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
-            if fetching or found.length <= _SMALL:
+            if fetching or found.length <= _EAGER_SIZE:
                 return found
             self._put(found)
         return None
@@ -282,9 +282,9 @@ class UcxConnection(NativeConnection):
             return
         if not (self._gone and endpoint.err_mode_none):
             endpoint.begin_close()
-        end = time.monotonic() + _SETTLE
+        end = time.monotonic() + _CLOSE_TIMEOUT
         while not (over := endpoint.advance_closing()) and time.monotonic() < end:
-            self._sleep(_SETTLE / 20)
+            self._sleep(_CLOSE_TIMEOUT / 20)
         if over or not self._is_shared():
             endpoint.destroy()
         else:
