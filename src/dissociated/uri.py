@@ -20,6 +20,8 @@ ANY_INTERFACE = ("0.0.0.0", "::")
 
 #: Our own parameter: the want_data value that asks the same server for packed bodies, and for no addresses.
 PACKED = "packed"
+#: Our own parameter: the identity of the device, on this host, that the remote_handle is for.
+DEVICE = "device"
 
 _UINT64_MAX = 2**64 - 1
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*\Z")

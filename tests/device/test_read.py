@@ -13,26 +13,15 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
-from arrow_cases import ARRAYS, batches
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from helpers import connections_left
 
 from . import consumer
+from .cases import ALL_TYPES, NAMES, NUMBERS, pieces
 
-_whole = [batches(arrays) for arrays in ARRAYS.values()]
-NAMES = [f"{type_} {name}" for type_, (batch, *_) in zip(ARRAYS, _whole, strict=True) for name in batch.schema.names]
-#: Batches of every type side by side: whole, empty, a slice that begins and ends within a byte, one row.
-ALL_TYPES = [
-    pa.record_batch([column for batch in some for column in batch.columns], NAMES) for some in zip(*_whole, strict=True)
-]
-NUMBERS = pa.table({"n": range(50_000), "f": pa.array(np.linspace(0, 1, 50_000)), "s": ["text"] * 50_000})
 COMPRESSED = dis.WriteOptions(codec="zstd")
-
-
-def pieces() -> Iterator[pa.RecordBatch]:
-    yield from NUMBERS.to_batches(max_chunksize=7_000)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,21 +12,25 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from dissociated.catalog.locations import DatasetInfo, Endpoint, locations, reachable
+from dissociated.catalog.locations import DatasetInfo, Endpoint, device_routes, locations, reachable
 from dissociated.client.connect import shares_memory, supports_selection
 from dissociated.client.filtering import read_filtered
-from dissociated.client.open import read_stream
+from dissociated.client.open import read_on_device, read_stream
 from dissociated.client.request import ReadRequest
 from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches, select_columns, select_fields, slice_batches, slice_rows
+from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import CatalogError, RemoteError, SourceError, TransportError
+from dissociated.errors import CatalogError, DeviceError, RemoteError, SourceError, TransportError
+from dissociated.memory.device.base import Device
 from dissociated.protocol.request import REFUSED, Selection
 from dissociated.transport import registry
 from dissociated.uri import Uri
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -63,6 +68,30 @@ class EndpointReader:
         return (
             reader if request.limit is None else filter_batches(reader, None, range(len(reader.schema)), request.limit)
         )
+
+    def read_on_device(
+        self, describe: Describe, transport: str | None, request: ReadRequest, device: Device
+    ) -> DeviceReader:
+        """The same on a device: where it lies there, or copied there, after rows have been chosen."""
+
+        def open_all(info: DatasetInfo) -> list[DeviceReader]:
+            return [self._open_on_device(info, part, transport, request, device) for part in info.endpoints]
+
+        if not request.chooses_rows and request.rows is None:
+            _, readers = self._open_all(describe, open_all)
+            if readers:
+                return chain_on_device(device, readers)
+        return to_device(self.read(describe, transport, request), device)
+
+    def _open_on_device(
+        self, info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest, device: Device
+    ) -> DeviceReader:
+        for uri in device_routes(endpoint, transport, device.identity):
+            try:
+                return read_on_device(str(self._with_trust(uri)), endpoint.ticket, replace(request, device=device))
+            except (TransportError, DeviceError) as error:
+                _log.info("%r is copied to %s, since it cannot be read where it lies: %s", info.name, device, error)
+        return to_device(self.open(info, endpoint, transport, request), device)
 
     def read_tensors(self, describe: Describe, transport: str | None, request: ReadRequest) -> Iterator[Tensor]:
         """The tensors of a dataset."""

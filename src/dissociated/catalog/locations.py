@@ -16,7 +16,7 @@ from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
 from dissociated.display import count, html, html_table, shorten, size, table
 from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
-from dissociated.uri import Uri
+from dissociated.uri import DEVICE, Uri
 
 _WIDTH = 60  # characters, of what is shown to people
 _MAX_SHOWN = 40  # columns
@@ -219,7 +219,8 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
             continue
         if uri.scheme in schemes and uri.want_data is not None:
             uris.append(uri)
-    if len(uris) == 2 == len(endpoint.locations) and uris[0].scheme == uris[1].scheme:
+    on_device = any(DEVICE in uri.parameters for uri in uris)
+    if len(uris) == 2 == len(endpoint.locations) and uris[0].scheme == uris[1].scheme and not on_device:
         marked = {uri.parameters.get("stream"): uri for uri in uris}
         if marked.keys() == {"metadata", "bodies"}:
             return [[marked["metadata"], marked["bodies"]]]
@@ -229,6 +230,18 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     metadata = [uri for uri in uris if uri.parameters.get("stream") == "metadata"]
     bodies = [uri for uri in uris if uri.parameters.get("stream") == "bodies"]
     return single + [[one, other] for one in metadata for other in bodies]
+
+
+def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list[Uri]:
+    """Where an endpoint that lies on the device of that identity can be asked for by its addresses there."""
+    return [
+        uri
+        for route in locations(endpoint)
+        for uri in route
+        if uri.parameters.get(DEVICE) == identity
+        and scheme in (None, uri.scheme)
+        and registry.transport(uri.scheme).reachable(uri)
+    ]
 
 
 def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
@@ -245,6 +258,7 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         for uris in locations(endpoint)
         if (scheme is None or uris[0].scheme == scheme)
         and (allow_rma or uris[-1].remote_handle is None)
+        and DEVICE not in uris[-1].parameters
         and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
     ]
     if not routes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from dissociated.catalog.endpoint_reader import EndpointReader
 from dissociated.catalog.locations import DatasetInfo, Endpoint, reachable
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.request import TIMEOUT, ReadRequest
-from dissociated.codec.device import DeviceReader, to_device
+from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.tensor import Tensor
 from dissociated.errors import CatalogError, DatasetNotFound, RemoteError, TransportError, WrongKind
@@ -116,7 +116,7 @@ class Client(CatalogClient):
         )
         describe = partial(self.describe, name, version)
         if request.device is not None:
-            return self._read_on_device(describe, transport, request, request.device)
+            return self._endpoints.read_on_device(describe, transport, request, request.device)
         return self._endpoints.read(describe, transport, request)
 
     read_async = asynchronous(read)
@@ -172,7 +172,7 @@ class Client(CatalogClient):
         self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
     ) -> DeviceReader:
         """The same, on a device."""
-        return self._read_on_device(partial(self._describe_again, info), transport, request, device)
+        return self._endpoints.read_on_device(partial(self._describe_again, info), transport, request, device)
 
     def read_part(
         self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
@@ -207,12 +207,6 @@ class Client(CatalogClient):
             f"version {info.version} of {info.name!r} is gone: it was replaced or dropped, and is kept no longer. "
             "refresh() gives a handle on what is there now"
         )
-
-    def _read_on_device(
-        self, describe: Callable[[], DatasetInfo], transport: str | None, request: ReadRequest, device: Device
-    ) -> DeviceReader:
-        """What is read, on a device. Rows are chosen before they are copied there."""
-        return to_device(self._endpoints.read(describe, transport, request), device)
 
     def read_endpoint(
         self,

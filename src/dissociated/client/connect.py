@@ -10,6 +10,8 @@ from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
 from dissociated.client.stream import ClientStream
 from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
+from dissociated.memory.device.segment import open_region
+from dissociated.memory.remote import parse_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
@@ -17,7 +19,7 @@ from dissociated.protocol.request import PARAMETER, ROWS_PARAMETER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import trace
-from dissociated.uri import Uri
+from dissociated.uri import DEVICE, Uri
 
 #: What a stream's connections carry, where it has one, and where it has two.
 _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
@@ -65,7 +67,10 @@ def request_stream(uris: Sequence[Uri], identifier: bytes, request: ReadRequest)
 
 def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) -> ClientSession:
     tags = [one.require_want_data() for one in uris]
-    if not request.allow_rma and any(one.remote_handle is not None for one in uris):
+    if any(DEVICE in one.parameters for one in uris):
+        if request.device is None or request.device.identity != uris[-1].parameters.get(DEVICE):
+            raise UriError("the URI is for who reads onto the device where the dataset lies: take another location")
+    elif not request.allow_rma and any(one.remote_handle is not None for one in uris):
         raise UriError(
             "the URI has a remote_handle, and fetching from the server's memory would let the server write to ours: "
             'give allow_rma=True if you trust it, or take a location with bodies="packed"'
@@ -73,6 +78,9 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
     timeout = request.timeout
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
+        if DEVICE in uris[-1].parameters and request.device is not None:
+            for span in parse_spans(uris[-1]):
+                opened[-1].address_space.add(open_region(request.device, span))
         for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True):
             trace(connection, Tags({tag: streams}, uris[-1].free_data))
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)

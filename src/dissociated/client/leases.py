@@ -72,6 +72,7 @@ class ClientLeases:
             self._connection.stop_receiving()
         self._finished = True
         if self._thread is None:
+            self._connection.address_space.close_devices()
             self._connection.close()
         else:
             self._returns.wake()
@@ -90,6 +91,8 @@ class ClientLeases:
         while not (self._stopped or (self._finished and returned == self._expected)):
             addresses = self._returns.take(_MAX_FREES)
             returned += len(addresses)
+            if self._finished and returned == self._expected:
+                self._connection.address_space.close_devices()  # the server may free them after the last address
             if HELD_BY_FORK in addresses:
                 forked, addresses = True, [address for address in addresses if address != HELD_BY_FORK]
             try:

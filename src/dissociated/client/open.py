@@ -13,9 +13,10 @@ from dissociated.client.asynchronous import asynchronous
 from dissociated.client.connect import parse_uris, request_stream, supports_selection
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.columns import select_columns, slice_batches, slice_rows
+from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
-from dissociated.errors import RemoteProtocolError, SourceError, WrongKind
+from dissociated.errors import DeviceError, RemoteProtocolError, SourceError, WrongKind
 from dissociated.protocol.request import REFUSED, Selection
 
 
@@ -109,6 +110,27 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
     if request.batches is not None and not server_selects:
         reader = slice_batches(reader, *request.batches)
     return reader if request.rows is None else slice_rows(reader, request.rows)
+
+
+def read_on_device(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> DeviceReader:
+    """The columns and batches that `request` wants, on its device, where the server has them there.
+
+    Raises as `open_stream` does, and DeviceError where that cannot be.
+    """
+    assert request.device is not None
+    uris = parse_uris(uri)
+    selection = request.selection
+    identifier = ticket if selection is None else selection.identifier(ticket)
+    if identifier == ticket and selection is not None:
+        raise DeviceError("the columns that are wanted take too long a request")
+    stream = request_stream(uris, identifier, request)
+    try:
+        if selection is not None and _fields_to_keep(stream.header, selection, True) is not None:
+            raise DeviceError("the server has not left out the columns that are not wanted")
+        return stream.on_device(request.device)
+    except BaseException:
+        stream.close()
+        raise
 
 
 def _fields_to_keep(header: bytes, selection: Selection, server_selects: bool) -> list[int] | None:

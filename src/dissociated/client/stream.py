@@ -7,13 +7,16 @@ from collections.abc import Generator
 from contextlib import closing
 from itertools import chain
 
+from dissociated.client.device import place
 from dissociated.client.session import ClientSession, Deliveries
+from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
 from dissociated.codec.inplace import InPlace, PiecewiseReader
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.runs import join_deliveries
 from dissociated.codec.tensor import Tensor, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
+from dissociated.memory.device.base import Device
 from dissociated.protocol.delivery import Delivered, Delivery
 
 #: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
@@ -47,6 +50,16 @@ class ClientStream:
             if first is not None:
                 return first if self._complete else PiecewiseReader(chain([first], readers))
         return self._join(options)
+
+    def on_device(self, device: Device) -> DeviceReader:
+        """A reader of batches on a device, which ends the stream as that of `batches` does."""
+        return join_on_device(device, self._on_device(device))
+
+    def _on_device(self, device: Device) -> Generator[DeviceMessage, None, None]:
+        with closing(self._deliveries()) as deliveries, closing(Mover(device)) as mover:
+            for item in deliveries:
+                for delivery in item.expand():
+                    yield place(delivery, self._bodies, mover)
 
     def tensors(self) -> Generator[Tensor, None, None]:
         """One after the other. Raises WrongKind where there are none."""

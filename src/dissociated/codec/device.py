@@ -26,7 +26,7 @@ from dissociated.codec.split import SplitMessage, Splitter, batches
 from dissociated.errors import DeviceError
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents
-from dissociated.memory.device.base import Device, DeviceMemory, Event
+from dissociated.memory.device.base import Device, Event
 from dissociated.memory.remote import fetch_ranges
 
 #: How bodies are laid out on a device: what reads there wants buffers that are aligned to 64 bytes, and padded to them.
@@ -260,31 +260,45 @@ def to_device(reader: pa.RecordBatchReader, device: Device) -> DeviceReader:
 
 def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMessage, None, None]:
     splitter = Splitter(reader.schema, LAYOUT)
-    with closing(reader), closing(_Mover(device, isinstance(reader, MappedReader | PiecewiseReader))) as mover:
+    with closing(reader), closing(Mover(device, isinstance(reader, MappedReader | PiecewiseReader))) as mover:
         yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
         for batch, metadata in batches(reader):
             for message in splitter.split(batch, metadata):
-                yield mover.move(message)
+                yield mover.move_split(message)
 
 
-class _Mover:
+class Mover:
     """Copies bodies onto a device, and keeps what they are copied from until they are there."""
 
-    def __init__(self, device: Device, in_place: bool) -> None:
+    def __init__(self, device: Device, in_place: bool = False) -> None:
         """`in_place` if bodies lie in few large pieces of memory, which are registered when they are first met."""
-        self._device = device
+        #: Where to.
+        self.device = device
         self._stream = device.stream()
         self._sources: deque[tuple[Event, object]] = deque()
         self._in_place = in_place
         self._registered: dict[int, tuple[pa.Buffer, Callable[[], None]]] = {}
 
-    def move(self, message: SplitMessage) -> DeviceMessage:
-        header, parsed, _ = message
+    def move_split(self, message: SplitMessage) -> DeviceMessage:
+        """Copy a message whose body is in parts, each of which begins with a buffer."""
+        header, parsed, body = message
+        parts = {at: pa.py_buffer(part) for at, part in by_position(body or ()).items()}
+        if self._in_place:
+            for part in parts.values():
+                self._register(part)
+        offsets, lengths = buffer_extents(header, parsed)
+        addresses = [parts[at].address if length else 0 for at, length in zip(offsets, lengths, strict=True)]
+        return self.move(header, parsed, addresses, parts)
+
+    def move(self, header: bytes, parsed: Header, addresses: Sequence[int], sources: object) -> DeviceMessage:
+        """Copy the buffers of a message from where they lie, here or on the device; `sources` keep them there."""
         if not parsed.body_length:
             return DeviceMessage(header, parsed, pa.py_buffer(b""))
-        memory = self._device.allocate(parsed.body_length, self._stream)
+        offsets, lengths = buffer_extents(header, parsed)
+        memory = self.device.allocate(parsed.body_length, self._stream)
         try:
-            sources = self._copy(memory, message)
+            for address, length, at in fetch_ranges(addresses, lengths, offsets):
+                self._stream.copy(memory.address + at, address, length)
             memory.event = event = self._stream.record()
         except BaseException:
             memory.close()
@@ -295,23 +309,12 @@ class _Mover:
             done.synchronize()
         return DeviceMessage(header, parsed, memory.buffer(), event)
 
-    def _copy(self, memory: DeviceMemory, message: SplitMessage) -> object:
-        offsets, lengths = buffer_extents(message.header, message.parsed)
-        parts = {at: pa.py_buffer(part) for at, part in by_position(message.body or ()).items()}
-        if self._in_place:
-            for part in parts.values():
-                self._register(part)
-        addresses = [parts[at].address if length else 0 for at, length in zip(offsets, lengths, strict=True)]
-        for address, length, at in fetch_ranges(addresses, lengths, offsets):
-            self._stream.copy(memory.address + at, address, length)
-        return parts
-
     def _register(self, part: pa.Buffer) -> None:
         whole = part
         while whole.parent is not None:
             whole = whole.parent
         if whole.size in _REGISTERED_SIZES and whole.address not in self._registered:
-            self._registered[whole.address] = whole, self._device.register(whole)
+            self._registered[whole.address] = whole, self.device.register(whole)
 
     def close(self) -> None:
         """Let go of what was copied, once it has been."""

@@ -7,12 +7,17 @@ and durations as the integers that they are. None may be null, since an array ha
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from dissociated.codec.cdevice import capsule, destructor
+from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, ImportedArray, capsule, destructor, pointer
+from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device, DeviceType, Event
+from dissociated.memory.device.registry import open_device
 
 _TENSOR, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _VERSION = 1, 0
@@ -180,3 +185,90 @@ class DeviceColumn:
 
     def __repr__(self) -> str:
         return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"
+
+
+# In
+
+
+_TYPES = {
+    **{(_INT, width): getattr(pa, f"int{width}")() for width in (8, 16, 32, 64)},
+    **{(_UINT, width): getattr(pa, f"uint{width}")() for width in (8, 16, 32, 64)},
+    **{(_FLOAT, width): getattr(pa, f"float{width}")() for width in (16, 32, 64)},
+}
+#: What others call memory of the host: plain, or pinned by CUDA.
+_HOST = (DeviceType.CPU, 3)
+_batches: dict[int, object] = {}
+_numbers = itertools.count(1)
+
+
+def _release_batch(address: int) -> None:
+    array = ArrowArray.from_address(address)
+    _batches.pop(array.private_data, None)
+    array.release = type(array.release)()
+
+
+_RELEASE_BATCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_batch)
+
+
+def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[ImportedArray]]:
+    """Arrays of one dimension that others have, all on one device, as a record batch. Raises SourceError.
+
+    What they are computed by is waited for.
+    """
+    places = {tuple(map(int, column.__dlpack_device__())) for column in columns.values()}
+    if len(places) > 1:
+        raise SourceError("columns of one dataset lie on one device, and these on several")
+    ((kind, number),) = places
+    struct = ArrowDeviceArray()
+    if kind in _HOST:
+        batch = pa.record_batch({name: pa.array(np.from_dlpack(column)) for name, column in columns.items()})
+        batch._export_to_c(ctypes.addressof(struct))
+        struct.device_type = DeviceType.CPU
+        return batch.schema, [ImportedArray(struct)]
+    if kind not in (DeviceType.CUDA, DeviceType.EXTENSION):
+        raise SourceError(f"columns on a device of type {kind} of DLPack")
+    device = open_device(f"{'cuda' if kind == DeviceType.CUDA else 'test'}:{number}")
+    stream = device.stream()
+    capsules = [_capsule(column, stream.handle or None) for column in columns.values()]
+    tensors = [_tensor(name, one) for name, one in zip(columns, capsules, strict=True)]
+    event = stream.record()
+    lengths = {tensor.shape[0] for tensor in tensors}
+    if len(lengths) > 1:
+        raise SourceError(f"the columns have {', '.join(map(str, sorted(lengths)))} rows: they must have as many")
+    (length,) = lengths
+    arrays = [_array(length, (ctypes.c_void_p * 2)(None, (one.data or 0) + one.byte_offset)) for one in tensors]
+    whole = _array(length, (ctypes.c_void_p * 1)())
+    whole.n_children = len(arrays)
+    children = (ctypes.POINTER(ArrowArray) * len(arrays))(*map(ctypes.pointer, arrays))
+    whole.children = children
+    whole.release = _RELEASE_BATCH
+    whole.private_data = next(_numbers)
+    _batches[whole.private_data] = capsules, arrays, children, whole, event
+    struct.array, struct.device_type, struct.device_id, struct.sync_event = whole, kind, number, event.pointer
+    schema = pa.schema([(name, _TYPES[one.code, one.bits]) for name, one in zip(columns, tensors, strict=True)])
+    return schema, [ImportedArray(struct)]
+
+
+def _array(length: int, buffers: Any) -> ArrowArray:
+    array = ArrowArray(length, 0, 0, len(buffers))
+    array.buffers = buffers
+    return array
+
+
+def _capsule(column: Any, stream: int | None) -> Any:
+    try:
+        return column.__dlpack__(stream=stream, max_version=_VERSION)
+    except TypeError:  # it knows no versions
+        return column.__dlpack__(stream=stream)
+
+
+def _tensor(name: str, capsule: Any) -> _Tensor:
+    """What is in a capsule, which goes on owning it."""
+    if '"dltensor_versioned"' in repr(capsule):
+        tensor = _VersionedTensor.from_address(pointer(capsule, _VERSIONED)).tensor
+    else:
+        tensor = _ManagedTensor.from_address(pointer(capsule, _TENSOR)).tensor
+    flat = tensor.ndim == 1 and tensor.lanes == 1 and (not tensor.strides or tensor.strides[0] == 1)
+    if not flat or (tensor.code, tensor.bits) not in _TYPES:
+        raise SourceError(f"the column {name!r} is not of one dimension, contiguous, and of integers or floats")
+    return tensor  # type: ignore[no-any-return]  # ctypes' fields are Any

@@ -19,6 +19,7 @@ from dissociated.buffers import metadata_too_long
 from dissociated.codec.split import Splitter
 from dissociated.datasets.sendable import S, SendVisitor
 from dissociated.errors import OptionError, SourceError
+from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.region import Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
@@ -72,6 +73,11 @@ class Dataset(ABC):
     @abstractmethod
     def accept(self, visitor: SendVisitor[S]) -> S:
         """What the method of `visitor` for this kind of dataset returns."""
+
+    @property
+    def device_segment(self) -> DeviceSegment | None:
+        """The memory of a device that it lies in, if it lies on one."""
+        return None
 
     def regions(self) -> Sequence[Region]:
         """The memory that its bodies lie in, as far as that stays where it is."""

@@ -10,6 +10,7 @@ from dissociated.codec.split import SplitMessage
 from dissociated.datasets.fanout import Consumer
 from dissociated.datasets.live_message import LiveMessage
 from dissociated.format.message import Header
+from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing
 
@@ -68,6 +69,13 @@ class Streamed(Protocol):
         """The messages of one reading, bodies packed. Whatever the source raises comes out of it."""
 
 
+class OnDevice(Streamed, Protocol):
+    """Messages that stay, whose bodies lie on a device: to be sent as addresses there, or copied out for a client."""
+
+    segment: DeviceSegment | None
+    placed: Sequence[StaticMessage]
+
+
 class Broadcasting(Protocol):
     """Messages that are read once, for all clients together."""
 
@@ -88,6 +96,9 @@ class SendVisitor(Protocol[S_co]):
 
     def streamed(self, wanted: Streamed) -> S_co:
         """Send messages that are made for this client."""
+
+    def on_device(self, wanted: OnDevice) -> S_co:
+        """Send messages that lie on a device."""
 
     def broadcast(self, wanted: Broadcasting) -> S_co:
         """Send messages that others read along."""

@@ -40,6 +40,8 @@ def make_dataset(
       `__arrow_c_stream__`, or an iterator of record batches, and the same stream each time.
     - Anything else with `__arrow_c_stream__` (a DataFrame of Polars or pandas, a relation of DuckDB), and a dataset of
       pyarrow or a scanner, is asked for a new stream each time.
+    - What has `__arrow_c_device_stream__` or `__arrow_c_device_array__`, a list of such, or a dict of columns with
+      `__dlpack__`: it is held on its device.
     - A Tensor, a sparse one, or a list of them is held, and read with `read_tensors` or `open_tensors`.
 
     `schema` is that of an iterator or list, which may then be empty.
@@ -82,6 +84,13 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
                 "opens it, whose batches are then written anew"
             )
         return SegmentsDataset(name, [Segment.open(path)])
+    if not isinstance(source, pa.RecordBatchReader):
+        from dissociated.datasets.device import as_device_dataset  # on first use: few need it
+
+        with source_errors(name):
+            on_device = as_device_dataset(name, source)
+        if on_device is not None:
+            return on_device
     if isinstance(source, pa.RecordBatchReader | Iterator):
         reader = open_source(name, source, schema)
         return LiveDataset(name, lambda: reader, options, one_shot=True)

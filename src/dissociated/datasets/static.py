@@ -141,15 +141,21 @@ class StaticColumns(StaticDataset):
             return self._projected[segment]
 
     def _project(self, messages: Sequence[StaticMessage]) -> Iterator[StaticMessage]:
-        for message in messages:
-            if message.parsed.type is HeaderType.SCHEMA:
-                self._projection = Projection(message.header, self._indices)
-                yield message._replace(header=self._projection.header)
-                continue
-            assert self._projection is not None  # the schema comes first
-            chosen = self._projection.project(message.header, message.parsed)
-            if chosen is not None:
-                yield _project_message(message, chosen)
+        if messages and messages[0].parsed.type is HeaderType.SCHEMA:
+            self._projection = Projection(messages[0].header, self._indices)
+        assert self._projection is not None  # the schema comes first
+        return project_messages(messages, self._projection)
+
+
+def project_messages(messages: Sequence[StaticMessage], projection: Projection) -> Iterator[StaticMessage]:
+    """Of these messages what is chosen of them. Raises FormatError for what does not fit the schema."""
+    for message in messages:
+        if message.parsed.type is HeaderType.SCHEMA:
+            yield message._replace(header=projection.header)
+            continue
+        chosen = projection.project(message.header, message.parsed)
+        if chosen is not None:
+            yield _project_message(message, chosen)
 
 
 class _StaticBatches(StaticDataset):

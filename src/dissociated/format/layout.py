@@ -156,3 +156,23 @@ def dictionary_of(header: bytes) -> tuple[int, bool]:
         return batch.scalar(0, "q"), bool(batch.scalar(2, "B"))
     except (struct.error, IndexError) as error:
         raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+
+
+def nulls_are_counted(header: bytes) -> bool:
+    """Whether a record batch or dictionary says of each column how many nulls it has. Raises RemoteProtocolError."""
+    try:
+        message = Table.read(header, root(header), 3)
+        batch = message.table(2, 5)
+        if message.scalar(1, "B") == HeaderType.DICTIONARY_BATCH:
+            batch = batch.table(1, 5)
+        return all(nulls >= 0 for _, nulls in batch.vector(1, "qq"))
+    except (struct.error, IndexError) as error:
+        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
+
+
+def is_little_endian(schema: bytes) -> bool:
+    """Whether the bodies of a stream with this schema are. Raises RemoteProtocolError for what is no message."""
+    try:
+        return Table.read(schema, root(schema), 3).table(2, 4).scalar(0, "h") == 0
+    except (struct.error, IndexError) as error:
+        raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None

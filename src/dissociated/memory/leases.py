@@ -133,6 +133,7 @@ class Lease:
         self._put = returns.put
 
     def __del__(self) -> None:
+        del self._memory  # first: what a peer has on a device must be closed here before it goes there
         self._put(self._addresses)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from dissociated.errors import RemoteProtocolError
+from dissociated.memory.device.base import Device
 
 _PAGE = mmap.PAGESIZE
 _ALIGNMENT = 8  # that libarrow asks of offsets in a body
@@ -43,8 +44,10 @@ class Region:
     lies in it is collected.
     """
 
-    def __init__(self, base: int, memory: pa.Buffer, static: bool = True) -> None:
+    def __init__(self, base: int, memory: pa.Buffer, static: bool = True, device: Device | None = None) -> None:
         self.base = base
+        #: whose memory it is: None for that of the host, which alone may be looked into here
+        self.device = device
         #: whether what lies in it stays as it is
         self.static = static
         self.size: int = memory.size
@@ -63,6 +66,7 @@ class Located(NamedTuple):
 
     memory: pa.Buffer
     offsets: Sequence[int]
+    device: Device | None = None
 
     def gather(self, lengths: Sequence[int], wanted: Sequence[int], packed: pa.Buffer) -> pa.Buffer:
         """Copy the extents to the offsets `wanted` in `packed`, which is returned.
@@ -98,7 +102,7 @@ class AddressSpace:
     def static(self) -> bool:
         """Whether there are regions, and what lies in them stays as it is."""
         _, regions = self._sorted
-        return bool(regions) and all(region.static for region in regions)
+        return bool(regions) and all(region.static and region.device is None for region in regions)
 
     @property
     def live(self) -> bool:
@@ -115,6 +119,12 @@ class AddressSpace:
             if region.base < other.base + other.size and other.base < region.base + region.size:
                 raise RemoteProtocolError(f"the peer shared {region!r}, which overlaps {other!r}")
         self._sorted = [*bases[:at], region.base, *bases[at:]], [*regions[:at], region, *regions[at:]]
+
+    def close_devices(self) -> None:
+        """Let go of the regions on devices: no address in them is looked for any more."""
+        for region in self._sorted[1]:
+            if region.device is not None:
+                region.memory = pa.py_buffer(b"")
 
     def find(self, address: int) -> Region:
         """The region that `address` lies in. Raises RemoteProtocolError if there is none."""
@@ -147,9 +157,13 @@ class AddressSpace:
                     f"the peer sent the address {address:#x} with {length} bytes, which leaves {self.find(address)!r}"
                 )
             places.append(address + shift)
+        device = regions[0].device
+        if any(region.device is not device for region in regions):
+            raise RemoteProtocolError("the peer sent a message that lies partly on a device, and partly elsewhere")
         memory = regions[0].memory if len(regions) == 1 else _spanning(regions)
         start = memory.address
-        return Located(memory, [place - start if length else 0 for place, length in zip(places, lengths, strict=True)])
+        offsets = [place - start if length else 0 for place, length in zip(places, lengths, strict=True)]
+        return Located(memory, offsets, device)
 
 
 def _spanning(regions: Sequence[Region]) -> pa.Buffer:

@@ -7,13 +7,14 @@ from contextlib import suppress
 
 from dissociated.datasets.base import Dataset
 from dissociated.errors import DatasetNotFound, SourceError
+from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import PARAMETER, ROWS_PARAMETER
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
-from dissociated.uri import ANY_INTERFACE, PACKED, Uri
+from dissociated.uri import ANY_INTERFACE, DEVICE, PACKED, Uri
 
 _ONE_STREAM_EACH = (Streams.METADATA, Streams.BODIES)
 
@@ -44,9 +45,34 @@ class Endpoints:
         return [str(self._location(one, found, streams, packed)) for one in self._listeners]
 
     def dataset_locations(self, found: Dataset) -> list[str]:
-        """The locations of `found`; those that let clients fetch from memory are followed by one that does not."""
+        """The locations of `found`; those that let clients fetch from memory are followed by one that does not.
+
+        Those for clients that can open the device where it lies come before all others.
+        """
+        segment = found.device_segment
+        on_device = [] if segment is None else self._device_locations(segment)
         ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
-        return [str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways]
+        return [*on_device, *(str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways)]
+
+    def _device_locations(self, segment: DeviceSegment) -> list[str]:
+        """Where clients of this host can ask for addresses in it."""
+        tag = want_tag(Streams.BOTH, False, device=True)
+        return [
+            str(
+                with_spans(
+                    Uri(
+                        one.uri.scheme,
+                        path=one.uri.path,
+                        want_data=tag,
+                        free_data=FREE_DATA,
+                        parameters={**one.uri.parameters, **self._parameters, DEVICE: segment.device.identity},
+                    ),
+                    [segment.span],
+                )
+            )
+            for one in self._listeners
+            if transport(one.uri.scheme).shares_memory
+        ]
 
     def reference_locations(self, found: Dataset) -> list[str]:
         """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.

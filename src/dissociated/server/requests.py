@@ -10,18 +10,23 @@ from dissociated.protocol.request import MAX_IDENTIFIER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.base import Connection
 
-# The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed.
+# The values are ours to choose; these spell DISS. Bits 0 and 1 say which streams, bit 2 that bodies come packed,
+# bit 3 that they may be addresses on a device.
 _WANT = 0x4449_5353_0000_0000
 _PACKED = 4
+_DEVICE = 8
 #: The tag of free_data.
 FREE_DATA = _WANT | 0x100
 
 _MAX_MESSAGE = MAX_IDENTIFIER  # bytes
 
 
-def want_tag(streams: Streams, packed: bool) -> int:
-    """The tag of want_data that requests these streams, and bodies that are `packed` or come as they can."""
-    return _WANT | streams.value | (_PACKED if packed else 0)
+def want_tag(streams: Streams, packed: bool, device: bool = False) -> int:
+    """The tag of want_data that requests these streams, and bodies that are `packed` or come as they can.
+
+    As they can is by addresses on a `device` only for who asks for that.
+    """
+    return _WANT | streams.value | (_PACKED if packed else 0) | (_DEVICE if device else 0)
 
 
 def wants_packed(tag: int) -> bool:
@@ -29,8 +34,16 @@ def wants_packed(tag: int) -> bool:
     return bool(tag & _PACKED)
 
 
+def wants_device(tag: int) -> bool:
+    """Whether this tag of want_data takes addresses on a device."""
+    return bool(tag & _DEVICE)
+
+
 TAGS = Tags(
-    want={want_tag(one, packed): one for one in Streams.__members__.values() for packed in (False, True)},
+    want={
+        **{want_tag(one, packed): one for one in Streams.__members__.values() for packed in (False, True)},
+        want_tag(Streams.BOTH, False, device=True): Streams.BOTH,
+    },
     free_data=FREE_DATA,
 )
 

@@ -22,7 +22,7 @@ from dissociated.transport.base import Connection
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """Who has asked for a stream, and for what of it: `packed` bodies, or such as can be shared."""
+    """Who has asked for a stream, and for what of it: `packed` bodies, such as can be shared, or `on_device`."""
 
     connection: Connection
     sender: Sender
@@ -31,6 +31,7 @@ class ClientRequest:
     stats: ConnectionStats
     streams: Streams
     packed: bool
+    on_device: bool = False
 
 
 class Sending(ABC):

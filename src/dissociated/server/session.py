@@ -8,7 +8,7 @@ from contextlib import suppress
 from dissociated.codec.split import Splitter
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.registry import Registry
-from dissociated.datasets.sendable import Broadcasting, Static, Streamed
+from dissociated.datasets.sendable import Broadcasting, OnDevice, Static, Streamed
 from dissociated.errors import (
     ColumnNotFound,
     ConnectionClosed,
@@ -23,8 +23,9 @@ from dissociated.protocol.request import Selection, parse_identifier
 from dissociated.protocol.sender import Sender
 from dissociated.protocol.states import State
 from dissociated.server.admission import Admission, Limits
+from dissociated.server.device import DeviceSending
 from dissociated.server.live import BroadcastSending, StreamedSending
-from dissociated.server.requests import TAGS, receive, wants_packed
+from dissociated.server.requests import TAGS, receive, wants_device, wants_packed
 from dissociated.server.sending import ClientRequest, Sending, StaticSending
 from dissociated.transport.base import Connection
 
@@ -104,6 +105,7 @@ class Session:
             self._stats,
             request.streams,
             wants_packed(request.tag),
+            wants_device(request.tag),
         )
 
     def _serve_request(self, sending: Sending) -> None:
@@ -160,6 +162,10 @@ class _SendingVisitor:
 
     def streamed(self, wanted: Streamed) -> Sending:
         return StreamedSending(self._client, wanted)
+
+    def on_device(self, wanted: OnDevice) -> Sending:
+        by_address = self._client.on_device and wanted.segment is not None
+        return DeviceSending(self._client, wanted) if by_address else StreamedSending(self._client, wanted)
 
     def broadcast(self, wanted: Broadcasting) -> Sending:
         return BroadcastSending(self._client, wanted)

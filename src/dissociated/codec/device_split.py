@@ -1,0 +1,202 @@
+"""Record batches that somebody has on a device, into IPC messages whose buffers stay there.
+
+libarrow looks into offsets where it encodes, so metadata is written here, by the layout of each type. What has to be
+known of a body is copied out by itself: the last offset of a column whose values vary in length, and the validity of
+one whose nulls were not counted, or that begins within a byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from dissociated.codec.cdevice import ArrowArray, ImportedArray
+from dissociated.codec.split import SplitMessage, Splitter
+from dissociated.errors import SourceError
+from dissociated.format.message import Header, parse_header
+from dissociated.format.record_batch import encode_record_batch
+from dissociated.memory.device.base import Stream
+
+_ALIGNMENT = 64
+_VIEW_SIZE = 16  # bytes
+
+
+class PlacedMessage(NamedTuple):
+    """A message, and where each of its buffers lies now: address and length. `kept` are those in memory of ours."""
+
+    header: bytes
+    parsed: Header
+    extents: Sequence[tuple[int, int]]
+    kept: Sequence[pa.Buffer]
+
+
+class DeviceSplitter:
+    """Encodes batches of one stream whose columns lie on a device. What it copies out goes by `stream`.
+
+    Raises SourceError for a batch that it cannot encode.
+    """
+
+    def __init__(self, schema: pa.Schema, stream: Stream) -> None:
+        self._types = schema.types
+        self._stream = stream
+        self.schema_message: SplitMessage = Splitter(schema).schema_message
+
+    def split(self, batch: ImportedArray) -> list[PlacedMessage]:
+        """The messages of `batch`: its dictionaries, and then itself. The addresses are good for as long as it is."""
+        whole = batch.array
+        if whole.n_children != len(self._types):
+            raise SourceError(f"a batch with {whole.n_children} columns came, and its schema has {len(self._types)}")
+        if whole.buffers[0] and whole.null_count:
+            raise SourceError("a batch came with rows that are null as a whole: give its columns, not a struct")
+        walk = _Walk(self._stream, itertools.count(), [])
+        for type_, child in zip(self._types, whole.children[: whole.n_children], strict=True):
+            walk.visit(type_, child.contents, whole.offset, whole.length)
+        return [*walk.dictionaries, walk.message(whole.length, None)]
+
+
+class _Walk:
+    """Goes through the arrays of one message."""
+
+    def __init__(self, stream: Stream, ids: itertools.count[int], dictionaries: list[PlacedMessage]) -> None:
+        self._stream = stream
+        self._ids = ids  # as libarrow gives them: to fields before their children
+        self.dictionaries = dictionaries
+        self._nodes: list[tuple[int, int]] = []
+        self._buffers: list[tuple[int, int]] = []
+        self._variadic: list[int] = []
+        self._kept: list[pa.Buffer] = []
+
+    def message(self, num_rows: int, dictionary: int | None) -> PlacedMessage:
+        placed, end = [], 0
+        for _, length in self._buffers:
+            placed.append((end, length))
+            end += length + -length % _ALIGNMENT
+        header = encode_record_batch(num_rows, self._nodes, placed, self._variadic, end, dictionary)
+        return PlacedMessage(header, parse_header(header), self._buffers, self._kept)
+
+    def visit(self, type_: Any, array: ArrowArray, offset: int, length: int) -> None:
+        """Add `length` values of an array, from the one at `offset` of those that it has by its own on."""
+        while isinstance(type_, pa.BaseExtensionType):
+            type_ = type_.storage_type
+        types = pa.types
+        whole = not offset and length == array.length
+        offset += array.offset
+        if types.is_null(type_):
+            self._nodes.append((length, length))
+            return
+        if types.is_run_end_encoded(type_):
+            if not whole or array.offset:
+                raise SourceError("a slice of run-end encoded values on a device cannot be sent: copy it first")
+            self._nodes.append((length, 0))
+            self._children([type_.run_end_type, type_.value_type], array)
+            return
+        if types.is_union(type_):
+            self._visit_union(type_, array, offset, length)
+            return
+        self._validity(array, offset, length, whole)
+        if types.is_dictionary(type_):
+            self._fixed(array, 1, offset, length, type_.index_type.bit_width)
+            number = next(self._ids)
+            inner = _Walk(self._stream, self._ids, self.dictionaries)
+            values = array.dictionary.contents
+            inner.visit(type_.value_type, values, 0, values.length)
+            self.dictionaries.append(inner.message(values.length, number))
+        elif types.is_struct(type_):
+            self._children([type_.field(index).type for index in range(type_.num_fields)], array, offset, length)
+        elif types.is_fixed_size_list(type_):
+            size = type_.list_size
+            self._children([type_.value_type], array, offset * size, length * size)
+        elif types.is_string_view(type_) or types.is_binary_view(type_):
+            self._visit_views(array, offset, length)
+        elif types.is_list_view(type_) or types.is_large_list_view(type_):
+            width = 64 if types.is_large_list_view(type_) else 32
+            self._fixed(array, 1, offset, length, width)
+            self._fixed(array, 2, offset, length, width)
+            self._children([type_.value_type], array)
+        elif types.is_list(type_) or types.is_large_list(type_) or types.is_map(type_):
+            end = self._offsets(array, offset, length, 8 if types.is_large_list(type_) else 4)
+            self._children([type_.field(0).type], array, 0, end)
+        elif any(
+            is_(type_) for is_ in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
+        ):
+            large = types.is_large_string(type_) or types.is_large_binary(type_)
+            end = self._offsets(array, offset, length, 8 if large else 4)
+            self._buffers.append((array.buffers[2] or 0, end) if end else (0, 0))
+        else:
+            self._fixed(array, 1, offset, length, type_.bit_width)
+
+    def _children(self, child_types: Sequence[Any], array: ArrowArray, offset: int = 0, length: int = -1) -> None:
+        for type_, child in zip(child_types, array.children[: array.n_children], strict=True):
+            self.visit(type_, child.contents, offset, child.contents.length if length < 0 else length)
+
+    def _visit_union(self, type_: Any, array: ArrowArray, offset: int, length: int) -> None:
+        self._nodes.append((length, 0))
+        self._fixed(array, 0, offset, length, 8)
+        child_types = [type_.field(index).type for index in range(type_.num_fields)]
+        if type_.mode == "dense":
+            self._fixed(array, 1, offset, length, 32)
+            self._children(child_types, array)
+        else:
+            self._children(child_types, array, offset, length)
+
+    def _visit_views(self, array: ArrowArray, offset: int, length: int) -> None:
+        self._buffers.append(((array.buffers[1] or 0) + offset * _VIEW_SIZE, length * _VIEW_SIZE))
+        count = array.n_buffers - 3
+        sizes = np.frombuffer(self._peek(array.buffers[2 + count] or 0, 8 * count), np.int64)
+        self._variadic.append(count)
+        self._buffers += [(array.buffers[2 + index] or 0, int(size)) for index, size in enumerate(sizes)]
+
+    def _fixed(self, array: ArrowArray, number: int, offset: int, length: int, bits: int) -> None:
+        """Add a buffer of so many bits for each value."""
+        address = array.buffers[number] or 0
+        if bits % 8:
+            self._buffers.append(self._bits(address, offset, length))
+        else:
+            self._buffers.append((address + offset * bits // 8, length * bits // 8))
+
+    def _offsets(self, array: ArrowArray, offset: int, length: int, width: int) -> int:
+        """Add a buffer of offsets. Returns the last of them."""
+        if not length:
+            self._buffers.append((0, 0))
+            return 0
+        first = (array.buffers[1] or 0) + offset * width
+        self._buffers.append((first, (length + 1) * width))
+        return int.from_bytes(self._peek(first + length * width, width), "little")
+
+    def _validity(self, array: ArrowArray, offset: int, length: int, whole: bool) -> None:
+        address = array.buffers[0]
+        if not address or not length:
+            self._nodes.append((length, 0))
+            self._buffers.append((0, 0))
+            return
+        place = self._bits(address, offset, length)
+        nulls = array.null_count if whole and array.null_count >= 0 else length - self._count(place, length)
+        self._nodes.append((length, nulls))
+        self._buffers.append(place if nulls else (0, 0))
+
+    def _bits(self, address: int, offset: int, length: int) -> tuple[int, int]:
+        """Where these bits lie, from the beginning of a byte on."""
+        first, shift = divmod(offset, 8)
+        if not shift:
+            return address + first, -(-length // 8)
+        found = np.frombuffer(self._peek(address + first, -(-(shift + length) // 8)), np.uint8)
+        bits = np.unpackbits(found, bitorder="little")[shift : shift + length]
+        moved = pa.py_buffer(np.packbits(bits, bitorder="little").tobytes())
+        self._kept.append(moved)
+        return moved.address, moved.size
+
+    def _count(self, place: tuple[int, int], length: int) -> int:
+        """How many of these bits are set."""
+        found = np.frombuffer(self._peek(*place), np.uint8)
+        return int(np.unpackbits(found, bitorder="little")[:length].sum())
+
+    def _peek(self, address: int, length: int) -> bytes:
+        copy = pa.allocate_buffer(length)
+        if length:
+            self._stream.copy(copy.address, address, length)
+            self._stream.synchronize()
+        return bytes(copy)

@@ -1,0 +1,176 @@
+"""Datasets that stay on a device: sent as addresses to who can open its memory, and copied out for everybody else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dissociated.codec.cdevice import ImportedArray, device_name, import_batches, is_on_device
+from dissociated.codec.columns import select_fields
+from dissociated.codec.device_split import DeviceSplitter, PlacedMessage
+from dissociated.codec.difference import schema_difference
+from dissociated.codec.dlpack import import_columns
+from dissociated.codec.join import EncodedMessage, join
+from dissociated.codec.reader import StreamReader
+from dissociated.codec.split import SplitMessage
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.sendable import S, SendVisitor, StaticMessage
+from dissociated.datasets.static import TableDataset, project_messages
+from dissociated.datasets.streamed import StreamedDataset
+from dissociated.errors import DeviceError, FormatError, SourceError
+from dissociated.format.message import Header, HeaderType, buffer_extents, row_count
+from dissociated.format.projection import Projection
+from dissociated.memory.device.base import Device, Stream
+from dissociated.memory.device.registry import open_device
+from dissociated.memory.device.segment import DeviceSegment
+from dissociated.memory.remote import fetch_ranges
+
+
+class DeviceDataset(StreamedDataset):
+    """Messages that stay, whose bodies lie in one segment on a device. None lies there where it holds no bytes."""
+
+    reopened = False
+
+    def __init__(
+        self, name: str, schema: pa.Schema, segment: DeviceSegment | None, messages: Sequence[StaticMessage]
+    ) -> None:
+        super().__init__(name, schema)
+        self.segment = segment
+        self.placed = messages
+        self.rows = sum(row_count(message.header) for message in messages)
+        self.nbytes = sum(message.parsed.body_length for message in messages)
+
+    @property
+    def device_segment(self) -> DeviceSegment | None:
+        return self.segment
+
+    @property
+    def packed_size(self) -> int | None:
+        return self.nbytes
+
+    def accept(self, visitor: SendVisitor[S]) -> S:
+        return visitor.on_device(self)
+
+    def messages(self) -> Iterator[SplitMessage]:
+        """The messages, each body copied out when it is its turn."""
+        stream = None if self.segment is None else self.segment.device.stream()
+        for header, parsed, _, extents, _ in self.placed:
+            if extents is None or stream is None:
+                yield SplitMessage(header, parsed, [] if parsed.has_body else None)
+                continue
+            copy = self._copy_out(stream, header, parsed, [address for address, _ in extents])
+            yield SplitMessage(header, parsed, [copy])
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return join(self._encoded(), kind=StreamReader)
+
+    def _encoded(self) -> Generator[EncodedMessage, None, None]:
+        for header, _, body in self.messages():
+            yield header, b"".join(body) if body is not None else None
+
+    def _copy_out(self, stream: Stream, header: bytes, parsed: Header, sent: Sequence[int]) -> pa.Buffer:
+        """A body, in memory of this process."""
+        assert self.segment is not None
+        copy = pa.allocate_buffer(parsed.body_length)
+        bytes_of = np.frombuffer(copy, np.uint8)
+        wanted, lengths = buffer_extents(header, parsed)
+        end = 0
+        for address, length, at in fetch_ranges([*map(self.segment.address, sent)], lengths, wanted):
+            bytes_of[end:at] = 0
+            stream.copy(copy.address + at, address, length)
+            end = at + length
+        bytes_of[end:] = 0
+        stream.synchronize()
+        return copy
+
+    def _select(self, indices: tuple[int, ...]) -> Dataset:
+        try:
+            chosen = [*project_messages(self.placed, Projection(self.placed[0].header, indices))]
+        except FormatError as error:
+            raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
+        return DeviceDataset(self.name, select_fields(self.schema, indices), self.segment, chosen)
+
+    def _slice(self, first: int, stop: int) -> Dataset:
+        chosen, number = [], 0
+        for message in self.placed:
+            is_batch = message.parsed.type is HeaderType.RECORD_BATCH
+            if not is_batch or first <= number < stop:
+                chosen.append(message)
+            number += is_batch
+        return DeviceDataset(self.name, self.schema, self.segment, chosen)
+
+
+def as_device_dataset(name: str, source: Any) -> Dataset | None:
+    """A dataset of what offers the Arrow C Device interface, a list of such, or columns that offer DLPack, by name.
+
+    None for something else. What it lies in is copied once, from place to place on the device, into memory that can be
+    exported: that of somebody's pool cannot. Raises SourceError, DeviceError and DeviceFull.
+    """
+    if isinstance(source, Mapping) and source and all(hasattr(column, "__dlpack__") for column in source.values()):
+        schema, arrays = import_columns(source)
+    elif is_on_device(source):
+        schema, imported = import_batches(source)
+        arrays = [*imported]
+    elif isinstance(source, list | tuple) and source and all(map(is_on_device, source)):
+        schema, arrays = _all_batches(source)
+    else:
+        return None
+    names = {device_name(array.struct) for array in arrays}
+    if len(names) > 1:
+        raise SourceError(f"{name!r} lies on several devices: {', '.join(sorted(map(str, names)))}")
+    where = names.pop() if names else None
+    if where is None:
+        batches = [pa.RecordBatch._import_from_c(ctypes.addressof(array.struct), schema) for array in arrays]
+        return TableDataset(name, pa.Table.from_batches(batches, schema))
+    return _place(name, schema, open_device(where), arrays)
+
+
+def _all_batches(sources: Sequence[Any]) -> tuple[pa.Schema, list[ImportedArray]]:
+    found = [import_batches(source) for source in sources]
+    schema = found[0][0]
+    for other, _ in found:
+        if not other.equals(schema):
+            raise SourceError(f"the batches differ: {schema_difference(schema, other)}")
+    return schema, [array for _, arrays in found for array in arrays]
+
+
+def _place(name: str, schema: pa.Schema, device: Device, arrays: Sequence[ImportedArray]) -> DeviceDataset:
+    """Copy these into one segment."""
+    stream = device.stream()
+    for array in arrays:
+        if array.struct.sync_event:
+            stream.wait(array.struct.sync_event)
+    splitter = DeviceSplitter(schema, stream)
+    split = [message for array in arrays for message in splitter.split(array)]
+    size = sum(message.parsed.body_length for message in split)
+    begin = StaticMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
+    if not size:
+        return DeviceDataset(name, schema, None, [begin, *(StaticMessage(m.header, m.parsed, ()) for m in split)])
+    memory = device.allocate(size, stream, exportable=True)
+    try:
+        stream.clear(memory.address, size)  # what is not written would be of somebody else
+        segment = DeviceSegment(memory)
+        messages = [begin, *_copy(stream, segment, split)]
+        stream.synchronize()
+    except DeviceError:
+        memory.close()
+        raise
+    return DeviceDataset(name, schema, segment, messages)
+
+
+def _copy(stream: Stream, segment: DeviceSegment, messages: Iterable[PlacedMessage]) -> Iterator[StaticMessage]:
+    at = segment.span.base
+    for header, parsed, extents, _ in messages:
+        offsets, lengths = buffer_extents(header, parsed)
+        if not parsed.body_length:
+            yield StaticMessage(header, parsed, ())
+            continue
+        for address, length, offset in fetch_ranges([address for address, _ in extents], lengths, offsets):
+            stream.copy(segment.address(at) + offset, address, length)
+        placed = [(at + offset if length else 0, length) for offset, length in zip(offsets, lengths, strict=True)]
+        yield StaticMessage(header, parsed, None, placed)
+        at += parsed.body_length

@@ -1,0 +1,178 @@
+"""What goes wrong on devices: documented errors, nothing left, and nobody else harmed."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.codec.device import to_device
+from dissociated.datasets.device import DeviceDataset
+from dissociated.errors import DeviceError, DeviceFull, RemoteProtocolError
+from dissociated.format.record_batch import encode_record_batch
+from dissociated.memory.device.base import Device
+from dissociated.memory.device.emulated import EmulatedDevice
+from dissociated.server import device as sending
+from helpers import PATIENCE, clients_end, wait_until
+
+from .cases import NUMBERS
+
+PUBLISHES = """
+import sys
+import pyarrow as pa
+import dissociated as dis
+from dissociated.codec.device import to_device
+from dissociated.memory.device.registry import open_device
+with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+    batches = pa.table({"n": range(1000)}).to_reader(max_chunksize=100)
+    server.publish("n", to_device(batches, open_device(sys.argv[1])))
+    print(server.catalog_uri, flush=True)
+    sys.stdin.readline()
+"""
+READS = """
+import sys
+import dissociated as dis
+with dis.connect(sys.argv[1]) as client:
+    batches = [*client.read("numbers", device=sys.argv[2])]
+    print(len(batches), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def process(script: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process, and the line that it says first."""
+    command = [sys.executable, "-c", script, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        try:
+            yield started, started.stdout.readline().strip()
+        finally:
+            started.kill()
+
+
+def published(server: dis.Server, device: Device) -> DeviceDataset:
+    server.publish("numbers", to_device(NUMBERS.to_reader(max_chunksize=7_000), device))
+    dataset = server.dataset("numbers")
+    assert isinstance(dataset, DeviceDataset)
+    return dataset
+
+
+def whole(client: dis.Client, device: Device) -> pa.Table:
+    return pa.Table.from_batches([batch.to_host() for batch in client.read("numbers", device=device)])
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        yield server
+        for name in server.names():
+            server.drop(name)
+
+
+@pytest.fixture
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    with dis.connect(server.catalog_uri) as client:
+        yield client
+        gc.collect()
+        clients_end()
+
+
+def test_a_server_that_is_killed_while_its_memory_is_open(device: Device) -> None:
+    before = device.allocations
+    with process(PUBLISHES, device.name) as (killed, uri), dis.connect(uri) as client:
+        reader = client.read("n", device=device)
+        first = reader.read_next_batch()
+        assert device.allocations == before + 1, "one handle was opened"
+        assert client.read("n").read_next_batch()["n"].to_pylist() == [*range(100)]
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(PATIENCE)
+        with pytest.raises(dis.errors.DissociatedError):
+            client.read("n", device=device)
+        if isinstance(device, EmulatedDevice):  # of a GPU's, NVIDIA promises nothing
+            assert first.to_host()["n"].to_pylist() == [*range(100)]
+        del first, reader
+        gc.collect()
+        clients_end()
+
+
+def test_a_client_that_is_killed_while_it_holds_memory(device: Device, server: dis.Server) -> None:
+    published(server, device)
+    with process(READS, server.catalog_uri, device.name) as (killed, line):
+        assert line == "8"
+        assert server.connections == 1
+        server.drop("numbers")
+        assert device.allocations, "the client holds it"
+        killed.send_signal(signal.SIGKILL)
+        wait_until(lambda: not server.connections, "its connection ends")
+    gc.collect()
+    wait_until(lambda: not device.allocations, "what was dropped is freed")
+
+
+def test_a_server_that_closes_does_not_free_what_a_client_has_open(device: Device, server: dis.Server) -> None:
+    published(server, device)
+    with process(READS, server.catalog_uri, device.name) as (_, line):
+        assert line == "8"
+        server.close()
+        gc.collect()
+        assert device.allocations == 1
+    sending._abandoned.clear()
+
+
+def test_a_device_without_room_for_what_is_published(emulated: EmulatedDevice, server: dis.Server) -> None:
+    reader = to_device(NUMBERS.to_reader(), emulated)
+    batch = reader.read_next_batch()
+    emulated.limit = emulated.nbytes + 1000
+    with pytest.raises(DeviceFull, match="has no"):
+        server.publish("numbers", batch)
+    assert server.names() == []
+    emulated.lose()
+    with pytest.raises(DeviceError, match="lost"):
+        server.publish("numbers", batch)
+
+
+def test_a_context_that_is_lost(emulated: EmulatedDevice, server: dis.Server, client: dis.Client) -> None:
+    published(server, emulated)
+    server.publish("host", NUMBERS)
+    emulated.lose()
+    with pytest.raises(dis.DissociatedError, match="lost"):
+        whole(client, emulated)
+    with pytest.raises(dis.DissociatedError, match="lost"):
+        client.read("numbers").read_all()
+    assert client.read("host").read_all() == NUMBERS
+    emulated.lose(False)
+    assert whole(client, emulated) == NUMBERS
+
+
+def test_a_handle_that_cannot_be_opened_here(device: Device, server: dis.Server, client: dis.Client) -> None:
+    segment = published(server, device).segment
+    assert segment is not None
+    segment.span = segment.span._replace(key=b"1:2:3")
+    assert whole(client, device) == NUMBERS, "it came as host bodies"
+
+
+def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Server, client: dis.Client) -> None:
+    dataset = published(server, device)
+    schema, first, *rest = dataset.placed
+    assert first.extents is not None
+    nodes, buffers = [(7_000, -1), (7_000, 0), (7_000, 0)], [(0, length) for _, length in first.extents]
+    unknown = encode_record_batch(7_000, nodes, buffers, (), first.parsed.body_length)
+    dataset.placed = [schema, first._replace(header=unknown), *rest]
+    with pytest.raises(RemoteProtocolError, match="how many nulls"):
+        whole(client, device)
+    beyond = [(address + (1 << 40), length) for address, length in first.extents]
+    dataset.placed = [schema, first._replace(extents=beyond), *rest]
+    with pytest.raises(RemoteProtocolError, match="lies in no region"):
+        whole(client, device)
+    odd = [(address + 1 if length else 0, length) for address, length in first.extents]
+    dataset.placed = [schema, first._replace(extents=odd)]
+    (batch,) = client.read("numbers", device=device)
+    assert batch.num_rows == 7_000, "it was copied to where libarrow takes it"
+    del batch

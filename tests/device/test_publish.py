@@ -1,0 +1,146 @@
+"""Publishing what lies on a device, to clients that can open it there, and to others."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+import dissociated as dis
+from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
+from dissociated.errors import SourceError
+from dissociated.memory.device.base import Device
+from dissociated.memory.device.emulated import EmulatedDevice
+from dissociated.memory.device.registry import open_device
+from helpers import clients_end, connections_left, wait_until
+
+from . import consumer
+from .cases import ALL_TYPES, NUMBERS, pieces
+
+
+def on_device(device: Device, batches: list[pa.RecordBatch]) -> DeviceReader:
+    return to_device(pa.RecordBatchReader.from_batches(batches[0].schema, batches), device)
+
+
+def to_host(batches: Iterator[DeviceBatch] | DeviceReader) -> pa.Table:
+    return pa.Table.from_batches([batch.to_host() for batch in batches])
+
+
+@pytest.fixture
+def server() -> Iterator[dis.Server]:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        yield server
+        gc.collect()
+        assert not connections_left(server)
+        for name in server.names():
+            server.drop(name)
+
+
+@pytest.fixture
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    with dis.connect(server.catalog_uri) as client:
+        yield client
+        gc.collect()
+        clients_end()
+
+
+def test_every_type_goes_to_every_client(device: Device, server: dis.Server, client: dis.Client) -> None:
+    server.publish("types", on_device(device, ALL_TYPES))
+    held = device.allocations
+    for transport in ("shm", "tcp", "grpc"):
+        arrived = [*client.read("types", transport)]
+        assert arrived == ALL_TYPES
+        assert [batch.to_host() for batch in client.read("types", transport, device=device)] == ALL_TYPES
+    names = ALL_TYPES[0].schema.names[::7]
+    assert to_host(client.read("types", columns=names, device=device)) == pa.Table.from_batches(ALL_TYPES).select(names)
+    assert client.read("types", columns=names).read_all() == pa.Table.from_batches(ALL_TYPES).select(names)
+    gc.collect()
+    clients_end()
+    assert device.allocations == held
+
+
+def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.Server, client: dis.Client) -> None:
+    server.publish("numbers", on_device(device, [*pieces()]))
+    gc.collect()
+    (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]
+    assert uri.startswith("shm:")
+    assert "remote_handle=" in uri
+    before = device.allocations, device.nbytes
+    expected = [*client.read("numbers", "tcp")][2]
+    reader = client.read("numbers", device=device)
+    batches = [*reader]
+    assert (device.allocations, device.nbytes) == before, "they lie in the server's memory"
+    assert server.connections == 1, "which holds them"
+    taken = consumer.Taken(batches[2])
+    assert not taken.struct.sync_event, "it was there before"
+    with pytest.raises(BufferError, match="must not be written to"):
+        batches[0]["n"].__dlpack__()
+    assert batches[0]["n"].__dlpack__(max_version=(1, 0))
+    assert to_host(iter(batches)) == NUMBERS
+    server.drop("numbers")
+    server.publish("numbers", on_device(device, [NUMBERS.slice(0, 5).to_batches()[0]]))
+    del batches, reader
+    gc.collect()
+    consumer.same(device, taken.struct, expected)
+    taken.release()
+    wait_until(lambda: not server.connections, "the last address comes back")
+    wait_until(lambda: device.allocations == 1, "what was replaced is freed")
+
+
+def test_dlpack_columns_and_lists_of_batches(device: Device, server: dis.Server, client: dis.Client) -> None:
+    batches = [*on_device(device, [*pieces()])]
+    columns = {name: batches[0][name] for name in ("n", "f")}
+    server.publish("columns", columns)
+    server.publish("list", batches)
+    server.publish("batch", batches[1])
+    first = batches[0]
+    with pytest.raises(SourceError, match="rows: they must have as many"):
+        server.publish("ragged", {"a": _last(device)["n"], "b": first["n"]})
+    with pytest.raises(SourceError, match="differ"):
+        server.publish("mixed", [_last(device), on_device(device, ALL_TYPES).read_next_batch()])
+    del batches, columns, first
+    gc.collect()
+    assert client.read("columns", device=device).read_next_batch().to_host() == next(pieces()).select(["n", "f"])
+    assert client.read("list").read_all() == NUMBERS
+    assert to_host(client.read("batch", device=device)) == pa.Table.from_batches([[*pieces()][1]])
+
+
+def _last(device: Device) -> DeviceBatch:
+    return [*on_device(device, [*pieces()])][-1]
+
+
+def test_what_offers_the_device_interface_and_lies_on_the_host(server: dis.Server, client: dis.Client) -> None:
+    class Host:
+        def __arrow_c_device_array__(self, requested_schema: object = None, **options: object) -> object:
+            return ALL_TYPES[0].__arrow_c_device_array__()
+
+    server.publish("host", Host())
+    server.publish("columns", {"n": np.arange(5), "f": np.ones(5)})
+    assert client.read("host").read_all() == pa.Table.from_batches(ALL_TYPES[:1])
+    assert client.read("columns").read_all() == pa.table({"n": range(5), "f": np.ones(5)})
+
+
+def test_selections_and_filters(device: Device, server: dis.Server, client: dis.Client) -> None:
+    server.publish("numbers", on_device(device, [*pieces()]))
+    for transport in ("shm", "tcp"):
+        wanted = NUMBERS.filter(pc.field("n") > 40_000).select(["f"]).slice(0, 10)
+        some: dict[str, Any] = {"columns": ["f"], "filter": ("n", ">", 40_000), "limit": 10}
+        assert client.read("numbers", transport, **some).read_all() == wanted
+        assert to_host(client.read("numbers", transport, **some, device=device)) == wanted
+    uri = next(one for one in client.describe("numbers").endpoints[0].locations if one.startswith("tcp:"))
+    ticket = client.describe("numbers").endpoints[0].ticket
+    two = dis.open_stream(uri, ticket, batches=(1, 3)).read_all()
+    assert two == NUMBERS.slice(7_000, 14_000)
+
+
+def test_who_cannot_use_it_gets_host_bodies(emulated: EmulatedDevice, server: dis.Server, client: dis.Client) -> None:
+    server.publish("numbers", on_device(open_device("test:0"), [*pieces()]))
+    assert to_host(client.read("numbers", device=emulated)) == NUMBERS, "it lies on another device than is wanted"
+    (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]
+    with pytest.raises(dis.errors.UriError, match="take another location"):
+        dis.open_stream(uri, client.describe("numbers").endpoints[0].ticket, allow_rma=True)
