@@ -61,7 +61,7 @@ def compare(listen: Sequence[str], ways: Mapping[str, Way], gigabytes: float, ro
             calls: dict[str, Callable[[], Any]] = {
                 name: partial(_read, *place(shape.name, way)) for name, way in ways.items()
             }
-            calls["Flight"] = lambda name=shape.name: client.read(name, "grpc").read_all()  # type: ignore[misc]
+            calls["Flight"] = lambda name=shape.name: client.read(name, transport="grpc").read_all()  # type: ignore[misc]
             seconds = medians(calls, rounds)
             rates: dict[str, float] = {}
             if shape.batches > 1:  # else there is nothing but connecting

@@ -102,9 +102,9 @@ def _growth(case: Case, scheme: str) -> int:
         assert process.stdout is not None
         catalog = next(line.split()[1] for line in process.stdout if line.startswith("catalog"))
         with dis.connect(catalog) as client:
-            client.read(case.file.stem, scheme).read_next_batch()
+            client.read(case.file.stem, transport=scheme).read_next_batch()
             before = resident(process.pid)
-            client.read(case.file.stem, scheme).read_all()
+            client.read(case.file.stem, transport=scheme).read_all()
             grown = resident(process.pid) - before
         process.terminate()
         return max(0, grown)

@@ -250,7 +250,7 @@ def _reader(catalog: str) -> Iterator[Connection]:
 def _open(catalog: str, pipe: Connection) -> None:
     with dis.connect(catalog) as client:
         while True:
-            table = client.read(pipe.recv(), "shm").read_all()
+            table = client.read(pipe.recv(), transport="shm").read_all()
             pipe.send(table.num_rows)
             del table
 

@@ -71,9 +71,9 @@ def run(gigabytes: float, rounds: int) -> None:
 
 def _measure(client: dis.Client, peers: Peers, index: int, shape: Shape, rounds: int) -> dict[str, float]:
     calls: dict[str, Callable[[], Any]] = {
-        "shm": lambda: client.read(shape.name, "shm").read_all(),
-        "tcp": lambda: client.read(shape.name, "tcp").read_all(),
-        "Flight": lambda: client.read(shape.name, "grpc").read_all(),
+        "shm": lambda: client.read(shape.name, transport="shm").read_all(),
+        "tcp": lambda: client.read(shape.name, transport="tcp").read_all(),
+        "Flight": lambda: client.read(shape.name, transport="grpc").read_all(),
         "socket": lambda: receive_bare(peers.bare_port, index, shape),
     }
     return medians(calls, rounds)
@@ -81,7 +81,7 @@ def _measure(client: dis.Client, peers: Peers, index: int, shape: Shape, rounds:
 
 def _growth(client: dis.Client, shape: Shape) -> str:
     before = _resident()
-    table = client.read(shape.name, "shm").read_all()
+    table = client.read(shape.name, transport="shm").read_all()
     after = _resident()
     private, shared = after[0] - before[0], after[1] - before[1]
     assert table.nbytes == shape.nbytes

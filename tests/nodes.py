@@ -39,7 +39,7 @@ def put(uri: str, name: str, data: pa.Table, **options: object) -> None:
 
 def read(uri: str, name: str, transport: str | None = None) -> list[int]:
     with dis.connect(uri) as client:
-        numbers: list[int] = client.read(name, transport).read_all()["n"].to_pylist()
+        numbers: list[int] = client.read(name, transport=transport).read_all()["n"].to_pylist()
     return numbers
 
 
@@ -66,7 +66,7 @@ def nothing_is_left_of(node: Process, store: Path) -> None:
 READER = """
 import sys, dissociated as dis
 with dis.connect(sys.argv[1]) as client:
-    reader = client.read(sys.argv[2], "shm")
+    reader = client.read(sys.argv[2], transport="shm")
     held = [reader.read_next_batch()]
     print("reached", flush=True)
     sys.stdin.readline()

@@ -56,8 +56,8 @@ FORKS = """
                 refused(lambda: next(readers[at]))
             assert all(right(held[at], 0) for at in held)
             assert readers["shm"].read_all() == WHOLE.slice(ROWS)  # all of it is mapped
-            assert client.read_endpoint(info, info.endpoints[0], "shm").read_all() == WHOLE
-            assert client.read_endpoint(info, info.endpoints[0], "tcp").read_all() == WHOLE
+            assert client.read_endpoint(info, info.endpoints[0], transport="shm").read_all() == WHOLE
+            assert client.read_endpoint(info, info.endpoints[0], transport="tcp").read_all() == WHOLE
             client.close()
             server.close()
         if how == "drop":
@@ -70,11 +70,11 @@ FORKS = """
     def opened(client):
         pair = [server.locations("data", streams=one, bodies="packed")[1] for one in ("metadata", "bodies")]
         return {
-            "shm": client.read("data", "shm"),
-            "tcp": client.read("data", "tcp"),
-            "grpc": client.read("data", "grpc"),
-            "live shm": client.read("live", "shm"),
-            "live tcp": client.read("live", "tcp"),
+            "shm": client.read("data", transport="shm"),
+            "tcp": client.read("data", transport="tcp"),
+            "grpc": client.read("data", transport="grpc"),
+            "live shm": client.read("live", transport="shm"),
+            "live tcp": client.read("live", transport="tcp"),
             "pair": dis.open_stream(pair, server.ticket("data")),
         }
 
@@ -101,7 +101,7 @@ FORKS = """
                 writer.write_batch(batch(1))
             with dis.connect(server.catalog_uri) as client:
                 for at in ("shm", "tcp", "grpc"):
-                    assert client.read("data", at).read_all() == WHOLE, (how, at)
+                    assert client.read("data", transport=at).read_all() == WHOLE, (how, at)
                 assert client.read("written").read_all() == WHOLE.slice(0, 2 * ROWS), how
 """
 

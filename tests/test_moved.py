@@ -66,6 +66,16 @@ def test_parameters_have_their_old_names(tmp_path: Path) -> None:
         DissociatedDecoder(CollectListener(), space=AddressSpace(), returns=SimpleQueue())  # type: ignore[call-arg]
 
 
+def test_positions_that_mean_nothing_any_more() -> None:
+    with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("d", pa.table({"a": [1], "b": [2]}))
+        with pytest.warns(DeprecationWarning, match="read takes transport, columns by name"):
+            read = client.read("d", "grpc", ["b"])  # type: ignore[call-overload]
+        assert read.read_all().to_pylist() == [{"b": 2}]
+        with pytest.raises(TypeError, match="positional"):
+            client.read("d", "grpc", ["b"], 1)  # type: ignore[call-overload]
+
+
 def test_attributes_have_their_old_names() -> None:
     info = dis.DatasetInfo("d", pa.schema([]), 0, 0, (), lineage_id="a key")
     with pytest.warns(DeprecationWarning, match=r"DatasetInfo.began is called lineage_id now"):

@@ -159,10 +159,10 @@ def same(mine: Any, its: Any) -> bool:
 
 def read_by(client: dis.Client, transports: list[str]) -> None:
     """Open lineitem by every way there is, and compare each with what lies in shared memory."""
-    in_place = client.read("lineitem", "shm").read_all()
+    in_place = client.read("lineitem", transport="shm").read_all()
     for transport in transports:
         with step(transport) as current:
-            table = client.read("lineitem", transport).read_all()
+            table = client.read("lineitem", transport=transport).read_all()
             current.facts = {"nbytes": table.nbytes}
         if not table.equals(in_place):
             raise Differs(f"lineitem over {transport} is not what it is over shm")

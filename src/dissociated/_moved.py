@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar
 
 
@@ -47,6 +48,32 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     _warn(f"the parameter {old} is called {new} now", 3)
                     kwargs[new] = kwargs.pop(old)
             return call(*args, **kwargs)
+
+        return taking
+
+    return decorate
+
+
+def keyword_only(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Parameters that once had positions, in this order, behind those that still have one. Says so with a warning."""
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        kinds = [one.kind for one in signature(call).parameters.values()]
+        positions = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
+
+        @wraps(call)
+        def taking(*args: P.args, **kwargs: P.kwargs) -> R:
+            beyond = args[positions:]
+            if not beyond or len(beyond) > len(names):
+                return call(*args, **kwargs)
+            known = dict(zip(names, beyond, strict=False))
+            warnings.warn(
+                f"{call.__name__} takes {', '.join(known)} by name: a position is good until the next release",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            forward: Callable[..., R] = call
+            return forward(*args[:positions], **known, **kwargs)
 
         return taking
 

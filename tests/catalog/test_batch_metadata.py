@@ -79,14 +79,17 @@ def test_from_a_server(kind: str, signed: bool, tmp_path: Path) -> None:
             server.publish(name, source)
             info = client.describe(name)
             for way in ("shm", "tcp", "grpc"):
-                same(read(client.read(name, way)), pairs)
-                same(read(client.read(name, way, ["s"])), selected(pairs, "s"))
-                same(read(client.read_endpoint(info, info.endpoints[0], way, batches=(1, 4))), pairs[1:4])
+                same(read(client.read(name, transport=way)), pairs)
+                same(read(client.read(name, transport=way, columns=["s"])), selected(pairs, "s"))
+                same(read(client.read_endpoint(info, info.endpoints[0], transport=way, batches=(1, 4))), pairs[1:4])
             if name == "file":
                 cut = [(one, metadata) for one, metadata in pairs if one.num_rows]
                 cut[0] = cut[0][0].slice(1), cut[0][1]
                 for way in ("shm", "tcp", "grpc"):
-                    same(read(client.read(name, way, rows=range(1, 6))), [pair for pair in cut if pair[0].num_rows])
+                    same(
+                        read(client.read(name, transport=way, rows=range(1, 6))),
+                        [pair for pair in cut if pair[0].num_rows],
+                    )
             if signed:
                 ticket = server.ticket(name, columns=["n"])
                 for location in server.locations(name):
@@ -107,7 +110,7 @@ def test_through_put_nodes_and_get(kind: str, tmp_path: Path) -> None:
         for mode in ("overwrite", "append"):
             assert client.put("d", lambda: pa.ipc.open_stream(written(pairs)), mode=mode) == 6
         for way in (None, "tcp", "grpc"):
-            same(read(client.read("d", way)), pairs * 2)
+            same(read(client.read("d", transport=way)), pairs * 2)
         endpoints = client.describe("d").endpoints
         expected = pa.Table.from_batches([one for one, _ in pairs] * 2).to_pydict()
         got = pa.concat_tables([plain.do_get(flight.Ticket(one.ticket)).read_all() for one in endpoints])

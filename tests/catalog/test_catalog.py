@@ -57,7 +57,7 @@ def test_describe(server: dis.Server, client: dis.Client) -> None:
 @pytest.mark.parametrize("transport", [None, "shm", "tcp", "inproc", "grpc"])
 @pytest.mark.parametrize("name", ["static", "live", "ünïcödé / with spaces"])
 def test_read(client: dis.Client, name: str, transport: str | None) -> None:
-    reader = client.read(name, transport)
+    reader = client.read(name, transport=transport)
     assert reader.schema.equals(TABLE.schema, check_metadata=True)
     assert reader.read_all() == TABLE
 
@@ -65,7 +65,7 @@ def test_read(client: dis.Client, name: str, transport: str | None) -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
 @pytest.mark.parametrize("columns", [["s"], ["d", "n"], []], ids="-".join)
 def test_read_some_columns(client: dis.Client, transport: str, columns: list[str]) -> None:
-    arrived = client.read("static", transport, columns).read_all()
+    arrived = client.read("static", transport=transport, columns=columns).read_all()
     expected = TABLE.select([name for name in TABLE.schema.names if name in columns])
     assert arrived.schema.equals(expected.schema, check_metadata=True)
     assert arrived.num_rows == 3
@@ -75,7 +75,7 @@ def test_read_some_columns(client: dis.Client, transport: str, columns: list[str
 @pytest.mark.parametrize("transport", [None, "grpc"])
 def test_a_column_that_does_not_exist(client: dis.Client, transport: str | None) -> None:
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are n, s, d"):
-        client.read("static", transport, ["x"])
+        client.read("static", transport=transport, columns=["x"])
 
 
 def test_a_dataset_that_does_not_exist(client: dis.Client) -> None:
@@ -88,7 +88,7 @@ def test_a_transport_that_is_not_offered(client: dis.Client) -> None:
     with pytest.raises(
         dis.errors.CatalogError, match=r"cannot be reached from here by ucx: it is offered by grpc, inproc, shm, tcp"
     ):
-        client.read("static", "ucx")
+        client.read("static", transport="ucx")
 
 
 def test_the_nearest_transport_is_used(server: dis.Server, client: dis.Client) -> None:
@@ -102,9 +102,9 @@ def test_the_nearest_transport_is_used(server: dis.Server, client: dis.Client) -
 
 def test_a_source_that_fails_says_why_over_flight_too(server: dis.Server, client: dis.Client) -> None:
     server.publish("once", TABLE.to_reader())
-    assert client.read("once", "grpc").read_all() == TABLE
+    assert client.read("once", transport="grpc").read_all() == TABLE
     with pytest.raises(dis.errors.DissociatedError, match="'once' was published from a reader, which can be read once"):
-        client.read("once", "grpc").read_all()
+        client.read("once", transport="grpc").read_all()
     server.drop("once")
 
 
@@ -136,7 +136,7 @@ def write(client: dis.Client, name: str, *numbers: int) -> str:
 
 
 def read(client: dis.Client, name: str) -> list[int]:
-    numbers: list[int] = client.read(name, "shm").read_all()["n"].to_pylist()
+    numbers: list[int] = client.read(name, transport="shm").read_all()["n"].to_pylist()
     return numbers
 
 
@@ -306,7 +306,9 @@ def test_locations_are_alternatives_or_pairs(told: list[str], ways: list[list[st
 @pytest.mark.parametrize("transport", ["shm", "tcp", "inproc", "grpc"])
 def test_options_mean_the_same_over_every_transport(client: dis.Client, transport: str) -> None:
     def read(columns: list[str] | None = None, **options: Any) -> pa.Table:
-        return client.read("static", transport, columns, options=dis.ReadOptions(**options)).read_all()
+        return client.read(
+            "static", transport=transport, columns=columns, options=dis.ReadOptions(**options)
+        ).read_all()
 
     assert read(included_fields=[2, 0]) == TABLE.select([0, 2])
     with pytest.raises(dis.errors.OptionError, match="there is no field 9"):
@@ -319,4 +321,4 @@ def test_options_mean_the_same_over_every_transport(client: dis.Client, transpor
 def test_depth_is_limited_over_every_transport(server: dis.Server, client: dis.Client, transport: str) -> None:
     server.publish("nested", pa.table({"l": [[1]]}))
     with pytest.raises(dis.errors.FormatError, match="nested 2 deep"):
-        client.read("nested", transport, options=dis.ReadOptions(max_recursion_depth=1)).read_all()
+        client.read("nested", transport=transport, options=dis.ReadOptions(max_recursion_depth=1)).read_all()

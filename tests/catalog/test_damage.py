@@ -125,7 +125,7 @@ def test_a_table_that_is_damaged_is_an_error_for_who_reads_it_over_flight() -> N
         server.publish("called", lambda: worse)
         for name, columns in (("held", None), ("held", ["x"]), ("called", None)):
             with pytest.raises(dis.errors.CatalogError, match="a record batch is not valid"):
-                client.read(name, "grpc", columns).read_all()
+                client.read(name, transport="grpc", columns=columns).read_all()
 
 
 #: Changes a few bytes of good segments, again and again, and lets a node serve what comes of it. It must not die.
@@ -187,7 +187,7 @@ with Node(Store(sys.argv[1])) as node, dis.connect(node.uri) as client, flight.F
             continue
         for columns_wanted in (None, [name], []):
             try:
-                client.read("d", "grpc", columns_wanted).read_all()
+                client.read("d", transport="grpc", columns=columns_wanted).read_all()
                 served += 1
             except dis.errors.DissociatedError:
                 refused += 1

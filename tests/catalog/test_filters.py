@@ -81,7 +81,9 @@ def test_each_tool_moves_the_columns_and_rows_that_it_needs(client: dis.Client) 
         "conditions": lambda: data.to_table(["c3"], ("c0", ">=", ROWS - 2))["c3"].to_pylist(),
         "DuckDB": lambda: [one for (one,) in query(f"SELECT c3 FROM data WHERE c0 >= {ROWS - 2}", data)],
         "Polars": lambda: data.scan().filter(pl.col("c0") >= ROWS - 2).select("c3").collect()["c3"].to_list(),
-        "Flight": lambda: client.read("data", "grpc", ["c3"], filter=n >= ROWS - 2).read_all()["c3"].to_pylist(),
+        "Flight": lambda: (
+            client.read("data", transport="grpc", columns=["c3"], filter=n >= ROWS - 2).read_all()["c3"].to_pylist()
+        ),
         "head": lambda: data.head(2, ["c3"], n >= ROWS - 2)["c3"].to_pylist(),
     }
     for tool, read in rows.items():
@@ -122,9 +124,11 @@ def test_every_type_passes_a_filter_as_it_was(transport: str) -> None:
         for name, (first, *_) in ARRAYS.items():
             table = pa.table([first, pa.array(range(len(first)), pa.int64())], [name, "number"])
             server.publish(name, table)
-            read = reading.read(name, transport, filter=number >= 0).read_all()
+            read = reading.read(name, transport=transport, filter=number >= 0).read_all()
             assert shown(read) == shown(table), name
-            read = reading.read(name, transport, [name], filter=(number == 0) | (number >= 3)).read_all()
+            read = reading.read(
+                name, transport=transport, columns=[name], filter=(number == 0) | (number >= 3)
+            ).read_all()
             read.validate(full=True)
             expected = pa.concat_tables([table[:1], table[3:]]).select([name])
             assert read.schema.equals(expected.schema), name
@@ -138,10 +142,12 @@ def test_live_sources_and_what_servers_refuse(client: dis.Client) -> None:
         for transport in ("tcp", "shm"):
             server.publish("shared", small.to_reader(), live=dis.Live())
             for name in ("callable", "shared"):
-                read = reading.read(name, transport, ["c1"], filter=n < 5).read_all()
+                read = reading.read(name, transport=transport, columns=["c1"], filter=n < 5).read_all()
                 assert read == small.select(["c1"])[:5]
         server.publish("once", small.to_reader())
-        assert reading.read("once", "tcp", ["c1"], filter=n < 5).read_all() == small.select(["c1"])[:5]
+        assert (
+            reading.read("once", transport="tcp", columns=["c1"], filter=n < 5).read_all() == small.select(["c1"])[:5]
+        )
         server.publish("table", small)
         uri, ticket = server.locations("table")[1], server.ticket("table")
         for filter_ in (b"", b"\xff" * 40, bytes(20_000)):
@@ -155,7 +161,9 @@ def test_a_server_may_leave_filters_to_its_clients() -> None:
     with dis.Server(choose_rows=False) as server, dis.connect(server.catalog_uri) as reading:
         server.publish("data", TABLE)
         for transport in ("tcp", "shm", "grpc"):
-            assert reading.read("data", transport, ["c3"], filter=n < 5, limit=2).read_all()["c3"].to_pylist() == [3, 4]
+            assert reading.read("data", transport=transport, columns=["c3"], filter=n < 5, limit=2).read_all()[
+                "c3"
+            ].to_pylist() == [3, 4]
         asked = Selection(rows=RowSelection(limit=1)).identifier(server.ticket("data"))
         for uri in server.locations("data"):
             assert "filter=1" not in uri
@@ -171,7 +179,9 @@ def test_a_server_that_does_not_say_that_it_filters_is_not_asked(client: dis.Cli
     for gone in ("&filter=1", "&select=1"):
         old = replace(endpoint, locations=tuple(one.replace(gone, "") for one in endpoint.locations))
         for transport in ("shm", "tcp", "grpc"):
-            read = client.read_endpoint(info, old, transport, ["c3"], filter=n < 5, limit=3).read_all()
+            read = client.read_endpoint(
+                info, old, transport=transport, columns=["c3"], filter=n < 5, limit=3
+            ).read_all()
             assert read["c3"].to_pylist() == [3, 4, 5]
 
 
@@ -185,10 +195,12 @@ def test_tickets_for_some_columns_filter_by_no_others(tmp_path: Path) -> None:
         narrow = replace(endpoint, ticket=ticket)
         some = replace(info, schema=TABLE.select(["c3", "c4"]).schema)
         with dis.connect(server.catalog_uri) as client:
-            read = client.read_endpoint(some, narrow, "tcp", ["c4"], filter=pc.field("c3") < 5).read_all()
+            read = client.read_endpoint(
+                some, narrow, transport="tcp", columns=["c4"], filter=pc.field("c3") < 5
+            ).read_all()
             assert read["c4"].to_pylist() == [4, 5]
             with pytest.raises(dis.DissociatedError):
-                client.read_endpoint(info, narrow, "tcp", ["c4"], filter=n < 5).read_all()
+                client.read_endpoint(info, narrow, transport="tcp", columns=["c4"], filter=n < 5).read_all()
         assert dis.open_stream(uri, ticket).read_all() == TABLE.select(["c3", "c4"])
 
 

@@ -269,7 +269,7 @@ def test_a_catalog_alone_forwards_what_is_put_and_read(cluster: tuple[CatalogSer
     with flight.FlightClient(catalog.uri) as plain, dis.connect(catalog.uri) as ours:
         put(plain, path("d"), TABLE)
         assert read(plain, path("d")) == [1, 2, 3]
-        assert ours.read("d", "shm").read_all() == TABLE
+        assert ours.read("d", transport="shm").read_all() == TABLE
         for node in nodes:  # each node answers for the catalog
             with flight.FlightClient(node.uri) as there:
                 assert [info.descriptor.path for info in there.list_flights()] == [[b"d"]]
@@ -293,7 +293,7 @@ def test_a_dataset_of_parts_on_several_nodes_is_one(cluster: tuple[CatalogServic
         assert ours.read("d").read_all()["n"].to_pylist() == [1, 2, 3]
         ours.commit("d", [write(b, "3", 4)], "append", TABLE.schema)
         assert ours.describe("d").rows == 4
-        assert ours.read("d", "tcp").read_all()["n"].to_pylist() == [1, 2, 3, 4]
+        assert ours.read("d", transport="tcp").read_all()["n"].to_pylist() == [1, 2, 3, 4]
         with pytest.raises(dis.errors.CatalogError, match="no node 'z' has registered"):
             ours.commit("d", [{"node": "z", "segment": "s"}], "append", TABLE.schema)
 

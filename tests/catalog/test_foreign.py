@@ -45,7 +45,7 @@ def test_a_dataset_of_a_foreign_server_is_found_and_one_that_is_not_there_is_nam
 ) -> None:
     for known in (flight.FlightDescriptor.for_command("d"), flight.FlightDescriptor.for_path("d")):
         with Foreign(known, refuse) as server, dis.connect(server.uri) as client:
-            assert client.read("d", "grpc").read_all() == TABLE
+            assert client.read("d", transport="grpc").read_all() == TABLE
             with pytest.raises(DatasetNotFound if refuse is KeyError else CatalogError) as raised:
                 client.describe("no")
             assert "{" not in str(raised.value)
@@ -106,7 +106,7 @@ with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server, dis.connect(server.cat
         client.put("e", table)
         for name in "de":
             for way in ("shm", "tcp", "grpc"):
-                assert client.read(name, way).read_all().num_rows == table.num_rows, (path, way)
+                assert client.read(name, transport=way).read_all().num_rows == table.num_rows, (path, way)
 """
     run = subprocess.run([sys.executable, "-c", script, *files], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, (run.returncode, run.stderr)

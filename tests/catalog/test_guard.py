@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[dis.Client], Any]] = {
 def test_the_right_token_reads(server: dis.Server, certified: Certificates, transport: str | None) -> None:
     for token in ("sesame", "simsim"):
         with dis.connect(server.catalog_uri, token=token, tls_roots=certified.roots) as client:
-            assert client.read("data", transport).read_all() == TABLE
+            assert client.read("data", transport=transport).read_all() == TABLE
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -161,10 +161,10 @@ def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certif
         lying.publish("data", TABLE)
         lying.endpoints.dataset_locations = lambda found: [f"{uri}&roots={certified.roots}"]  # type: ignore[method-assign]
         with dis.connect(lying.catalog_uri) as client, pytest.raises(AccessDenied, match="is not to be trusted"):
-            client.read("data", "tls")
+            client.read("data", transport="tls")
         told = dis.connect(lying.catalog_uri, tls_roots=certified.roots)
         with told as client, pytest.raises(dis.errors.RemoteError, match="not made by this server"):
-            client.read("data", "tls")
+            client.read("data", transport="tls")
 
 
 def test_an_endpoint_is_shown_without_its_ticket(server: dis.Server, certified: Certificates) -> None:

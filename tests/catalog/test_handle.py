@@ -131,7 +131,7 @@ def test_a_reader_that_was_read_to_its_end_says_so(client: dis.Client, transport
     some: tuple[dict[str, Any], ...] = {}, {"columns": ["n"]}, {"limit": 5}
     for options in some:
         for way in first:
-            reader = client.read("data", transport, **options)
+            reader = client.read("data", transport=transport, **options)
             assert len(way(reader)) > 0
             assert next(reader, None) is None
             for again in (*first, pl.DataFrame, pa.RecordBatchReader.from_stream):
@@ -175,11 +175,13 @@ def test_a_filter_gives_just_the_rows_that_pass(server: dis.Server, client: dis.
         ([("n", ">=", 97), ("s", "!=", "98")], [97, 99]),
         ([[("n", "=", 3)], [("x", ">", 48.6), ["n", "in", (98, 99)]]], [3, 98, 99]),
     ):
-        read = client.read("data", transport, ["s"], filter=given).read_all()
+        read = client.read("data", transport=transport, columns=["s"], filter=given).read_all()
         assert read == TABLE.select(["s"]).take(pa.array(rows, pa.int64()))
-    assert client.read("data", transport, filter=n > 10, rows=range(5, 15), limit=3).read_all() == TABLE[11:14]
-    assert client.read("data", transport, limit=0).read_all() == TABLE[:0]
-    assert client.read("data", transport, limit=95, rows=range(90, 200)).read_all() == TABLE[90:]
+    assert (
+        client.read("data", transport=transport, filter=n > 10, rows=range(5, 15), limit=3).read_all() == TABLE[11:14]
+    )
+    assert client.read("data", transport=transport, limit=0).read_all() == TABLE[:0]
+    assert client.read("data", transport=transport, limit=95, rows=range(90, 200)).read_all() == TABLE[90:]
     if transport != "grpc":
         uri = next(one for one in server.locations("data") if one.startswith(transport))
         ticket = server.ticket("data")
@@ -192,7 +194,7 @@ def test_a_filter_gives_just_the_rows_that_pass(server: dis.Server, client: dis.
 def test_what_passes_whole_stays_where_it_lies_and_a_limit_gives_the_rest_back(
     server: dis.Server, client: dis.Client
 ) -> None:
-    reader = client.read("data", "shm", filter=pc.field("n") >= 0, limit=15)
+    reader = client.read("data", transport="shm", filter=pc.field("n") >= 0, limit=15)
     whole, part = reader
     assert (whole.num_rows, part.num_rows) == (10, 5)
     assert {one.buffers()[1].is_mutable for one in whole.columns} == {False}  # the server's memory

@@ -349,8 +349,10 @@ def test_a_put_says_how_far_it_is_and_can_be_ended_so(place: tuple[str, Path]) -
                 client.put("d", iter([BATCH] * 3), transport=transport, progress=progress)
             assert told == [(100, 800, None), (200, 1600, None)]
             nothing_has_changed(*place)
-        client.put("new", [BATCH] * 3, progress=progress)
+        client.put("new", [BATCH.slice(0, 50)] * 6, progress=progress)
         assert told[-1] == (300, 2400, 300)
-        assert client.read("new").read_all().num_rows == 300
+        client.put("copy", client["new"], progress=progress)
+        assert told[-1] == (300, 2400, 300)
+        assert client.read("copy").read_all().num_rows == 300
         with pytest.raises(OptionError, match="transport is"):
             client.put("d", OLD, transport="tcp")

@@ -30,7 +30,7 @@ def test_the_next_nearest_transport_is_tried() -> None:
             dead.bind(path)  # there, and nobody listens
         assert client.read("data").read_all() == TABLE
         with pytest.raises(TransportError, match="Connection refused"):
-            client.read("data", "shm")
+            client.read("data", transport="shm")
         os.unlink(path)
 
 
@@ -73,7 +73,7 @@ def test_rows_by_their_positions(transport: str, tmp_path: Path) -> None:
         for first in range(0, 100, 10):
             client.put("data", pa.table({"n": range(first, first + 10)}).to_reader(), mode="append")
         for rows in (range(100), range(3), range(95, 200), range(17, 43), range(20, 30), range(100, 101), range(5, 5)):
-            read = client.read("data", transport, ["n"], rows=rows).read_all()
+            read = client.read("data", transport=transport, columns=["n"], rows=rows).read_all()
             assert read["n"].to_pylist() == [n for n in rows if n < 100]
 
 
@@ -84,7 +84,7 @@ def test_rows_of_fields_by_their_positions(transport: str, tmp_path: Path) -> No
             numbers = range(first, first + 10)
             client.put("data", pa.table({"n": numbers, "m": numbers}).to_reader(), mode="append")
         options = dis.ReadOptions(included_fields=[1])
-        assert client.read("data", transport, rows=range(17, 23), options=options).read_all() == pa.table(
+        assert client.read("data", transport=transport, rows=range(17, 23), options=options).read_all() == pa.table(
             {"m": range(17, 23)}
         )
 
@@ -121,7 +121,7 @@ def test_over_tcp_the_batches_before_the_wanted_rows_do_not_move(tmp_path: Path)
 def test_over_flight_alone_rows_are_read_once(tmp_path: Path) -> None:
     with Node(Store(tmp_path / "store"), []) as node, dis.connect(node.uri) as client:
         client.put("data", TABLE)
-        assert client.read("data", "grpc", rows=range(10, 20)).read_all()["n"].to_pylist() == [*range(10, 20)]
+        assert client.read("data", transport="grpc", rows=range(10, 20)).read_all()["n"].to_pylist() == [*range(10, 20)]
         assert client.status().totals.flight == 1
 
 
@@ -146,7 +146,7 @@ def test_a_server_on_all_interfaces_names_a_host() -> None:
         (location,) = server.locations("data")
         assert location.startswith("tcp://localhost:")
         with dis.connect(server.catalog_uri) as client:
-            assert client.read("data", "tcp").read_all() == TABLE
+            assert client.read("data", transport="tcp").read_all() == TABLE
     with dis.Server(["tcp://0.0.0.0:0"], catalog=None) as server:
         server.publish("data", TABLE)
         assert server.locations("data")[0].startswith(f"tcp://{socket.gethostname().lower()}:")

@@ -31,9 +31,9 @@ def server() -> Iterator[dis.Server]:
 
 @pytest.mark.parametrize("transport", [None, "shm", "tcp"])
 def test_tensors_are_read_by_name(client: dis.Client, transport: str | None) -> None:
-    for arrived, sent in zip(client.read_tensors("all", transport), some(), strict=True):
+    for arrived, sent in zip(client.read_tensors("all", transport=transport), some(), strict=True):
         assert_same(arrived, sent)
-    (arrived,) = client.read_tensors("one", transport)
+    (arrived,) = client.read_tensors("one", transport=transport)
     assert_same(arrived, DENSE)
 
 
@@ -72,13 +72,13 @@ def test_what_others_say_of_tensors_does_no_harm(said: bytes) -> None:
 def test_the_wrong_way_to_read_names_the_right_one(client: dis.Client) -> None:
     for transport in (None, "shm", "tcp"):
         with pytest.raises(WrongKind, match="holds tensors: read it with open_tensors, or by name with read_tensors"):
-            client.read("pair", transport)
+            client.read("pair", transport=transport)
         with pytest.raises(WrongKind, match="holds record batches: read it with open_stream, or by name with read"):
-            client.read_tensors("table", transport)
+            client.read_tensors("table", transport=transport)
     with pytest.raises(CatalogError, match=r"'pair' holds tensors.*read it with read_tensors, over another transport"):
-        client.read("pair", "grpc")
+        client.read("pair", transport="grpc")
     with pytest.raises(WrongKind, match="Flight has no messages for tensors: read them over shm or tcp"):
-        client.read_tensors("pair", "grpc")
+        client.read_tensors("pair", transport="grpc")
 
 
 def test_a_plain_flight_client_is_told_why_it_gets_none(server: dis.Server) -> None:

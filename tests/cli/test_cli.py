@@ -473,6 +473,11 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         put = run("put", files / "planes.arrow", files / "flights.parquet", f"{uri}/both", "--tag", "of=cli")
         assert (put.returncode, put.stdout) == (0, "")
         assert put.stderr.startswith("both: 2,000 rows in ")
+        (tmp_path / "of=dir").mkdir()
+        (tmp_path / "of=dir" / "part.parquet").symlink_to(files / "flights.parquet")
+        assert run("put", tmp_path, f"{uri}/directory").returncode != 0  # the store is in it
+        assert run("put", tmp_path / "of=dir", f"{uri}/directory").stderr.startswith("directory: 1,000 rows in ")
+        assert run("drop", f"{uri}/directory").returncode == 0
         assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "3600").returncode == 0
         (listed,) = json.loads(run("ls", "--json", uri).stdout)
         assert (listed["name"], listed["rows"]) == ("both", 3000)

@@ -212,7 +212,7 @@ def test_commands_show_their_token_and_check_the_certificate(
 def test_metrics_and_the_log_of_serve(guarded: tuple[str, str, Path], certified: Certificates) -> None:
     catalog, metrics, directory = guarded
     with dis.connect(catalog, token="sesame", tls_roots=certified.roots) as client:
-        assert client.read("planes", "tls").read_all() == TABLE
+        assert client.read("planes", transport="tls").read_all() == TABLE
     while True:
         records = [json.loads(line) for line in (directory / "log").read_text().splitlines()]
         if any(one.get("outcome") == "done" for one in records):

@@ -105,10 +105,10 @@ def test_what_is_no_good_value_arrives_as_it_is(tmp_path: Path) -> None:
                     sent.validate(full=True)
                 server.publish(name, path)
                 for transport in ("grpc", "tcp"):
-                    assert client.read(name, transport).read_all().equals(sent)
+                    assert client.read(name, transport=transport).read_all().equals(sent)
                 server.publish(name, sent.slice(1))  # columns with children are looked at before they are cut
                 for transport in ("grpc", "tcp"):
-                    assert client.read(name, transport).read_all().equals(sent.slice(1))
+                    assert client.read(name, transport=transport).read_all().equals(sent.slice(1))
 
 
 def test_a_batch_of_another_schema_is_validated_as_what_it_is() -> None:

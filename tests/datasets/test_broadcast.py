@@ -87,7 +87,7 @@ def test_all_consumers_get_the_same_stream_over_every_transport(serve: Serve) ->
     def consume(which: int) -> list[int]:
         if which == 7:
             with dis.connect(server.catalog_uri) as client:
-                return numbers(client.read("live", "grpc"))
+                return numbers(client.read("live", transport="grpc"))
         if which == 6:
             (packed,) = (u for u in server.locations("live", bodies="packed") if u.startswith("shm"))
             return numbers(dis.open_stream(packed, server.ticket("live")))

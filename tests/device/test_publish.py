@@ -53,9 +53,9 @@ def test_every_type_goes_to_every_client(device: Device, server: dis.Server, cli
     server.publish("types", on_device(device, ALL_TYPES))
     held = device.allocations
     for transport in ("shm", "tcp", "grpc"):
-        arrived = [*client.read("types", transport)]
+        arrived = [*client.read("types", transport=transport)]
         assert arrived == ALL_TYPES
-        assert [batch.to_host() for batch in client.read("types", transport, device=device)] == ALL_TYPES
+        assert [batch.to_host() for batch in client.read("types", transport=transport, device=device)] == ALL_TYPES
     names = ALL_TYPES[0].schema.names[::7]
     assert to_host(client.read("types", columns=names, device=device)) == pa.Table.from_batches(ALL_TYPES).select(names)
     assert client.read("types", columns=names).read_all() == pa.Table.from_batches(ALL_TYPES).select(names)
@@ -71,7 +71,7 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     assert uri.startswith("shm:")
     assert "remote_handle=" in uri
     before = device.allocations, device.nbytes
-    expected = [*client.read("numbers", "tcp")][2]
+    expected = [*client.read("numbers", transport="tcp")][2]
     reader = client.read("numbers", device=device)
     batches = [*reader]
     assert (device.allocations, device.nbytes) == before, "they lie in the server's memory"
@@ -130,8 +130,8 @@ def test_selections_and_filters(device: Device, server: dis.Server, client: dis.
     for transport in ("shm", "tcp"):
         wanted = NUMBERS.filter(pc.field("n") > 40_000).select(["f"]).slice(0, 10)
         some: dict[str, Any] = {"columns": ["f"], "filter": ("n", ">", 40_000), "limit": 10}
-        assert client.read("numbers", transport, **some).read_all() == wanted
-        assert to_host(client.read("numbers", transport, **some, device=device)) == wanted
+        assert client.read("numbers", transport=transport, **some).read_all() == wanted
+        assert to_host(client.read("numbers", transport=transport, **some, device=device)) == wanted
     uri = next(one for one in client.describe("numbers").endpoints[0].locations if one.startswith("tcp:"))
     ticket = client.describe("numbers").endpoints[0].ticket
     two = dis.open_stream(uri, ticket, batches=(1, 3)).read_all()

@@ -45,7 +45,7 @@ def client(server: dis.Server) -> Iterator[dis.Client]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_every_type_arrives_on_the_device(client: dis.Client, device: Device, transport: str) -> None:
-    with client.read("types", transport, device=device.name) as reader:
+    with client.read("types", transport=transport, device=device.name) as reader:
         assert reader.schema.equals(ALL_TYPES[0].schema, check_metadata=True)
         arrived = [*reader]
     assert [batch.num_rows for batch in arrived] == [batch.num_rows for batch in ALL_TYPES]
@@ -150,15 +150,15 @@ def test_columns_rows_and_filters_are_chosen_before(client: dis.Client, device: 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("name", ["compressed", "live"])
 def test_other_kinds_of_datasets(client: dis.Client, device: Device, name: str, transport: str) -> None:
-    reader = client.read(name, transport, device=device)
+    reader = client.read(name, transport=transport, device=device)
     assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
 
 
 def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: dis.Server, device: Device) -> None:
     for name in ("numbers", "live"):
-        client.read(name, "tcp", device=device)  # read not at all
-        client.read(name, "tcp", device=device).read_next_batch()
-        with client.read(name, "tcp", device=device) as reader:
+        client.read(name, transport="tcp", device=device)  # read not at all
+        client.read(name, transport="tcp", device=device).read_next_batch()
+        with client.read(name, transport="tcp", device=device) as reader:
             pass
         assert list(reader) == []
     gc.collect()

@@ -194,7 +194,7 @@ def test_a_server_that_dies_while_flight_carries_a_stream(spawn: Spawn) -> None:
     process = spawn("-c", LARGE)
     assert process.stdout is not None
     with dis.connect(process.stdout.readline().strip()) as client:
-        reader = client.read("large", "grpc")
+        reader = client.read("large", transport="grpc")
         reader.read_next_batch()
         process.kill()
         process.wait(PATIENCE)

@@ -103,7 +103,7 @@ def test_by_name_too_whatever_the_catalog_says(theirs: Theirs) -> None:
     for trusted, maps in ((False, False), (True, True)):
         with dis.connect(theirs.catalog, trusted_users=["nobody"], trusted_files=trusted) as client:
             for transport in ("shm", None):
-                table = client.read("file", transport).read_all()
+                table = client.read("file", transport=transport).read_all()
                 assert mapped() is maps
                 assert table["n"].to_pylist() == [*range(ROWS)]
                 del table

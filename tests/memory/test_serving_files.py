@@ -46,8 +46,8 @@ def test_serving_a_file_takes_no_memory(server: subprocess.Popen[str], file: Pat
     assert server.stdout is not None
     catalog = next(line.split()[1] for line in server.stdout if line.startswith("catalog"))
     with dis.connect(catalog) as client:
-        client.read("numbers", transport).read_next_batch()
+        client.read("numbers", transport=transport).read_next_batch()
         before = resident(server.pid)
         for _ in range(2):
-            assert client.read("numbers", transport).read_all().num_rows == ROWS * BATCHES
+            assert client.read("numbers", transport=transport).read_all().num_rows == ROWS * BATCHES
         assert resident(server.pid) - before < file.stat().st_size / 20

@@ -60,9 +60,9 @@ def test_no_secret_is_ever_logged(lines: io.StringIO, certified: Certificates, l
         server.publish("failing", lambda: failing() if server.names() == ["data", "failing"] else TABLE.to_reader())
         with dis.connect(server.catalog_uri, token=TOKEN, tls_roots=certified.roots) as client:
             for transport in ("shm", "tls", "tcp", "inproc", "grpc"):
-                assert client.read("data", transport).read_all() == TABLE
+                assert client.read("data", transport=transport).read_all() == TABLE
                 with pytest.raises(dis.DissociatedError):
-                    client.read("failing", transport).read_all()
+                    client.read("failing", transport=transport).read_all()
             client.status()
         wrong = dis.connect(server.catalog_uri, token=WRONG, tls_roots=certified.roots)
         with wrong as client, pytest.raises(AccessDenied):

@@ -196,8 +196,8 @@ def test_fifty_clients_at_once_are_counted_right(serve: Serve) -> None:
 def test_the_catalog_answers_with_the_same() -> None:
     with dis.Server(["tcp:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
-        assert client.read("data", "tcp").read_all() == TABLE
-        assert client.read("data", "grpc").read_all() == TABLE
+        assert client.read("data", transport="tcp").read_all() == TABLE
+        assert client.read("data", transport="grpc").read_all() == TABLE
         while serving(server):
             connections_left(server)
         told, here = client.status(), server.status()

@@ -78,8 +78,8 @@ def test_what_is_put_through_the_catalog_is_read_from_its_node(
     client: dis.Client, node: Node, transport: str | None
 ) -> None:
     assert client.put("d", TABLE.to_reader()) == 3
-    assert client.read("d", transport).read_all() == TABLE
-    assert client.read("d", transport, ["s"]).read_all() == TABLE.select(["s"])
+    assert client.read("d", transport=transport).read_all() == TABLE
+    assert client.read("d", transport=transport, columns=["s"]).read_all() == TABLE.select(["s"])
     client.drop("d")
     assert client.list() == []
 
@@ -205,7 +205,7 @@ def test_a_node_with_the_same_secret_accepts_tickets_from_before_it_was_started_
 
 def test_status_of_a_catalog_names_its_nodes_and_that_of_a_node_what_it_holds(client: dis.Client, node: Node) -> None:
     client.put("d", TABLE.to_reader())
-    client.read("d", "shm").read_all()
+    client.read("d", transport="shm").read_all()
     told = client.status()
     assert [(one.catalog, one.alive) for one in told.nodes] == [(node.uri, True)]
     assert [(one.name, one.rows) for one in told.datasets] == [("d", 3)]

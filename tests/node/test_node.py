@@ -51,7 +51,7 @@ def test_a_node_killed_while_it_serves_has_everything_again_under_the_same_ticke
     put(node.uri, "e", table(7))
     with dis.connect(node.uri) as client:
         before = client.describe("d")
-        arrived = client.read("d", "shm")
+        arrived = client.read("d", transport="shm")
     reader = spawn(READER, node.uri, "e")
     files = segments(store)
     node.kill()
@@ -207,13 +207,13 @@ def test_spilled_datasets_are_served_from_disk(memory: Path, tmp_path: Path, sta
     with dis.connect(node.uri) as client:
         put(node.uri, "a", large)
         ticket = client.describe("a").endpoints[0].ticket
-        reader = client.read("a", "shm")
+        reader = client.read("a", transport="shm")
         for name in "bcd":
             put(node.uri, name, large)
         assert reader.read_all() == large  # undisturbed
         assert client.describe("a").endpoints[0].ticket == ticket
         for name in "abcd":
-            assert client.read(name, "shm").read_all() == large
+            assert client.read(name, transport="shm").read_all() == large
     assert len(segments(tmp_path / "disk" / "segments")) >= 2
     node.kill()
     again = start("node", "--store", memory / "store", *options)
@@ -229,7 +229,7 @@ def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(m
         client.commit("d", ["mine"], "overwrite", SCHEMA)
         for transport in ("shm", "tcp", "grpc"):
             assert read(node.uri, "d", transport) == [1, 2]
-        arrived = client.read("d", "shm").read_all()
+        arrived = client.read("d", transport="shm").read_all()
         (lies,) = (memory / "store").glob("segments/*/*.arrows")
         assert {path for _, path in origins(arrived.to_batches())} == {str(lies)}
         assert pa.ipc.open_file(lies).read_all() == table(1, 2)

@@ -232,7 +232,7 @@ def test_what_spark_wrote_into_a_store_outlives_the_node(spark: SparkSession, tm
             if not client.list():
                 write(spark.range(0, 50_000, numPartitions=4), "numbers", node.uri)
                 write(spark.range(50_000, 60_000, numPartitions=2), "numbers", node.uri, mode="append")
-            assert client.read("numbers", "shm").read_all()["id"].to_pylist() == list(range(60_000))
+            assert client.read("numbers", transport="shm").read_all()["id"].to_pylist() == list(range(60_000))
             assert staged(node.store.staging) == []
 
 

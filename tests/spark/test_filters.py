@@ -199,7 +199,7 @@ def test_filters_apply_where_rows_are_read(spark: SparkSession) -> None:
     with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
         server.publish("data", TABLE)
         conditions = [("n", ">=", 0), (["inner", "f"], "=", NAN), ("at", ">", INSTANT.replace(year=2000))]
-        df = read(spark, "data", server.catalog_uri, ["s", "id"], conditions, transport="tcp")
+        df = read(spark, "data", server.catalog_uri, columns=["s", "id"], filters=conditions, transport="tcp")
         assert df.schema.fieldNames() == ["s", "id"]
         sql = "n >= 0 AND inner.f = double('NaN') AND at > TIMESTAMP'2000-01-01 00:00:00Z'"
         expected = spark.createDataFrame(TABLE).where(sql).select("s", "id").collect()

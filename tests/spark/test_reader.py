@@ -128,7 +128,7 @@ def test_a_type_that_spark_lacks_is_told_with_its_column(spark: SparkSession, se
     server.publish("odd", pa.table({"n": [1] * ROWS, "span": ARRAYS["interval"][0]}))
     with pytest.raises(PySparkException, match=r"column 'span' has the type month_day_nano_interval.*option columns"):
         read(spark, "odd", server.catalog_uri)
-    assert read(spark, "odd", server.catalog_uri, ["n"]).count() == ROWS
+    assert read(spark, "odd", server.catalog_uri, columns=["n"]).count() == ROWS
 
 
 def test_a_value_that_spark_cannot_hold_is_told_with_its_column(spark: SparkSession, server: dis.Server) -> None:
@@ -142,7 +142,7 @@ def test_bodies_of_other_columns_and_slices_do_not_move(
     spark: SparkSession, server: dis.Server, transport: str
 ) -> None:
     server.publish("data", TABLE)
-    by_option = read(spark, "data", server.catalog_uri, ["n"], transport=transport, partitions=4)
+    by_option = read(spark, "data", server.catalog_uri, columns=["n"], transport=transport, partitions=4)
     reader = spark.read.format("dissociated").option("catalog", server.catalog_uri).schema("n bigint")
     by_schema = reader.options(transport=transport, partitions=4).load("data")
     for df in (by_option, by_schema):
@@ -154,7 +154,7 @@ def test_bodies_of_other_columns_and_slices_do_not_move(
 
 def test_columns_come_in_the_order_in_which_they_are_asked_for(spark: SparkSession, server: dis.Server) -> None:
     server.publish("data", pa.table({"a, b": [1], "c": ["x"], "d": [2.5]}))
-    assert read(spark, "data", server.catalog_uri, ["d", "a, b"]).collect() == [(2.5, 1)]
+    assert read(spark, "data", server.catalog_uri, columns=["d", "a, b"]).collect() == [(2.5, 1)]
     reader = spark.read.format("dissociated").option("catalog", server.catalog_uri)
     assert reader.option("columns", "d, c").load("data").collect() == [(2.5, "x")]
     assert reader.option("columns", "d, c").schema("d double, c string").load("data").collect() == [(2.5, "x")]
@@ -233,7 +233,7 @@ def test_what_is_being_read_may_be_replaced(spark: SparkSession, server: dis.Ser
         server.publish("data", pa.table({"n": [7]}))
         replaced.touch()
 
-    df = read(spark, "data", server.catalog_uri, ["n"]).mapInArrow(wait, "n bigint")
+    df = read(spark, "data", server.catalog_uri, columns=["n"]).mapInArrow(wait, "n bigint")
     with ThreadPoolExecutor(1) as other:
         done = other.submit(replace)
         assert numbers(df) == [*range(4 * EACH)]

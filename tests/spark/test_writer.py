@@ -58,7 +58,7 @@ def staged(stage: Path) -> list[str]:
 
 def numbers(uri: str, transport: str | None = None) -> list[int]:
     with dis.connect(uri) as client:
-        read: list[int] = client.read("x", transport).read_all()["id"].to_pylist()
+        read: list[int] = client.read("x", transport=transport).read_all()["id"].to_pylist()
     return read
 
 
@@ -344,4 +344,4 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     monkeypatch.setenv("DISSOCIATED_NODE", shlex.join(["--store", str(place), *where, *protection]))
     writer.commit([run(writer, 1, 2)])
     with dis.connect(catalog.uri, token="sesame", tls_roots=certified.roots) as client:
-        assert client.read("x", "tls").read_all()["id"].to_pylist() == [1, 2]
+        assert client.read("x", transport="tls").read_all()["id"].to_pylist() == [1, 2]

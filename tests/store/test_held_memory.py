@@ -51,7 +51,7 @@ def test_eviction_and_spilling_and_the_use_of_pages_again(memory: Path, tmp_path
                 mode = "overwrite" if number % 4 else "append"
                 name = f"d{number % 9}"
                 put(node.uri, name, table, mode=mode)
-                read = client.read(name, "shm").read_all()
+                read = client.read(name, transport="shm").read_all()
                 kept = read.slice(read.num_rows - table.num_rows)  # what was appended
                 assert checksum(kept) == checksum(table)
                 if number % 2:

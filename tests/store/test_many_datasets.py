@@ -41,7 +41,7 @@ def table(number, more=0):
 
 def check(client, transport, numbers, more=0):
     for number in numbers:
-        assert client.read(f"d{number}", transport).read_all() == table(number, more), number
+        assert client.read(f"d{number}", transport=transport).read_all() == table(number, more), number
 
 with Node(Store(sys.argv[1]), retain=600) as node:
     with dis.connect(node.uri) as client, flight.FlightClient(node.uri) as plain:
@@ -52,7 +52,7 @@ with Node(Store(sys.argv[1]), retain=600) as node:
         check(client, "grpc", range(0, COUNT, 7))
         paths = [flight.FlightDescriptor.for_path(f"d{number}") for number in range(20)]
         tickets = [plain.get_flight_info(path).endpoints[0].ticket for path in paths]
-        begun = [client.read(f"d{number}", "tcp") for number in range(20)]
+        begun = [client.read(f"d{number}", transport="tcp") for number in range(20)]
         check(client, "shm", range(COUNT // 2, COUNT))  # so the first ones are closed
         for number in range(10):
             client.put(f"d{number}", table(number, more=7))
@@ -141,8 +141,8 @@ def test_what_was_damaged_while_it_was_closed_is_an_error_of_its_readers_alone(m
         for transport in ("shm", "tcp", "grpc"):
             for name, why in (("a", "cannot be read"), ("b", "are gone"), ("c", "is not what was committed")):
                 with pytest.raises(DissociatedError, match=why):
-                    client.read(name, transport).read_all()
-            assert client.read("d", transport).read_all() == table(1, 2, 3)
+                    client.read(name, transport=transport).read_all()
+            assert client.read("d", transport=transport).read_all() == table(1, 2, 3)
 
 
 def _name(version: Path) -> str:
@@ -195,7 +195,7 @@ class Reading(threading.Thread):
             while not self._over.is_set():
                 for name in "abcd":
                     try:
-                        numbers = client.read(name, self._transport).read_all()["n"]
+                        numbers = client.read(name, transport=self._transport).read_all()["n"]
                     except DissociatedError as error:
                         if not isinstance(error, DatasetNotFound) and "look it up again" not in str(error):
                             self.wrong.append(error)

@@ -227,7 +227,7 @@ def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory
     put(node.uri, "e", table(7))
     kill(spawn(PRODUCER, node.uri, "commit"))
     with dis.connect(node.uri) as client:
-        arrived = client.read("d", "shm").read_all()
+        arrived = client.read("d", transport="shm").read_all()
         assert {path for _, path in origins(arrived.to_batches())} == {"/memfd:mine (deleted)"}  # it was not copied
         assert len(segments(store)) == 1  # that of e
         for transport in ("tcp", "grpc"):

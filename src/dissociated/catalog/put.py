@@ -15,6 +15,7 @@ import pyarrow as pa
 from dissociated.catalog.flight_streams import upload
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.stage import StagePlace
+from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
@@ -59,7 +60,7 @@ class Put:
                 return
             yield pair
             if self.progress is not None:
-                rows, nbytes = rows + pair[0].num_rows, nbytes + pair[0].get_total_buffer_size()
+                rows, nbytes = rows + pair[0].num_rows, nbytes + values_size(pair[0])
                 self.progress(rows, nbytes, self.source.rows)
 
     def by_flight(self, client: Any) -> int:

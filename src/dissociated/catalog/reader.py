@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import pyarrow as pa
 
+from dissociated._moved import keyword_only
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.endpoint_reader import EndpointReader
@@ -38,9 +39,9 @@ class Client(CatalogClient):
     def read(
         self,
         name: str,
+        *,
         transport: str | None = None,
         columns: Sequence[str] | None = None,
-        *,
         version: int | None = None,
         rows: range | None = None,
         filter: Any = None,
@@ -55,9 +56,9 @@ class Client(CatalogClient):
     def read(
         self,
         name: str,
+        *,
         transport: str | None = None,
         columns: Sequence[str] | None = None,
-        *,
         version: int | None = None,
         rows: range | None = None,
         filter: Any = None,
@@ -68,12 +69,13 @@ class Client(CatalogClient):
         device: object,
     ) -> DeviceReader: ...
 
+    @keyword_only("transport", "columns")
     def read(
         self,
         name: str,
+        *,
         transport: str | None = None,
         columns: Sequence[str] | None = None,
-        *,
         version: int | None = None,
         rows: range | None = None,
         filter: Any = None,
@@ -208,13 +210,14 @@ class Client(CatalogClient):
             "refresh() gives a handle on what is there now"
         )
 
+    @keyword_only("transport", "columns")
     def read_endpoint(
         self,
         info: DatasetInfo,
         endpoint: Endpoint,
+        *,
         transport: str | None = None,
         columns: Sequence[str] | None = None,
-        *,
         batches: tuple[int, int] | None = None,
         filter: Any = None,
         limit: int | None = None,
@@ -244,11 +247,12 @@ class Client(CatalogClient):
         """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
         return self._endpoints.open(info, endpoint, transport, request)
 
+    @keyword_only("transport")
     def read_tensors(
         self,
         name: str,
-        transport: str | None = None,
         *,
+        transport: str | None = None,
         version: int | None = None,
         max_body: int = MAX_BODY,
         allow_rma: bool = False,

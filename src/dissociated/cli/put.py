@@ -15,6 +15,7 @@ from dissociated.cli.describe import tags
 from dissociated.cli.inputs import open_input
 from dissociated.cli.progress import progress
 from dissociated.codec.batches import BatchReader
+from dissociated.codec.columns import values_size
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
@@ -25,6 +26,7 @@ Publish files of one schema as one dataset, whole and at once. The node keeps a 
 command has ended, and when the files are gone.
 
   Arrow IPC, Parquet          are known by what is in them
+  a directory                 of Parquet files alone; directories NAME=VALUE in it are a column each
   CSV, .csv                   the types of its columns are guessed from the first 16 MB
   JSON lines, .jsonl .ndjson  the same
 
@@ -35,7 +37,9 @@ A name without a URI is one at your node on this host, which is started where th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `put`."""
-    parser.add_argument("file", nargs="+", type=Path, metavar="FILE", help='a file, "-" for standard input')
+    parser.add_argument(
+        "file", nargs="+", type=Path, metavar="FILE", help='a file or a directory, "-" for standard input'
+    )
     parser.add_argument("uri", metavar="[URI/]NAME", help="grpc://HOST:PORT/NAME, or NAME alone")
     parser.add_argument("-f", "--format", choices=("csv", "jsonl"), help="which text it is (default: by the ending)")
     parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
@@ -67,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
             for source in sources:
                 for batch, metadata in batches(source.open_reader()):
                     yield batch, metadata
-                    advance(batch.num_rows, batch.get_total_buffer_size())
+                    advance(batch.num_rows, values_size(batch))
 
         rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=asked.tags, ttl=asked.ttl)
     print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)

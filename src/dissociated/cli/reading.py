@@ -16,6 +16,7 @@ from dissociated.cli import access, target
 from dissociated.cli.condition import parse_condition
 from dissociated.cli.formats import FileFormat
 from dissociated.cli.progress import Advance
+from dissociated.codec.columns import values_size
 from dissociated.codec.split import Validator, batches
 from dissociated.errors import OptionError, WrongKind
 
@@ -73,8 +74,8 @@ def opened(arguments: argparse.Namespace, rows: range | None = None, limit: int 
         condition = None if arguments.filter is None else parse_condition(arguments.filter, info.schema)
         reader = client.read(
             name,
-            arguments.transport,
-            columns,
+            transport=arguments.transport,
+            columns=columns,
             version=arguments.version,
             rows=rows,
             filter=condition,
@@ -102,12 +103,11 @@ def copy(
     """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were."""
     rows = nbytes = 0
     validator = Validator(reader.schema)
-    has_union = "_union<" in str(reader.schema)  # on whose empty arrays nbytes crashes
     with written.open(sink, reader.schema) as writer:
         for batch, metadata in batches(reader):
             (validator.check if written.is_ipc else validator.check_values)(batch)
             writer.write_batch(batch, **({"custom_metadata": metadata} if written.is_ipc else {}))
-            size = batch.get_total_buffer_size() if has_union else batch.nbytes
+            size = values_size(batch)
             advance(batch.num_rows, size)
             rows, nbytes = rows + batch.num_rows, nbytes + size
     return rows, nbytes

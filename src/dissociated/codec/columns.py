@@ -102,3 +102,18 @@ def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
         edges = np.flatnonzero(np.diff(passes)).tolist()
         runs = [batch.slice(first, stop - first) for first, stop in zip(edges[::2], edges[1::2], strict=True)]
         return pa.concat_batches(runs) if runs else batch[:0]
+
+
+def values_size(rows: pa.RecordBatch | pa.Table) -> int:
+    """Bytes of these rows, which are valid; of unions, those of all rows that lie with them."""
+    # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
+    has_union = any(_has_union(field.type) for field in rows.schema)
+    return int(rows.get_total_buffer_size() if has_union else rows.nbytes)
+
+
+def _has_union(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _has_union(type_.storage_type)
+    if pa.types.is_dictionary(type_):
+        return _has_union(type_.value_type)
+    return pa.types.is_union(type_) or any(_has_union(type_.field(index).type) for index in range(type_.num_fields))

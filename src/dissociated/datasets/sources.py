@@ -98,7 +98,10 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
 
     if (tensors := as_tensors(source)) is not None:
         return TensorDataset(name, tensors, options)
-    return LiveDataset(name, lambda: open_source(name, source, schema), options)
+    dataset = LiveDataset(name, lambda: open_source(name, source, schema), options)
+    rows = getattr(source, "num_rows", None)  # as a handle of ours has it
+    dataset.rows = rows if isinstance(rows, int) else None
+    return dataset
 
 
 def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
@@ -227,9 +230,8 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith((".", "_")):  # as Spark and pyarrow say: not of the data
             continue
-        if entry.is_dir():
-            if "=" in entry.name:
-                yield from _parquet_files(entry)
+        if entry.is_dir() and "=" in entry.name:
+            yield from _parquet_files(entry)
         elif entry.is_file() and _is_parquet(entry):
             yield entry
         else:

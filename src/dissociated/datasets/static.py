@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import pick_batches, select_columns, select_fields
+from dissociated.codec.columns import pick_batches, select_columns, select_fields, values_size
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
@@ -217,9 +217,7 @@ class TableDataset(StaticDataset):
     def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
         super().__init__(name, table.schema)
         self.rows = table.num_rows
-        # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
-        has_union = any(_has_union(field.type) for field in table.schema)
-        self.nbytes: int = table.get_total_buffer_size() if has_union else table.nbytes
+        self.nbytes: int = values_size(table)
         self._table = table
         self._options = options
         self._packed: list[StaticMessage] | None = None
@@ -267,14 +265,6 @@ class TableDataset(StaticDataset):
 
     def wait_closed(self, timeout: float) -> None:
         self._copy.join(timeout)
-
-
-def _has_union(type_: pa.DataType) -> bool:
-    if isinstance(type_, pa.BaseExtensionType):
-        return _has_union(type_.storage_type)
-    if pa.types.is_dictionary(type_):
-        return _has_union(type_.value_type)
-    return pa.types.is_union(type_) or any(_has_union(type_.field(index).type) for index in range(type_.num_fields))
 
 
 class SegmentsDataset(StaticDataset):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dissociated._moved import keyword_only
 from dissociated.catalog.publication import Publication
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.host import machine_memory
@@ -115,10 +116,12 @@ def publish(
     df.write.format("dissociated").options(**target.options()).mode(mode).save(name)
 
 
+@keyword_only("columns", "filters")
 def read(
     spark: SparkSession,
     name: str,
     catalog: str | None = None,
+    *,
     columns: Sequence[str] | None = None,
     filters: Sequence[Any] | None = None,
     **options: str | int,

@@ -204,7 +204,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _hold(self, rows: range) -> None:
         try:
-            self._held[rows.stop] = self._connected().read(self.name, "shm", rows=rows)
+            self._held[rows.stop] = self._connected().read(self.name, transport="shm", rows=rows)
         except CatalogError:
             pass  # its memory is not here
 
@@ -251,7 +251,9 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         assert isinstance(partition, RowsPartition)
         rows = range(partition.first, partition.end)
         with self.request.catalog.connect() as client:
-            reader = client.read(self.name, self.request.transport, self.schema.fieldNames(), rows=rows)
+            reader = client.read(
+                self.name, transport=self.request.transport, columns=self.schema.fieldNames(), rows=rows
+            )
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
             self._check_lineage(client.describe(self.name), partition.lineage_id, partition.end)
