@@ -34,7 +34,8 @@ TABLE = pa.Table.from_batches([*map(batch, range(20)), batch(20, 0), *map(batch,
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let segments have about three batches, and every Table be large enough to be copied ahead."""
-    monkeypatch.setattr(mapped, "_SEGMENT_BYTES", 6000)
+    for size in ("_FIRST_BYTES", "_SEGMENT_BYTES"):
+        monkeypatch.setattr(mapped, size, 6000)
     monkeypatch.setattr(static, "_MIN_AHEAD", 0)
 
 
@@ -67,7 +68,7 @@ def little_space() -> Iterator[None]:
 
 
 def test_a_copy_is_made_segment_by_segment_by_whoever_needs_it() -> None:
-    copy = SharedCopy("lazily", TABLE, None)
+    copy = SharedCopy("lazily", TABLE, TABLE.nbytes, None)
     first = next(iter(copy))
     assert segments("lazily") == 1
     with ThreadPoolExecutor(8) as pool:

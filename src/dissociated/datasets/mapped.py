@@ -19,8 +19,11 @@ from dissociated.store.segment import MemfdSink, Segment, SegmentWriter
 
 _log = logging.getLogger(__name__)
 
-#: A copy has segments of about so many bytes, and about so many of them at most.
-_SEGMENT_BYTES, _MAX_SEGMENTS = 1 << 26, 64
+#: A copy has segments of about so many bytes, and about so many of them at most. To open one takes a client 0.2 to
+#: 0.5 ms beside what its batches take: with more of them everybody would pay for the first reader.
+_SEGMENT_BYTES, _MAX_SEGMENTS = 1 << 28, 64
+#: The first one is smaller, so that the first reader has something soon.
+_FIRST_BYTES = 1 << 26
 
 
 def mapped_messages(segment: Segment, number: int) -> MappedMessages:
@@ -51,11 +54,12 @@ class SharedCopy:
     again. Safe to use from many threads.
     """
 
-    def __init__(self, name: str, table: pa.Table, options: WriteOptions | None) -> None:
+    def __init__(self, name: str, table: pa.Table, nbytes: int, options: WriteOptions | None) -> None:
+        """`nbytes` are those of the table."""
         self._name = name
         self._table = table
         self._options = options
-        self._size = max(_SEGMENT_BYTES, table.get_total_buffer_size() // _MAX_SEGMENTS)
+        self._size = max(_SEGMENT_BYTES, nbytes // _MAX_SEGMENTS)
         self._changed = threading.Condition()
         self._made: list[MappedMessages] = []
         self._rows = self._batches = 0  # that are in these
@@ -130,6 +134,7 @@ class SharedCopy:
 
     def _make(self, ahead: bool) -> MappedMessages:
         made: list[Segment] = []
+        size = self._size if self._made else _FIRST_BYTES
         rest, self._rest = self._rest or islice(self._table.to_reader(), self._batches, None), None
         sink = partial(MemfdSink, self._name, made.append)
         with SegmentWriter(sink, self._table.schema, self._options, statistics=False) as writer:
@@ -137,7 +142,7 @@ class SharedCopy:
                 if ahead and self._stopped:
                     raise _Stopped
                 writer.write_batch(batch)
-                if writer.nbytes >= self._size and self._is_cut:
+                if writer.nbytes >= size and self._is_cut:
                     break
         found = mapped_messages(made[0], len(self._made))
         self._made.append(found)

@@ -221,7 +221,7 @@ class TableDataset(StaticDataset):
         self._table = table
         self._options = options
         self._packed: list[StaticMessage] | None = None
-        self._copy = SharedCopy(name, table, options)
+        self._copy = SharedCopy(name, table, self.nbytes, options)
         self._validated = OnceValidator()
         self._looking = threading.Lock()
         self._statistics: dict[int, Statistics | None] = {}
