@@ -37,7 +37,6 @@ final class Block(val address: Long, val capacity: Long) {
 final case class Part(block: Block, at: Long, size: Long) {
   def address: Long = block.address + at
   def buffer: ByteBuffer = MemoryUtil.directBuffer(address, size.toInt).order(ByteOrder.LITTLE_ENDIAN)
-  def from(first: Long): Part = Part(block, at + first, size - first)
 }
 
 /** The native memory of one stream. What held a body holds the next one: fresh memory costs as much as to copy. */
@@ -63,10 +62,9 @@ final class Pool extends AutoCloseable {
   def give(part: Part): Unit = {
     part.block.holders -= 1
     if (part.block.holders == 0) {
+      spare.foreach(free)
+      spare = Some(part.block)
       part.block.holders = 1 // whoever takes it
-      val (freed, kept) = (part.block +: spare.toSeq).sortBy(_.capacity).splitAt(spare.size)
-      spare = kept.headOption
-      freed.foreach(free)
     }
   }
 
@@ -264,7 +262,7 @@ final class Messages(server: Server) extends AutoCloseable {
     told.get(0) match {
       case 1 =>
         check(number)
-        headers.add(number, message.from(5))
+        headers.add(number, Part(message.block, message.at + 5, message.size - 5))
       case 0 if message.size == 5 && number != 0 && number - next >= 0 && end.isEmpty =>
         end = Some(number)
         (headers.numbers ++ bodies.numbers).foreach(check)

@@ -8,28 +8,14 @@ import scala.util.control.NonFatal
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.arrow.flatbuf.{Endianness, MessageHeader, RecordBatch, Schema}
 
-/** What of a stream is wanted: the layouts of all its columns, the numbers of some, and rows of all. */
-final class Wanted(stream: JsonNode, told: JsonNode) {
-  val skip: Long = told.get("skip").asLong
-  val rows: Option[Long] = Option(told.get("rows")).map(_.asLong)
-  val layouts: Seq[ArrayLayout] = stream.get("layouts").elements.asScala.map(ArrayLayout.of).toSeq
-  val columns: Seq[Int] = stream.get("columns").elements.asScala.map(_.asInt).toSeq
-}
-
-/** What arrays of one type have; `buffers` is -1 where each batch says how many data buffers there are. */
-case class ArrayLayout(kind: String, width: Int, buffers: Int, children: Seq[ArrayLayout])
-
-object ArrayLayout {
-  def of(told: JsonNode): ArrayLayout = ArrayLayout(
-    told.get(0).asText, told.get(1).asInt, told.get(2).asInt, told.get(3).elements.asScala.map(of).toSeq)
-}
-
 /** Batches as their server sends them, in native memory. */
-final class ServerBatches(server: Server, messages: Messages, wanted: Wanted, first: Option[(Part, Option[Part])])
-    extends Batches {
+final class ServerBatches(server: Server, messages: Messages, told: JsonNode, stream: JsonNode,
+    first: Option[(Part, Option[Part])]) extends Batches {
+  private val layouts = stream.get("layouts").elements.asScala.toSeq
+  private val wanted = stream.get("columns").elements.asScala.map(_.asInt).toSeq
   private var begun = false
-  private var skip = wanted.skip
-  private var left = wanted.rows.getOrElse(Long.MaxValue)
+  private var skip = told.get("skip").asLong
+  private var left = if (told.has("rows")) told.get("rows").asLong else Long.MaxValue
   private var columns: Seq[ArrayData] = Nil
   private var rows, from = 0 // of the batch, and those that were given
 
@@ -46,7 +32,7 @@ final class ServerBatches(server: Server, messages: Messages, wanted: Wanted, fi
   }
 
   private def advance(): Boolean = (if (begun) messages.receive() else first) match {
-    case None if wanted.rows.isDefined => server.broke(s"$left rows are missing at the end of the stream")
+    case None if told.has("rows") => server.broke(s"$left rows are missing at the end of the stream")
     case None => false
     case Some((header, body)) =>
       begun = true
@@ -67,22 +53,25 @@ final class ServerBatches(server: Server, messages: Messages, wanted: Wanted, fi
     private var nodes, buffers, counts = 0
 
     def columns: Seq[ArrayData] = {
-      val all = wanted.layouts.map(array)
+      val all = layouts.map(array)
       if (nodes != batch.nodesLength || buffers != batch.buffersLength) server.broke("a batch has more than its schema")
-      wanted.columns.map(all)
+      wanted.map(all)
     }
 
-    private def array(layout: ArrayLayout): ArrayData = {
+    /** Its layout is [kind, width, number of buffers, [children]]. */
+    private def array(layout: JsonNode): ArrayData = {
       if (nodes >= batch.nodesLength) server.broke("a batch has less than its schema")
       val node = batch.nodes(nodes)
       val (length, nulls) = (node.length, node.nullCount)
       nodes += 1
-      val count = if (layout.buffers >= 0) layout.buffers else 2 + more()
+      val count = if (layout.get(2).asInt >= 0) layout.get(2).asInt else 2 + more()
       if (count < 0 || count > batch.buffersLength - buffers) server.broke("a batch has less than its schema")
       val places = Array.fill(count)(buffer()).flatten
-      ArrayData(length, 0, nulls, places, layout.children.map(array).toArray, layout.kind, layout.width)
+      val children = layout.get(3).elements.asScala.map(array).toArray
+      ArrayData(length, 0, nulls, places, children, layout.get(0).asText, layout.get(1).asInt)
     }
 
+    /** How many buffers there are where each batch has its own number of them, beside two. */
     private def more(): Int = {
       if (counts >= batch.variadicBufferCountsLength) server.broke("a batch has less than its schema")
       counts += 1
@@ -116,7 +105,7 @@ object ServerBatches {
       for (bytes <- schema(messages.receive().get._1);
            found <- Option(sidecar.call("layouts", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
            first = messages.receive() if first.forall(one => batch(server, one._1).compression == null))
-        yield new ServerBatches(server, messages, new Wanted(found, told), first)
+        yield new ServerBatches(server, messages, told, found, first)
     } catch { case NonFatal(_) => None }
     if (opened.isEmpty) messages.close()
     opened
