@@ -174,6 +174,23 @@ def test_memory_goes_back_batch_by_batch(client: dis.Client, device: Device) -> 
     assert most <= 4
 
 
+def test_bodies_from_a_network_come_through_a_ring_of_pinned_memory(client: dis.Client, device: Device) -> None:
+    ring = device.ring
+    sizes = []
+    for _ in range(3):
+        assert [batch.to_host() for batch in client.read("numbers", transport="tcp", device=device)] == [*pieces()]
+        sizes.append(ring.nbytes)
+    assert 0 < sizes[0] == sizes[2], "blocks are used again"
+    taken = [ring.allocate(1 << 26) for _ in range(5)]
+    assert taken[-1] is None, "and there is a limit"
+    assert (
+        pa.Table.from_batches([batch.to_host() for batch in client.read("numbers", transport="tcp", device=device)])
+        == NUMBERS
+    )
+    del taken
+    assert ring.allocate(1 << 26)
+
+
 def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevice) -> None:
     for wrong in ("test:9", "cuda:99", "gpu"):
         with pytest.raises(DeviceNotFound):

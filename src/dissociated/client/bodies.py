@@ -27,6 +27,7 @@ class Bodies:
         self._leases = leases
         self._timeout = request.timeout
         self._pool = request.options.memory_pool
+        self._ring = None if request.device is None or self._pool is not None else request.device.ring
 
     def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
         """Flatbuffer and body of a message, as libarrow shall read them."""
@@ -53,6 +54,9 @@ class Bodies:
 
     def allocate(self, length: int) -> pa.Buffer:
         """Memory for a body. Raises TransportError where there is none."""
+        pinned = None if self._ring is None else self._ring.allocate(length)
+        if pinned is not None:
+            return pinned
         try:
             return pa.allocate_buffer(length, self._pool)
         except MemoryError:

@@ -17,6 +17,10 @@ from enum import IntEnum
 import pyarrow as pa
 
 from dissociated.errors import DeviceError
+from dissociated.memory.device.pinned import PinnedRing
+
+#: Bytes of pinned memory that a process takes for each device, once it reads onto it from what is no shared memory.
+_MAX_PINNED = 1 << 28
 
 
 class DeviceType(IntEnum):
@@ -106,6 +110,8 @@ class Device(ABC):
         self.number = number
         #: What names it in every process of this host, whatever number it has there.
         self.identity = identity
+        #: Host memory for what is to be copied here.
+        self.ring = PinnedRing(self._pin, _MAX_PINNED)
         self._lock = threading.RLock()  # memory may be collected by whoever holds it
         self._used = [0, 0]
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
@@ -137,6 +143,10 @@ class Device(ABC):
     def register(self, memory: pa.Buffer) -> Callable[[], None]:
         """Let streams copy from this host memory at once, where the driver can. Call what is returned afterwards."""
         return lambda: None
+
+    def _pin(self, size: int) -> pa.Buffer:
+        """Host memory that streams copy from at once. The buffer owns it."""
+        return pa.allocate_buffer(size)
 
     @abstractmethod
     def wait_on(self, consumer: int, event: Event) -> None:

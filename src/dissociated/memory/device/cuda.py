@@ -7,6 +7,7 @@ which any process of this host opens. A pool of `cuda.core` takes a descriptor a
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -90,6 +91,13 @@ class CudaDevice(Device):
             return super().register(memory)
         return lambda: self.call("cuMemHostUnregister", memory.address)
 
+    def _pin(self, size: int) -> pa.Buffer:
+        try:
+            address = int(self.call("cuMemHostAlloc", size, _PORTABLE))
+        except DeviceError:  # the host has no more to be pinned
+            return super()._pin(size)
+        return pa.foreign_buffer(address, size, _Pinned(self, address))
+
     def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
         if exportable:
             address = int(self.call("cuMemAlloc", size))
@@ -125,6 +133,12 @@ class CudaDevice(Device):
             release()
             raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {int(there)}")
         return address, release
+
+
+class _Pinned:
+    def __init__(self, device: CudaDevice, address: int) -> None:
+        self._free = weakref.finalize(self, device.call, "cuMemFreeHost", address)
+        self._free.atexit = False
 
 
 class _CudaEvent(Event):
