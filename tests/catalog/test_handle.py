@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -96,6 +97,17 @@ def test_what_pyarrow_would_read_by_itself_is_refused_and_not_empty(client: dis.
     for way in ways:
         with pytest.raises(OptionError, match="handle"):
             way()
+
+
+def test_a_handle_keeps_nothing_of_who_made_it(client: dis.Client) -> None:
+    """Not by an error that pyarrow would keep, whose traceback has the frames: handles would never be freed."""
+
+    def read_within_a_function() -> list[weakref.ref[Any]]:
+        table, handle = pa.table({"n": [1]}), client["data"]
+        assert handle.head(1).num_rows == len(table)
+        return [weakref.ref(table), weakref.ref(handle)]
+
+    assert [kept() for kept in read_within_a_function()] == [None, None]
 
 
 def test_a_handle_reads_its_version_and_no_other() -> None:

@@ -38,6 +38,9 @@ _IGNORED_OPTIONS = {
 }
 
 
+_UNREADABLE_SIZE = 1 << 20  # bytes; with fewer than a file has, pyarrow would not try to read it
+
+
 class HandleClient(Protocol):
     """What a handle asks of its client."""
 
@@ -352,7 +355,11 @@ def _ordered(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
 
 
 class _UnreadableFile(io.RawIOBase):
-    """What pyarrow's own code would read. It gives nothing, so that nobody takes that for the data."""
+    """What pyarrow's own code would read. It gives nothing, so that nobody takes that for the data.
+
+    It can be measured, which pyarrow does at once: an error then would be kept for as long as the handle, and with it
+    every frame that was running, and what those had.
+    """
 
     def seekable(self) -> bool:
         return True
@@ -361,6 +368,12 @@ class _UnreadableFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return _UNREADABLE_SIZE
+
+    def read(self, size: int | None = -1) -> bytes:
         raise OptionError(
             "pyarrow cannot read a handle in this way: call its own scanner(), to_table() or to_reader(), and go on "
             "with what that gives"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
-import os
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -43,7 +41,6 @@ def run(arguments: argparse.Namespace) -> None:
         import duckdb
     except ImportError:
         raise OptionError("sql needs DuckDB: pip install duckdb") from None
-    atexit.register(_be_quiet)
     if arguments.query == "-" and sys.stdin.isatty():
         raise OptionError('there is no question: dissociated sql "SELECT ...", or one on standard input')
     query = sys.stdin.read() if arguments.query == "-" else arguments.query
@@ -77,9 +74,3 @@ def _answer(connection: duckdb.DuckDBPyConnection, client: Client, statement: st
                 raise CatalogError(f"{unknown}, and DuckDB has no table of that name") from None
             reading.check_rows(found.info)
             connection.register(missing[1], found)
-
-
-def _be_quiet() -> None:
-    """DuckDB 2 reports on standard error, when Python has ended, which of its objects Python has not freed."""
-    sys.stderr.flush()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
