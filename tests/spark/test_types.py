@@ -58,6 +58,25 @@ def test_what_is_no_type_is_ignored_and_no_class_is_loaded() -> None:
         assert kept_type(schema.field("age").with_metadata({key: text})) is None
 
 
+@pytest.mark.usefixtures("spark")  # who knows types by name
+def test_a_class_is_kept_if_it_is_sparks_own(caplog: pytest.LogCaptureFixture) -> None:
+    from pyspark.ml.linalg import MatrixUDT, VectorUDT
+
+    class TheirUDT(VectorUDT): ...
+
+    wanted = StructType().add("v", VectorUDT()).add("m", ArrayType(MatrixUDT()))
+    assert [kept_type(field) for field in arrow_schema(wanted)] == [field.dataType for field in wanted]
+    assert not caplog.records
+    assert kept_type(arrow_schema(StructType().add("theirs", TheirUDT())).field("theirs")) is None
+    assert "column 'theirs' is of a user-defined type, and comes back as struct" in caplog.text
+    (field,) = arrow_schema(StructType().add("v", VectorUDT()))
+    ((key, told),) = field.metadata.items()
+    for own in (b"pyspark.ml.linalg.VectorUDT", b"org.apache.spark.ml.linalg.VectorUDT"):
+        for other in (b"spark.ml.linalg.VectorUDT", b"os.VectorUDT", b"pyspark.mllib.linalg.VectorUDT"):
+            assert told.count(own) == 1
+            assert kept_type(field.with_metadata({key: told.replace(own, other)})) is None
+
+
 def test_conforming_copies_nothing_where_only_labels_differ() -> None:
     here = pa.schema([pa.field("at", pa.timestamp("us", "America/New_York"), metadata={"k": "v"})])
     there = pa.schema([pa.field("at", pa.timestamp("us", "UTC"))])

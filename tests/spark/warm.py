@@ -5,6 +5,7 @@ but for the clusters, runs with that one.
 """
 
 import gc
+from contextlib import suppress
 from importlib import import_module
 
 import pyspark.daemon
@@ -24,7 +25,8 @@ for name in (
     "pyspark.sql.worker.write_into_data_source",
     "pyspark.worker",
 ):
-    import_module(name)
+    with suppress(ImportError):  # Spark 4.1 lacks some
+        import_module(name)
 gc.collect()
 gc.freeze()  # a worker looks for garbage after each task, and all of this is none
 

@@ -63,7 +63,7 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
                 f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
                 "leave the column out with the option columns, or publish it with another type"
             ) from None
-    made = from_arrow_schema(pa.schema(fields))
+    made = from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)  # as Spark 4.2 does by itself
     for ours, index in zip(made.fields, _places(schema, names), strict=True):
         ours.dataType = kept_type(schema.field(index)) or ours.dataType
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,17 @@ from dissociated.errors import SourceError
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructField, StructType
 
+_log = logging.getLogger(__name__)
+
 TIMEZONE = "UTC"
 """A Spark timestamp is an instant. Its batches carry the time zone of the session that made them, which is
 a matter of display, so all datasets have the same."""
 
 _KEPT = b"dissociated.spark.type"
 """In the metadata of a column: Spark's type of it as JSON, where Arrow's does not say as much."""
+
+_SPARKS_CLASSES = {f"spark.{package}.linalg.{kind}UDT" for package in ("ml", "mllib") for kind in ("Vector", "Matrix")}
+"""User-defined types that are Spark's own: to name them runs nothing of a stranger's."""
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
@@ -27,14 +33,11 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     Raises `SourceError`, naming the column, for a type that Arrow cannot carry.
     """
     from pyspark.errors import PySparkException
-    from pyspark.sql.pandas.types import to_arrow_schema
-    from pyspark.sql.types import StructType
 
     fields = []
     for field in schema.fields:
         try:
-            (made,) = to_arrow_schema(StructType([field]), timezone=TIMEZONE)
-            fields.append(_with_kept_type(made, field))
+            fields.append(_with_kept_type(_arrow_field(field), field))
         except (PySparkException, ValueError) as error:  # of Spark; of pyarrow, for a void that is never null
             raise SourceError(
                 f"column {field.name!r} has the type {field.dataType.simpleString()}, "
@@ -48,7 +51,6 @@ def kept_type(field: pa.Field) -> DataType | None:
 
     It is bytes from outside: what is no type, or not that of this column, is None. So is what names a class.
     """
-    from pyspark.sql.pandas.types import to_arrow_type
     from pyspark.sql.types import StructField
 
     told = (field.metadata or {}).get(_KEPT)
@@ -58,24 +60,47 @@ def kept_type(field: pa.Field) -> DataType | None:
         plain = json.loads(told)
         if _names_a_class(plain):
             return None
-        found = StructField.fromJson(plain).dataType
-        return found if to_arrow_type(found, timezone=TIMEZONE).equals(field.type) else None
+        found = StructField.fromJson(plain)
+        return found.dataType if _arrow_field(found).type.equals(field.type) else None
     except Exception:  # Spark raises all sorts for what is no type
         return None
+
+
+def _arrow_field(field: StructField) -> pa.Field:
+    import pyspark
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    # Spark 4.1 knows no other instants than those in UTC.
+    in_utc: dict[str, Any] = {} if pyspark.__version__.startswith("4.1.") else {"timezone": TIMEZONE}
+    (made,) = to_arrow_schema(StructType([field]), **in_utc)
+    return made
 
 
 def _with_kept_type(made: pa.Field, field: StructField) -> pa.Field:
     from pyspark.sql.pandas.types import from_arrow_type
 
     plain = field.jsonValue()
-    if from_arrow_type(made.type) == field.dataType or _names_a_class(plain):
+    if from_arrow_type(made.type, prefer_timestamp_ntz=True) == field.dataType:
+        return made
+    if _names_a_class(plain):
+        _log.warning("column %r is of a user-defined type, and comes back as %s", field.name, made.type)
         return made
     return made.with_metadata({**(made.metadata or {}), _KEPT: json.dumps(plain).encode()})
 
 
 def _names_a_class(plain: Any) -> bool:
-    """Whether a type, as JSON, has one that is a class of the user's: Spark would unpickle it."""
-    return '"udt"' in json.dumps(plain)
+    """Whether a type, as JSON, has one that is a class and not Spark's: Spark would import or unpickle it."""
+    if isinstance(plain, list):
+        return any(map(_names_a_class, plain))
+    if not isinstance(plain, dict):
+        return False
+    if plain.get("type") == "udt":
+        names = plain.get("pyClass"), plain.get("class")
+        return "serializedClass" in plain or not any(
+            names == (f"py{one}", f"org.apache.{one}") for one in _SPARKS_CLASSES
+        )
+    return any(map(_names_a_class, plain.values()))
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

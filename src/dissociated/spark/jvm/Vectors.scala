@@ -139,6 +139,7 @@ object Vectors {
     case MapType(key, value, _) => new MapVector(wanted, place, key, value)
     case StructType(fields) => new StructVector(wanted, place, fields.map(_.dataType))
     case VariantType => new StructVector(wanted, place, Array(BinaryType, BinaryType))
+    case user: UserDefinedType[_] => plain(user.sqlType, place)
     case _ => place.damaged(s"there is no reader for ${wanted.simpleString}")
   }
 
