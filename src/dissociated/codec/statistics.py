@@ -30,7 +30,7 @@ STATISTICS_MAGIC = b"DISSTATS"
 
 _ALIGNMENT = 8
 _TAIL = 8 + len(STATISTICS_MAGIC)
-_LEAST_ROWS = 16_384  # of a batch: to look at a smaller one costs more than it can spare
+_LEAST_ROWS = 10_000  # of a batch, as Spark's Python has it: to look at a smaller one costs more than it can spare
 _MAX_VALUES = 1 << 20  # kept while a segment is written; of one with more, nothing is written
 _MAX_SIZE = 1 << 28  # bytes
 
