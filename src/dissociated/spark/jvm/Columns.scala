@@ -1,7 +1,6 @@
 package org.apache.spark.sql.dissociated
 
-import org.apache.spark.sql.catalyst.InternalRow
-import org.apache.spark.sql.catalyst.expressions.{SpecializedGetters, UnsafeArrayData, UnsafeRow}
+import org.apache.spark.sql.catalyst.expressions.{SpecializedGetters, UnsafeRow}
 import org.apache.spark.sql.types._
 import org.apache.spark.unsafe.Platform
 
@@ -43,6 +42,53 @@ object Memory {
   private val Max = Int.MaxValue - 64L
 }
 
+/** Some of Spark's rows: it takes much less time to go through them one column after the other. */
+final class RowBuffer(fields: Int) extends Native {
+  private val data = new Memory
+  private val ends = new Array[Long](RowBuffer.Max + 1)
+  private val bits = UnsafeRow.calculateBitSetWidthInBytes(fields)
+  private val row = new UnsafeRow(fields)
+  var count = 0
+
+  def isFull: Boolean = count == RowBuffer.Max || ends(count) >= RowBuffer.MaxBytes
+
+  def add(row: UnsafeRow): Unit = {
+    val used = ends(count)
+    val size = row.getSizeInBytes
+    data.ensure(used + size)
+    Platform.copyMemory(row.getBaseObject, row.getBaseOffset, null, data.address + used, size)
+    count += 1
+    ends(count) = used + size
+  }
+
+  /** Where a row lies. */
+  @inline def at(index: Int): Long = data.address + ends(index)
+
+  @inline def isNullAt(index: Int, ordinal: Int): Boolean =
+    (Platform.getLong(null, at(index) + (ordinal >> 6 << 3)) >> (ordinal & 63) & 1) != 0
+
+  /** What it has for a field: a value, or where that begins and how long it is. */
+  @inline def word(index: Int, ordinal: Int): Long = Platform.getLong(null, at(index) + bits + 8L * ordinal)
+
+  /** One of them, until another is asked for. */
+  def apply(index: Int): UnsafeRow = {
+    row.pointTo(null, at(index), (ends(index + 1) - ends(index)).toInt)
+    row
+  }
+
+  override def clear(): Unit = {
+    count = 0
+    data.clear()
+  }
+
+  override def free(): Unit = data.free()
+}
+
+object RowBuffer {
+  private val Max = 256
+  private val MaxBytes = 1 << 17 // so that they stay in the processor's cache
+}
+
 /** Values of one type, taken from Spark's rows into the buffers of an Arrow array. */
 abstract class Column(parts: Native*) extends Native {
   private val validity = new Memory
@@ -54,6 +100,9 @@ abstract class Column(parts: Native*) extends Native {
   final def length: Int = rows
   final def nullCount: Int = nulls
 
+  /** There is one more. */
+  @inline final protected def added(): Unit = rows += 1
+
   /** The value there becomes the next one here. */
   final def put(from: SpecializedGetters, ordinal: Int): Unit =
     if (from.isNullAt(ordinal)) putNull()
@@ -61,6 +110,17 @@ abstract class Column(parts: Native*) extends Native {
       add(from, ordinal)
       rows += 1
     }
+
+  /** This field of rows. */
+  def take(from: RowBuffer, ordinal: Int): Unit = takeEach(from, ordinal)
+
+  final protected def takeEach(from: RowBuffer, ordinal: Int): Unit = {
+    var index = 0
+    while (index < from.count) {
+      put(from(index), ordinal)
+      index += 1
+    }
+  }
 
   /** The value of another column of this type. */
   final def copy(from: Column, row: Int): Unit = {
@@ -94,27 +154,29 @@ abstract class Column(parts: Native*) extends Native {
   }
 
   protected def add(from: SpecializedGetters, ordinal: Int): Unit
-  protected def addCopy(from: Column, row: Int): Unit
+  protected def addCopy(from: Column, row: Int): Unit = throw new UnsupportedOperationException
   protected def addEmpty(): Unit
 
   /** Whether one value is less than another. */
-  protected def isLess(row: Int, other: Int): Boolean
+  protected def isLess(row: Int, other: Int): Boolean = throw new UnsupportedOperationException
 
   /** Rows with the smallest and the largest value; None where that is not known. */
-  def extremes(): Option[(Int, Int)] = {
+  def extremes(): Option[(Int, Int)] = extremesByOrder()
+
+  final protected def extremesByOrder(): Option[(Int, Int)] = {
     var (least, most, row) = (-1, -1, 0)
     while (row < rows) {
       if (isValid(row)) {
-        if (least < 0 || isLess(row, least)) least = row
-        if (most < 0 || isLess(most, row)) most = row
+        if (least < 0) {
+          least = row
+          most = row
+        } else if (isLess(row, least)) least = row
+        else if (isLess(most, row)) most = row
       }
       row += 1
     }
     if (least < 0) None else Some((least, most))
   }
-
-  /** How many bytes there are, about. */
-  def size: Long
 
   /** Tells the layout of this array, and of those below it. */
   def describe(layout: Layout): Unit = {
@@ -162,7 +224,8 @@ object Column {
     case IntegerType | DateType => new IntegerColumn(4)
     case FloatType => new FloatColumn(4)
     case DoubleType => new FloatColumn(8)
-    case decimal: DecimalType => new DecimalColumn(decimal)
+    case decimal: DecimalType =>
+      if (decimal.precision <= Decimal.MAX_LONG_DIGITS) new ShortDecimalColumn else new DecimalColumn(decimal)
     case _: StringType => new BytesColumn(true)
     case BinaryType => new BytesColumn(false)
     case ArrayType(element, _) => new ListColumn(of(element))
@@ -175,10 +238,7 @@ object Column {
 
 final class NullColumn extends Column {
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = ()
-  override protected def addCopy(from: Column, row: Int): Unit = ()
   override protected def addEmpty(): Unit = ()
-  override protected def isLess(row: Int, other: Int): Boolean = false
-  override def size: Long = 0
   override def describe(layout: Layout): Unit = layout.array(length, length)
   override protected def describeParts(layout: Layout): Unit = ()
 }
@@ -197,12 +257,11 @@ final class BooleanColumn(bits: Memory = new Memory) extends Column(bits) {
   override protected def addCopy(from: Column, row: Int): Unit = add(from.asInstanceOf[BooleanColumn](row))
   override protected def addEmpty(): Unit = add(false)
   override protected def isLess(row: Int, other: Int): Boolean = !this(row) && this(other)
-  override def size: Long = length >> 3
   override protected def describeParts(layout: Layout): Unit = layout.buffer(bits.address, (length + 7) >> 3)
 }
 
-/** Values of `width` bytes each. */
-abstract class FixedColumn(width: Int, values: Memory) extends Column(values) {
+/** Values of `width` bytes each, of which Spark has a word; it has no more of those that have more. */
+abstract class FixedColumn(width: Int, values: Memory = new Memory) extends Column(values) {
   /** Where the next value goes. */
   @inline final protected def next(): Long = {
     val from = length.toLong * width
@@ -212,72 +271,113 @@ abstract class FixedColumn(width: Int, values: Memory) extends Column(values) {
 
   @inline final protected def at(row: Int): Long = values.address + row.toLong * width
 
-  override protected def addCopy(from: Column, row: Int): Unit =
-    Platform.copyMemory(null, from.asInstanceOf[FixedColumn].at(row), null, next(), width)
+  @inline final protected def store(word: Long): Unit = {
+    val to = next()
+    if (width >= 8) Platform.putLong(null, to, word)
+    else if (width == 4) Platform.putInt(null, to, word.toInt)
+    else if (width == 2) Platform.putShort(null, to, word.toShort)
+    else Platform.putByte(null, to, word.toByte)
+    if (width == 16) Platform.putLong(null, to + 8, word >> 63)
+  }
 
-  override protected def addEmpty(): Unit = Platform.setMemory(next(), 0, width)
-  override def size: Long = length.toLong * width
-  override protected def describeParts(layout: Layout): Unit = layout.buffer(values.address, size)
-}
-
-/** Integers, and what Spark has as such: dates, times, instants, intervals. */
-final class IntegerColumn(width: Int) extends FixedColumn(width, new Memory) {
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    if (width == 8) Platform.putLong(null, next(), from.getLong(ordinal))
-    else if (width == 4) Platform.putInt(null, next(), from.getInt(ordinal))
-    else if (width == 2) Platform.putShort(null, next(), from.getShort(ordinal))
-    else Platform.putByte(null, next(), from.getByte(ordinal))
-
-  def put(value: Long): Unit = put(InternalRow(value), 0)
-
-  @inline private def apply(row: Int): Long =
-    if (width == 8) Platform.getLong(null, at(row))
+  @inline final protected def integer(row: Int): Long =
+    if (width >= 8) Platform.getLong(null, at(row))
     else if (width == 4) Platform.getInt(null, at(row))
     else if (width == 2) Platform.getShort(null, at(row))
     else Platform.getByte(null, at(row))
 
-  override protected def isLess(row: Int, other: Int): Boolean = this(row) < this(other)
+  override def take(from: RowBuffer, ordinal: Int): Unit = {
+    var index = 0
+    while (index < from.count) {
+      if (from.isNullAt(index, ordinal)) putNull()
+      else {
+        store(from.word(index, ordinal))
+        added()
+      }
+      index += 1
+    }
+  }
+
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    store(
+      if (width >= 8) from.getLong(ordinal)
+      else if (width == 4) from.getInt(ordinal)
+      else if (width == 2) from.getShort(ordinal)
+      else from.getByte(ordinal))
+
+  override protected def addCopy(from: Column, row: Int): Unit =
+    Platform.copyMemory(null, from.asInstanceOf[FixedColumn].at(row), null, next(), width)
+
+  override protected def addEmpty(): Unit = Platform.setMemory(next(), 0, width)
+
+  /** Those of integers; not by `isLess`, which takes several times as long. */
+  override def extremes(): Option[(Int, Int)] = {
+    var least, most = 0L
+    var (leastRow, mostRow, row) = (-1, -1, 0)
+    while (row < length) {
+      if (isValid(row)) {
+        val value = integer(row)
+        if (leastRow < 0 || value < least) {
+          least = value
+          leastRow = row
+        }
+        if (mostRow < 0 || value > most) {
+          most = value
+          mostRow = row
+        }
+      }
+      row += 1
+    }
+    if (leastRow < 0) None else Some((leastRow, mostRow))
+  }
+
+  override protected def describeParts(layout: Layout): Unit = layout.buffer(values.address, length.toLong * width)
 }
 
-final class FloatColumn(width: Int) extends FixedColumn(width, new Memory) {
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    if (width == 8) Platform.putDouble(null, next(), from.getDouble(ordinal))
-    else Platform.putFloat(null, next(), from.getFloat(ordinal))
+/** Integers, and what Spark has as such: dates, times, instants, intervals. */
+final class IntegerColumn(width: Int) extends FixedColumn(width) {
+  def put(value: Long): Unit = {
+    store(value)
+    added()
+  }
+}
 
+final class FloatColumn(width: Int) extends FixedColumn(width) {
   @inline private def apply(row: Int): Double =
     if (width == 8) Platform.getDouble(null, at(row)) else Platform.getFloat(null, at(row))
 
-  override protected def isLess(row: Int, other: Int): Boolean = this(row) < this(other)
-
   /** None with a NaN among them, which is larger than all others in Spark, and unlike anything elsewhere. */
   override def extremes(): Option[(Int, Int)] = {
-    var row = 0
+    var (least, most, row) = (-1, -1, 0)
     while (row < length) {
-      if (isValid(row) && this(row).isNaN) return None
+      if (isValid(row)) {
+        val value = this(row)
+        if (value.isNaN) return None
+        if (least < 0 || value < this(least)) least = row
+        if (most < 0 || value > this(most)) most = row
+      }
       row += 1
     }
-    super.extremes()
+    if (least < 0) None else Some((least, most))
   }
 }
 
-final class DecimalColumn(wanted: DecimalType) extends FixedColumn(16, new Memory) {
-  private val isShort = wanted.precision <= Decimal.MAX_LONG_DIGITS
+/** Decimals of as many digits as a word has. */
+final class ShortDecimalColumn extends FixedColumn(16)
 
-  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
-    if (isShort && (from.isInstanceOf[UnsafeRow] || from.isInstanceOf[UnsafeArrayData])) {
-      val value = from.getLong(ordinal) // how Spark has it there
-      store(value, value >> 63)
-    } else {
-      val value = from.getDecimal(ordinal, wanted.precision, wanted.scale)
-      val unscaled = value.toJavaBigDecimal.setScale(wanted.scale).unscaledValue
-      store(unscaled.longValue, unscaled.shiftRight(64).longValueExact)
-    }
+/** Decimals of more digits, of which Spark has the bytes. */
+final class DecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
+  override def take(from: RowBuffer, ordinal: Int): Unit = takeEach(from, ordinal)
 
-  private def store(low: Long, high: Long): Unit = {
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
+    val value = from.getDecimal(ordinal, wanted.precision, wanted.scale)
+    val unscaled = value.toJavaBigDecimal.setScale(wanted.scale).unscaledValue
     val to = next()
-    Platform.putLong(null, to, low)
-    Platform.putLong(null, to + 8, high)
+    Platform.putLong(null, to, unscaled.longValue)
+    Platform.putLong(null, to + 8, unscaled.shiftRight(64).longValueExact)
   }
+
+  override def extremes(): Option[(Int, Int)] = extremesByOrder()
 
   override protected def isLess(row: Int, other: Int): Boolean = {
     val (high, otherHigh) = (Platform.getLong(null, at(row) + 8), Platform.getLong(null, at(other) + 8))
@@ -331,6 +431,19 @@ final class BytesColumn(strings: Boolean, ends: Ends = new Ends, data: Memory = 
       append(value, Platform.BYTE_ARRAY_OFFSET, value.length)
     }
 
+  override def take(from: RowBuffer, ordinal: Int): Unit = {
+    var index = 0
+    while (index < from.count) {
+      if (from.isNullAt(index, ordinal)) putNull()
+      else {
+        val word = from.word(index, ordinal)
+        append(null, from.at(index) + (word >>> 32), word.toInt)
+        added()
+      }
+      index += 1
+    }
+  }
+
   override protected def addCopy(from: Column, row: Int): Unit = {
     val other = from.asInstanceOf[BytesColumn]
     append(null, other.bytes.address + other.offsets(row), other.offsets(row + 1) - other.offsets(row))
@@ -367,8 +480,15 @@ final class BytesColumn(strings: Boolean, ends: Ends = new Ends, data: Memory = 
   override protected def isLess(row: Int, other: Int): Boolean = {
     val (from, otherFrom) = (data.address + ends(row), data.address + ends(other))
     val (size, otherSize) = (ends(row + 1) - ends(row), ends(other + 1) - ends(other))
+    val both = math.min(size, otherSize)
     var index = 0
-    while (index < size && index < otherSize) {
+    while (index <= both - 8) {
+      val (word, other) = (Platform.getLong(null, from + index), Platform.getLong(null, otherFrom + index))
+      if (word != other)
+        return java.lang.Long.compareUnsigned(java.lang.Long.reverseBytes(word), java.lang.Long.reverseBytes(other)) < 0
+      index += 8
+    }
+    while (index < both) {
       val difference = (Platform.getByte(null, from + index) & 0xff) - (Platform.getByte(null, otherFrom + index) & 0xff)
       if (difference != 0) return difference < 0
       index += 1
@@ -376,7 +496,6 @@ final class BytesColumn(strings: Boolean, ends: Ends = new Ends, data: Memory = 
     size < otherSize
   }
 
-  override def size: Long = ends.last + ends.size
   override protected def describeParts(layout: Layout): Unit = {
     ends.describe(layout)
     layout.buffer(data.address, ends.last)
@@ -389,13 +508,7 @@ object BytesColumn {
   private val MaxBound = 256
 }
 
-/** What has columns below it, and no order. */
-abstract class NestedColumn(parts: Native*) extends Column(parts: _*) {
-  override protected def addCopy(from: Column, row: Int): Unit = throw new UnsupportedOperationException
-  override protected def isLess(row: Int, other: Int): Boolean = throw new UnsupportedOperationException
-}
-
-final class ListColumn(values: Column, ends: Ends = new Ends) extends NestedColumn(values, ends) {
+final class ListColumn(values: Column, ends: Ends = new Ends) extends Column(values, ends) {
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     val array = from.getArray(ordinal)
     val count = array.numElements
@@ -408,7 +521,6 @@ final class ListColumn(values: Column, ends: Ends = new Ends) extends NestedColu
   }
 
   override protected def addEmpty(): Unit = ends.add(ends.last)
-  override def size: Long = values.size + ends.size
   override protected def describeParts(layout: Layout): Unit = {
     ends.describe(layout)
     values.describe(layout)
@@ -416,7 +528,7 @@ final class ListColumn(values: Column, ends: Ends = new Ends) extends NestedColu
 }
 
 /** A list of structs of a key and a value, as Arrow has it. */
-final class MapColumn(keys: Column, values: Column, ends: Ends = new Ends) extends NestedColumn(keys, values, ends) {
+final class MapColumn(keys: Column, values: Column, ends: Ends = new Ends) extends Column(keys, values, ends) {
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     val map = from.getMap(ordinal)
     val (key, value) = (map.keyArray, map.valueArray)
@@ -428,7 +540,6 @@ final class MapColumn(keys: Column, values: Column, ends: Ends = new Ends) exten
   }
 
   override protected def addEmpty(): Unit = ends.add(ends.last)
-  override def size: Long = keys.size + values.size + ends.size
   override protected def describeParts(layout: Layout): Unit = {
     ends.describe(layout)
     layout.array(keys.length, 0)
@@ -438,7 +549,7 @@ final class MapColumn(keys: Column, values: Column, ends: Ends = new Ends) exten
   }
 }
 
-final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extends NestedColumn(fields: _*) {
+final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extends Column(fields: _*) {
   override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
     val struct = from.getStruct(ordinal, fields.length)
     for (index <- fields.indices) fields(index).put(struct, index)
@@ -447,6 +558,5 @@ final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extend
   override protected def addEmpty(): Unit =
     for (index <- fields.indices) if (nullable(index)) fields(index).putNull() else fields(index).putEmpty()
 
-  override def size: Long = fields.iterator.map(_.size).sum
   override protected def describeParts(layout: Layout): Unit = fields.foreach(_.describe(layout))
 }

@@ -15,7 +15,7 @@ import org.apache.arrow.flatbuf.{Buffer, FieldNode, Message, MessageHeader, Meta
 import org.apache.arrow.memory.util.MemoryUtil
 import org.apache.spark.SparkRuntimeException
 import org.apache.spark.sql.catalyst.InternalRow
-import org.apache.spark.sql.catalyst.expressions.UnsafeRow
+import org.apache.spark.sql.catalyst.expressions.{UnsafeProjection, UnsafeRow}
 import org.apache.spark.sql.connector.write._
 import org.apache.spark.sql.connector.write.streaming.{StreamingDataWriterFactory, StreamingWrite}
 import org.apache.spark.sql.types.StructType
@@ -129,20 +129,20 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
   private var file: SegmentFile = _
   private var rows = 0L
   private var pending = 0L // bytes that are not written yet, about
+  private lazy val project = UnsafeProjection.create(plan.columns)
 
   override def write(row: InternalRow): Unit = {
     if (!begun) begin()
-    if (file != null) row match {
-      case unsafe: UnsafeRow =>
-        val size = unsafe.getSizeInBytes
-        if (pending + size > SegmentWriter.MaxBytes) flush()
-        batch.put(unsafe)
-        pending += size
-      case _ =>
-        batch.put(row)
-        pending = batch.size
+    if (file != null) {
+      val unsafe = row match {
+        case one: UnsafeRow => one
+        case other => project(other)
+      }
+      val size = unsafe.getSizeInBytes
+      if (batch.rows == SegmentWriter.MaxRows || pending + size > SegmentWriter.MaxBytes) flush()
+      batch.put(unsafe)
+      pending += size
     }
-    if (batch.rows == SegmentWriter.MaxRows || pending >= SegmentWriter.MaxBytes) flush()
   }
 
   private def begin(): Unit = {
@@ -158,6 +158,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
 
   private def flush(): Unit = {
     if (batch.rows > 0) {
+      batch.fill()
       statistics.add(batch)
       batch.writeTo(file)
       rows += batch.rows
@@ -200,18 +201,20 @@ object SegmentWriter {
 
 /** Rows as columns. */
 final class Batch(val columns: Array[Column]) extends Native {
+  private val waiting = new RowBuffer(columns.length)
   var rows = 0
 
-  def put(row: InternalRow): Unit = {
-    var index = 0
-    while (index < columns.length) {
-      columns(index).put(row, index)
-      index += 1
-    }
+  def put(row: UnsafeRow): Unit = {
+    if (waiting.isFull) fill()
+    waiting.add(row)
     rows += 1
   }
 
-  def size: Long = columns.iterator.map(_.size).sum
+  /** All rows that were put are in the columns. */
+  def fill(): Unit = {
+    for (index <- columns.indices) columns(index).take(waiting, index)
+    waiting.clear()
+  }
 
   def writeTo(file: SegmentFile): Unit = {
     val layout = new Layout
@@ -221,10 +224,14 @@ final class Batch(val columns: Array[Column]) extends Native {
 
   override def clear(): Unit = {
     rows = 0
+    waiting.clear()
     columns.foreach(_.clear())
   }
 
-  override def free(): Unit = columns.foreach(_.free())
+  override def free(): Unit = {
+    waiting.free()
+    columns.foreach(_.free())
+  }
 }
 
 /** What follows the end of a segment: of each of its batches, how many rows and nulls it has, and its bounds. */
