@@ -38,6 +38,8 @@ def test_datasets_are_tables(spark: SparkSession, catalog: str, client: dis.Clie
     spark.range(3).write.mode("append").saveAsTable("ours.`with.dots`")
     assert client.read("far").read_all().to_pylist() == [{"number": 8}]
     assert client["with.dots"].count_rows() == 3
+    with pytest.raises(PySparkException, match="no partitions by columns"):
+        spark.sql("CREATE TABLE ours.parted (n INT) PARTITIONED BY (n)")
     with pytest.raises(PySparkException, match="already exists"):
         spark.sql("CREATE TABLE ours.far AS SELECT 1 AS number")
     spark.sql("CREATE OR REPLACE TABLE ours.far AS SELECT 'x' AS letter")

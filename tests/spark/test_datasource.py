@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
+from pyspark.ml.functions import array_to_vector
+from pyspark.sql.functions import array, lit
 
 import dissociated as dis
 from certificates import Certificates
@@ -264,8 +266,39 @@ def test_a_view_is_read_and_appended_to_and_a_table_says_what_to_do(
     spark.sql("INSERT INTO a_view VALUES (2)")
     assert spark.sql("SELECT * FROM a_view ORDER BY id").collect() == [(1,), (2,)]
     spark.catalog.dropTempView("a_view")
-    with pytest.raises(PySparkException, match="CREATE TEMPORARY VIEW"):
-        spark.sql(f"CREATE TABLE a_table {using}")
+    tables = {
+        "CREATE TABLE": lambda: spark.sql(f"CREATE TABLE a_table {using}"),
+        "AS SELECT": lambda: spark.sql(f"CREATE TABLE a_table {using} AS SELECT 1 AS id"),
+        "writeTo": lambda: spark.range(1).writeTo("a_table").using("dissociated").option("catalog", catalog).create(),
+        "saveAsTable": lambda: by_table(spark.range(1), catalog),
+    }
+    for what, make in tables.items():
+        with pytest.raises(PySparkException, match=r"cannot be a dataset: .*DatasetCatalog.*CREATE TEMPORARY VIEW"):
+            make()
+        assert not spark.catalog.tableExists("a_table"), what
+    for mode in ("errorifexists", "ignore"):  # the first is Spark's default
+        with pytest.raises(PySparkException, match='either the "Append" or "Overwrite" mode'):
+            by_source(spark.range(1), "data", catalog, mode)
+    assert client["data"].count_rows() == 2
+
+
+def by_table(df: DataFrame, catalog: str) -> None:
+    df.write.format("dissociated").option("catalog", catalog).option("path", "data").saveAsTable("a_table")
+
+
+def test_a_new_column_comes_by_writing_the_dataset_anew_as_the_error_says(
+    spark: SparkSession, catalog: str, client: dis.Client
+) -> None:
+    publish(spark.range(2), "data", catalog)
+    more = spark.sql("SELECT 7L AS id, 'x' AS extra")
+    with pytest.raises(DissociatedError, match=r"no column 'extra'.*unionByName\(df, allowMissingColumns=True\)"):
+        publish(more, "data", catalog, mode="append", merge_schema=True)
+    publish(read(spark, "data", catalog).unionByName(more, allowMissingColumns=True), "data", catalog)
+    assert client.read("data").read_all().to_pylist() == [
+        {"id": 0, "extra": None},
+        {"id": 1, "extra": None},
+        {"id": 7, "extra": "x"},
+    ]
 
 
 def test_names_that_spark_cannot_tell_apart(
@@ -290,7 +323,7 @@ def test_types_that_arrow_does_not_have_come_back(
     df = spark.sql(
         """SELECT 'Ab' COLLATE UTF8_LCASE AS s, map('k', array('é' COLLATE UNICODE_CI)) AS m, INTERVAL '3' DAY AS d,
         named_struct('h', INTERVAL '5' HOUR) AS h, TIME'12:00:00' :: time(0) AS t, parse_json('{"a": [1, "x"]}') AS v"""
-    )
+    ).withColumn("vector", array_to_vector(array(lit(1.5), lit(2.0))))
     write(df, "data", catalog)
     for jvm in ("true", "false"):
         spark.conf.set("spark.dissociated.jvm", jvm)

@@ -120,7 +120,10 @@ def _differences(frame: pa.Schema, there: pa.Schema, merge: bool) -> Iterator[st
             yield why
     for name in frame.names:
         if name not in there.names:
-            yield f"it has no column {name!r}, and its columns stay as they are: drop it, or write the dataset anew"
+            yield (
+                f"it has no column {name!r}, and its columns stay as they are: drop it, or write the dataset anew, "
+                "overwriting it with read(...).unionByName(df, allowMissingColumns=True)"
+            )
 
 
 def _difference(here: pa.Field, there: pa.Field, merge: bool) -> str | None:

@@ -51,6 +51,7 @@ class DatasetCatalog extends StagingTableCatalog {
   override def createTable(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): Table = {
     if (tableExists(table)) throw new TableAlreadyExistsException(table)
+    refusePartitions(table, by)
     empty(table, schema)
     of(table, schema)
   }
@@ -69,7 +70,8 @@ class DatasetCatalog extends StagingTableCatalog {
 
   /** A write replaces what there is, whole and at once. So only a table that is not written is made in the end. */
   override def stageCreateOrReplace(table: Identifier, schema: StructType, by: Array[Transform],
-      properties: util.Map[String, String]): StagedTable =
+      properties: util.Map[String, String]): StagedTable = {
+    refusePartitions(table, by)
     new DatasetTable(schema, options + ("path" -> named(table)._2)) with StagedTable {
       private var written = false
 
@@ -81,6 +83,11 @@ class DatasetCatalog extends StagingTableCatalog {
       override def commitStagedChanges(): Unit = if (!written) empty(table, schema)
       override def abortStagedChanges(): Unit = ()
     }
+  }
+
+  private def refusePartitions(table: Identifier, by: Array[Transform]): Unit =
+    if (by.nonEmpty) throw new UnsupportedOperationException(
+      s"$table has no partitions by columns: leave them out, and sort what is written, so that queries skip batches")
 
   override def dropTable(table: Identifier): Boolean = ask("drop_table", named(table)).asBoolean
 

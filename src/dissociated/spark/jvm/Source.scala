@@ -28,6 +28,7 @@ class Source extends TableProvider with DataSourceRegister {
   override def supportsExternalMetadata(): Boolean = true
 
   override def inferSchema(given: CaseInsensitiveStringMap): StructType = {
+    Source.refuseTable(given)
     val options = Source.withCatalog(given)
     if (Source.enabled) {
       val found = Sidecar.of(Python.ofDriver()).call("describe", "options" -> options)
@@ -35,8 +36,10 @@ class Source extends TableProvider with DataSourceRegister {
     } else Source.inPython().inferSchema(options)
   }
 
-  override def getTable(schema: StructType, by: Array[Transform], properties: util.Map[String, String]): Table =
+  override def getTable(schema: StructType, by: Array[Transform], properties: util.Map[String, String]): Table = {
+    Source.refuseTable(properties)
     if (Source.enabled) new Dataset(schema, by, properties) else Source.inPython().getTable(schema, by, properties)
+  }
 }
 
 object Source extends Logging {
@@ -52,6 +55,14 @@ object Source extends Logging {
       "data source in Python stands in, which is slower. Run `dissociated spark-jar` with this Spark")
     made == SPARK_VERSION
   }
+
+  /** Spark's own catalog keeps no name of a dataset, so what it takes for a table of ours could not be read again. */
+  def refuseTable(properties: util.Map[String, String]): Unit =
+    if (properties.containsKey("owner") && properties.containsKey("provider"))
+      throw Failure("a table of Spark's own catalog cannot be a dataset: set spark.sql.catalog.NAME = " +
+        "org.apache.spark.sql.dissociated.DatasetCatalog and spark.sql.catalog.NAME.catalog = URI, and call the " +
+        "table NAME.TABLE; or write by save; or CREATE TEMPORARY VIEW v USING dissociated OPTIONS (catalog 'URI', " +
+        "path 'NAME')")
 
   /** The same options; where they do not name the catalog, the session's setting does. */
   def withCatalog(options: CaseInsensitiveStringMap): CaseInsensitiveStringMap = {
