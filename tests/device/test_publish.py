@@ -92,6 +92,28 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     wait_until(lambda: device.allocations == 1, "what was replaced is freed")
 
 
+def test_memory_goes_back_when_streams_of_others_have_read_it(
+    device: Device, server: dis.Server, client: dis.Client
+) -> None:
+    server.publish("host", NUMBERS)
+    server.publish("numbers", on_device(device, [NUMBERS.to_batches()[0]]))
+    expected = NUMBERS["n"].to_numpy()
+    for name in ("host", "numbers"):  # memory of ours, and of the server's
+        batch = client.read(name, device=device).read_next_batch()
+        batch.synchronize()
+        taken = consumer.Taken(batch)
+        stream, target = device.stream(), pa.allocate_buffer(expected.nbytes)
+        stream.copy(target.address, taken.struct.array.children[0].contents.buffers[1], target.size)
+        del batch
+        taken.release()
+        if name == "numbers":
+            server.drop(name)
+        gc.collect()
+        clients_end()
+        stream.synchronize()
+        assert (np.frombuffer(target, np.int64) == expected).all()
+
+
 def test_dlpack_columns_and_lists_of_batches(device: Device, server: dis.Server, client: dis.Client) -> None:
     batches = [*on_device(device, [*pieces()])]
     columns = {name: batches[0][name] for name in ("n", "f")}

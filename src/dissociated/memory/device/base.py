@@ -12,6 +12,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 
 import pyarrow as pa
@@ -70,7 +71,10 @@ class Stream(ABC):
 
 
 class DeviceMemory:
-    """One allocation on a device, or an opened one of another process. It goes back when it is closed or collected."""
+    """One allocation on a device, or an opened one of another process. It goes back when it is closed or collected.
+
+    Not before what others have begun with it is done: they may let go of it while their own streams still read it.
+    """
 
     def __init__(self, device: Device, address: int, size: int, release: Callable[[], None]) -> None:
         self.device = device
@@ -112,7 +116,8 @@ class Device(ABC):
         self.identity = identity
         #: Host memory for what is to be copied here.
         self.ring = PinnedRing(self._pin, _MAX_PINNED)
-        self._lock = threading.RLock()  # memory may be collected by whoever holds it
+        #: For what this object keeps account of. Memory may be collected by whoever holds it.
+        self.lock = threading.RLock()
         self._used = [0, 0]
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
 
@@ -129,6 +134,10 @@ class Device(ABC):
     @abstractmethod
     def stream(self) -> Stream:
         """A new stream."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all is done that anybody in this process has asked of the device, on whatever stream."""
 
     @abstractmethod
     def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
@@ -162,7 +171,7 @@ class Device(ABC):
     def export(self, memory: DeviceMemory) -> bytes:
         """The handle by which another process of this host opens memory that is exportable, while that is there."""
         handle = self._export(memory)
-        with self._lock:
+        with self.lock:
             self._exported[handle] = memory
         return handle
 
@@ -171,27 +180,29 @@ class Device(ABC):
 
         Close all of it before its owner gives it back. Raises DeviceError where it is not there, or is smaller.
         """
-        with self._lock:
+        with self.lock:
             known = self._exported.get(handle)
         if known is None or known.closed:  # a driver opens no handle in the process that it is of
             known = self._account(size, *self._open(handle, size))
-            with self._lock:
+            with self.lock:
                 self._exported[handle] = known
         if known.size < size:
             raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
         return known
 
     def _account(self, size: int, address: int, release: Callable[[], None]) -> DeviceMemory:
-        with self._lock:
+        with self.lock:
             self._used[0] += 1
             self._used[1] += size
         return DeviceMemory(self, address, size, release)
 
     def _released(self, size: int, release: Callable[[], None]) -> None:
         try:
+            with suppress(DeviceError):  # of a device that fails nothing is used again
+                self.synchronize()
             release()
         finally:
-            with self._lock:
+            with self.lock:
                 self._used[0] -= 1
                 self._used[1] -= size
 

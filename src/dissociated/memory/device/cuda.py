@@ -57,34 +57,47 @@ class CudaDevice(Device):
         self._core, self._driver = _packages()
         with _device_errors(f"cuda:{number}"):
             super().__init__(f"cuda:{number}", number, f"cuda-{self._core.Device(number).uuid}")
+        self._context = self._checked("cuDevicePrimaryCtxRetain", number)
 
-    def current(self) -> Any:
-        """The device of cuda.core, made current in this thread."""
-        device = self._core.Device(self.number)
-        device.set_current()
-        return device
+    @contextmanager
+    def current(self) -> Iterator[Any]:
+        """The device of cuda.core, while it is this thread's own. Afterwards the thread has what it had before."""
+        self._checked("cuCtxPushCurrent", self._context)
+        try:
+            with _device_errors(self.name):
+                device = self._core.Device(self.number)
+                device.set_current()  # it keeps for each thread whether that was called
+                yield device
+        finally:
+            self._driver.cuCtxPopCurrent()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What a function of the driver gives."""
-        self.current()
+        """What a function of the driver gives. Raises DeviceError and DeviceFull."""
+        with self.current():
+            return self._checked(function, *arguments)
+
+    def _checked(self, function: str, *arguments: Any) -> Any:
         code, *results = getattr(self._driver, function)(*arguments)
-        if code:
+        if int(code):
             name = getattr(code, "name", str(code))
-            kind = DeviceFull if name == _OUT_OF_MEMORY else DeviceError
-            raise kind(f"{function} on {self.name} failed: {name}")
-        return results[0] if results else None
+            error_type = DeviceFull if name == _OUT_OF_MEMORY else DeviceError
+            raise error_type(f"{function} on {self.name} failed: {name}")
+        return results[0] if len(results) == 1 else results
 
     def stream(self) -> Stream:
-        with _device_errors(self.name):
-            return _CudaStream(self, self.current().create_stream())
+        with self.current() as device:
+            return _CudaStream(self, device.create_stream())
+
+    def synchronize(self) -> None:
+        self.call("cuCtxSynchronize")
 
     def wait_on(self, consumer: int, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         self.call("cuStreamWaitEvent", consumer, event.handle, 0)
 
     def register(self, memory: pa.Buffer) -> Callable[[], None]:
-        with _device_errors(self.name):
-            read_only = self.current().properties.read_only_host_register_supported
+        with self.current() as device:
+            read_only = device.properties.read_only_host_register_supported
         try:
             self.call("cuMemHostRegister", memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0))
         except DeviceError:  # then the driver copies by way of memory of its own
@@ -103,12 +116,11 @@ class CudaDevice(Device):
             address = int(self.call("cuMemAlloc", size))
             return address, lambda: self.call("cuMemFree", address)
         assert isinstance(stream, _CudaStream)
-        with _device_errors(self.name):
-            allocated = self.current().allocate(size, stream=stream.stream)
+        with self.current() as device:
+            allocated = device.allocate(size, stream=stream.stream)
 
         def release() -> None:
-            with _device_errors(self.name):
-                self.current()
+            with self.current():
                 allocated.close()
 
         return int(allocated.handle), release
@@ -127,11 +139,13 @@ class CudaDevice(Device):
         def release() -> None:
             self.call("cuIpcCloseMemHandle", address)
 
-        self.current()
-        code, base, there = self._driver.cuMemGetAddressRange(address)
-        if code or int(base) + int(there) < address + size:
+        try:
+            base, there = map(int, self.call("cuMemGetAddressRange", address))
+            if base + there < address + size:
+                raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {there}")
+        except DeviceError:
             release()
-            raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {int(there)}")
+            raise
         return address, release
 
 
@@ -142,15 +156,15 @@ class _Pinned:
 
 
 class _CudaEvent(Event):
-    def __init__(self, name: str, event: Any) -> None:
-        self._name = name
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device = device
         self._event = event
         self.handle = int(event.handle)
         self._handle = ctypes.c_void_p(self.handle)
         self.pointer = ctypes.addressof(self._handle)
 
     def synchronize(self) -> None:
-        with _device_errors(self._name):
+        with self._device.current():
             self._event.sync()
 
 
@@ -167,15 +181,14 @@ class _CudaStream(Stream):
         self._device.call("cuMemsetD8Async", target, 0, length, self.handle)
 
     def record(self) -> Event:
-        with _device_errors(self._device.name):
-            self._device.current()
-            return _CudaEvent(self._device.name, self.stream.record())
+        with self._device.current():
+            return _CudaEvent(self._device, self.stream.record())
 
     def wait(self, pointer: int) -> None:
         self._device.call("cuStreamWaitEvent", self.handle, ctypes.c_void_p.from_address(pointer).value, 0)
 
     def synchronize(self) -> None:
-        with _device_errors(self._device.name):
+        with self._device.current():
             self.stream.sync()
 
 

@@ -11,7 +11,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -52,6 +51,7 @@ class EmulatedDevice(Device):
         self.limit = 1 << 32
         self._lost = False
         self._mappings: dict[int, _Mapping] = {}
+        self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
         self._events: weakref.WeakValueDictionary[int, _Event] = weakref.WeakValueDictionary()
 
     def lose(self, lost: bool = True) -> None:
@@ -64,7 +64,14 @@ class EmulatedDevice(Device):
 
     def stream(self) -> Stream:
         self.check()
-        return _Stream(self)
+        stream = _Stream(self)
+        self._streams.add(stream)
+        return stream
+
+    def synchronize(self) -> None:
+        self.check()
+        for stream in [*self._streams]:
+            stream.synchronize()
 
     def wait_on(self, consumer: int, event: Event) -> None:
         event.synchronize()
@@ -75,7 +82,7 @@ class EmulatedDevice(Device):
             raise DeviceFull(f"{self.name} has no {size} bytes left: {self.nbytes} of {self.limit} are in use")
         descriptor = create_memfd(self.name)
         os.ftruncate(descriptor, size)
-        return self._map(_Mapping(descriptor, size, True), stream)
+        return self._map(_Mapping(descriptor, size, True))
 
     def _export(self, memory: DeviceMemory) -> bytes:
         mapping, _ = self._find(memory.address, memory.size)
@@ -94,16 +101,14 @@ class EmulatedDevice(Device):
         if found.st_ino != inode or found.st_size < size:
             os.close(descriptor)
             raise DeviceError(f"memory of a peer on {self.name} cannot be opened: it is other memory now")
-        return self._map(_Mapping(descriptor, size, False), None)
+        return self._map(_Mapping(descriptor, size, False))
 
-    def _map(self, mapping: _Mapping, stream: Stream | None) -> tuple[int, Callable[[], None]]:
-        with self._lock:
+    def _map(self, mapping: _Mapping) -> tuple[int, Callable[[], None]]:
+        with self.lock:
             self._mappings[mapping.address] = mapping
 
         def release() -> None:
-            if stream is not None and not self._lost:
-                stream.synchronize()  # what is still to be copied there is, as on a stream of a driver's
-            with self._lock:
+            with self.lock:
                 del self._mappings[mapping.address]
             mapping.close()
 
@@ -114,7 +119,7 @@ class EmulatedDevice(Device):
 
         Raises DeviceError for what leaves it.
         """
-        with self._lock:
+        with self.lock:
             bases = sorted(self._mappings)
             at = bisect_right(bases, address) - 1
             mapping = self._mappings[bases[at]] if at >= 0 else None
@@ -166,7 +171,7 @@ class _Event(Event):
 class _Stream(Stream):
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._lock = threading.RLock()
+        self._lock = device.lock  # one for all: whoever collects memory, at any point, runs all of them
         self._done = 0
         self._due: deque[Callable[[], None]] = deque()
 
