@@ -46,12 +46,12 @@ def server(lineitem: pa.Table) -> Iterator[dis.Server]:
 
 
 def consume(consumer: str, server: dis.Server) -> tuple[int, list[dict[str, object]]]:
-    command = [sys.executable, "-m", "examples.tpch.consumers", consumer, "--catalog", server.catalog_uri]
+    command = [sys.executable, "-m", "examples.tpch.consumers", *consumer.split(), "--catalog", server.catalog_uri]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=100)
     return run.returncode, [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("consumer", ["polars", "duckdb", "loader"])
+@pytest.mark.parametrize("consumer", ["polars", "duckdb", "loader --device test:0"])
 def test_a_consumer_finds_what_was_published(server: dis.Server, consumer: str) -> None:
     status, told = consume(consumer, server)
     assert status == 0

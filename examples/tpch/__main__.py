@@ -1,7 +1,7 @@
 """The demo: Spark answers queries of TPC-H and publishes them with lineitem; three processes go on with them at once.
 
     pip install 'dissociated[spark,demo]'
-    python -m examples.tpch [--scale 1] [--transport ucx|fabric] [--plot tpch.png]
+    python -m examples.tpch [--scale 1] [--transport ucx|fabric] [--device cuda:0] [--plot tpch.png]
 
 This process serves. What Spark's tasks have written into shared memory Polars, DuckDB and a batch loader open in
 place, all at the same time, compute by themselves, and compare with what Spark has computed.
@@ -79,7 +79,9 @@ class Running:
             self._lane.ends()
 
 
-def run(scale: float, transports: list[str], scratch: Path, console: Console) -> dict[str, list[Step]]:
+def run(
+    scale: float, transports: list[str], device: str | None, scratch: Path, console: Console
+) -> dict[str, list[Step]]:
     """Everything, one after the other; the consumers at once."""
     steps: dict[str, list[Step]] = {}
     with dis.Server([f"{transport}:" for transport in transports]) as server, Screen(console) as screen:
@@ -93,8 +95,12 @@ def run(scale: float, transports: list[str], scratch: Path, console: Console) ->
         with start("spark", "pipeline", "--data", str(scratch / "data"), of=STEPS["spark"]) as spark:
             steps["spark"] = spark.steps()
         with ExitStack() as processes, ThreadPoolExecutor(len(CONSUMERS)) as threads:
+            told = {"loader": ["--device", device]} if device is not None else {}
             consumers = {
-                name: processes.enter_context(start(name, "consumers", name, of=STEPS[name])) for name in CONSUMERS
+                name: processes.enter_context(
+                    start(name, "consumers", name, *told.get(name, ()), of=STEPS[name] + 3 * (name in told))
+                )
+                for name in CONSUMERS
             }
             steps.update(zip(consumers, threads.map(Running.steps, consumers.values()), strict=True))
         ways = [*transports, "grpc"]
@@ -130,6 +136,7 @@ def main() -> None:
         default=[],
         help="a transport to read over beside shm and tcp; may be given twice",
     )
+    parser.add_argument("--device", help="where the batch loader takes lineitem, too: cuda:0, or test:0 for none")
     parser.add_argument("--plot", type=Path, default=Path("tpch.png"), help="where to draw (default: %(default)s)")
     arguments = parser.parse_args()
     missing = [module for module in NEEDS if not find_spec(module)] + ([] if generator() else ["tpchgen-cli"])
@@ -139,7 +146,7 @@ def main() -> None:
     transports = [*TRANSPORTS, *arguments.transport]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tpch-") as scratch:
-        steps = run(arguments.scale, transports, Path(scratch), console)
+        steps = run(arguments.scale, transports, arguments.device, Path(scratch), console)
     plot(arguments.plot, steps, arguments.scale)
     seconds = time.perf_counter() - started
     checked = sum(step.facts.get("checked", 0) for lane in steps.values() for step in lane)

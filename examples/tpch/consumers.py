@@ -21,6 +21,7 @@ import pyarrow as pa
 import dissociated as dis
 from dissociated.torch import loader
 from dissociated.training import Batches
+from examples.tpch.device import q6_on_device
 from examples.tpch.memory import Mapped, own_memory
 from examples.tpch.queries import QUERIES
 from examples.tpch.steps import fail, step
@@ -81,10 +82,11 @@ def query(client: dis.Client, engine: Callable[[pa.Table], tuple[Ask, pa.Table]]
         compare(client, name, [column.to_pylist() for column in answer.columns])
 
 
-def load(client: dis.Client) -> None:
+def load(client: dis.Client, device: str | None = None) -> None:
     """Two epochs over lineitem, in an order each of its own, in batches that are views; each gives Q6.
 
-    Where PyTorch is installed the epochs are of tensors, which are copies: it knows none that are read-only.
+    Where PyTorch is installed the epochs are of tensors, which are copies: it knows none that are read-only. With a
+    device, its columns go there once, and give Q6 too.
     """
     columns = ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"]
     client.read("q6").read_all()
@@ -106,6 +108,8 @@ def load(client: dis.Client) -> None:
             revenue = sum(q6(batch) for batch in epochs)
             current.says = f"{len(epochs):,} batches of {'tensors' if torch else 'arrays'}, {lineitem.num_rows:,} rows"
         compare(client, "q6", [[Decimal(revenue).scaleb(-4)]])
+    if device is not None:
+        compare(client, "q6", [[Decimal(q6_on_device(client, columns, device, q6)).scaleb(-4)]])
 
 
 def in_place(batch: dict[str, Any]) -> float:
@@ -173,12 +177,13 @@ def main() -> None:
     parser.add_argument("consumer", choices=[*ENGINES, "loader", "transports"])
     parser.add_argument("--catalog", required=True, help="URI of the catalog to look in")
     parser.add_argument("--transports", nargs="+", default=["shm", "tcp", "grpc"], help="ways to read lineitem")
+    parser.add_argument("--device", help="where the loader takes lineitem too, as cuda:0")
     arguments = parser.parse_args()
     try:
         with dis.connect(arguments.catalog) as client:
             match arguments.consumer:
                 case "loader":
-                    load(client)
+                    load(client, arguments.device)
                 case "transports":
                     read_by(client, arguments.transports)
                 case engine:

@@ -121,12 +121,14 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
         assert (there == NUMBERS["f"][:7_000].to_numpy()).all(), "and it waited"
     assert batch["f"].__dlpack_device__() == (device.type, device.number)
     assert hasattr(batch["f"], "__cuda_array_interface__") is device.name.startswith("cuda")
+    types = client.read("types", device=device).read_next_batch()
+    _, kind, shape = tensor_of(types["decimal128 full"])
+    assert (kind, shape) == (64, (19, 2)), "two integers, the lower one first"
     for wrong in ({"copy": True}, {"dl_device": (1, 0)}):
         with pytest.raises(BufferError, match="stays on"):
             batch["f"].__dlpack__(**wrong)
     with pytest.raises(BufferError, match="column of string"):
         batch["s"].__dlpack__()
-    types = client.read("types", device=device).read_next_batch()
     with pytest.raises(BufferError, match="nulls"):
         types["int64 holes"].__dlpack__()
 

@@ -1,7 +1,9 @@
 """Flat columns on a device for array libraries: DLPack, and `__cuda_array_interface__`.
 
 A column is flat where it has one number for each row, of a width that these know: integers, floats, and dates, times
-and durations as the integers that they are. None may be null, since an array has no place to say so.
+and durations as the integers that they are. A decimal is the integer that it is in units of its last digit; one that
+has more than 64 bits is a row of such integers, the lowest first, of which the last has the sign. None may be null,
+since an array has no place to say so.
 """
 
 from __future__ import annotations
@@ -118,8 +120,11 @@ class DeviceColumn:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A tensor of one dimension. Raises BufferError for a column that is not flat, and for what cannot be done."""
-        code, bits = self._element()
+        """A tensor of one dimension, or of two for long decimals.
+
+        Raises BufferError for a column that is not flat, and for what cannot be done.
+        """
+        code, bits, words = self._element()
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError(f"the column stays on {self.device.name}, where it is: nothing is copied")
         versioned = max_version is not None and max_version[0] >= _VERSION[0]
@@ -130,15 +135,18 @@ class DeviceColumn:
             )
         if self._event is not None and stream != _NO_SYNCHRONIZATION:
             self.device.wait_on(_LEGACY_STREAM if stream is None else stream, self._event)
-        address = self._address(bits)
-        shape = (ctypes.c_int64 * 1)(len(self))
-        tensor = _Tensor(address, self.device.type, self.device.number, 1, code, bits, 1, shape, None, 0)
+        dimensions = (len(self),) if words == 1 else (len(self), words)
+        shape = (ctypes.c_int64 * len(dimensions))(*dimensions)
+        strides = (ctypes.c_int64 * len(dimensions))(*(words, 1)[-len(dimensions) :])
+        address = self._address(bits * words)
+        kind, number = self.__dlpack_device__()
+        tensor = _Tensor(address, kind, number, len(dimensions), code, bits, 1, shape, strides, 0)
         struct: _ManagedTensor | _VersionedTensor
         if versioned:
             struct = _VersionedTensor(*_VERSION, None, _delete, _READ_ONLY if self._shared else 0, tensor)
         else:
             struct = _ManagedTensor(tensor, None, _delete)
-        _held[ctypes.addressof(struct)] = struct, shape, self._array
+        _held[ctypes.addressof(struct)] = struct, shape, strides, self._array
         name = _VERSIONED if versioned else _TENSOR
         return capsule(struct, name, _destroy[name])
 
@@ -148,36 +156,39 @@ class DeviceColumn:
         if self.device.type is not DeviceType.CUDA:
             raise AttributeError(f"{self.device.name} is no device of CUDA")
         try:
-            code, bits = self._element()
+            code, bits, words = self._element()
         except BufferError as error:
             raise AttributeError(str(error)) from None
         if self._event is not None:
             self._event.synchronize()
         return {
-            "shape": (len(self),),
+            "shape": (len(self),) if words == 1 else (len(self), words),
             "typestr": f"<{'iuf'[code]}{bits // 8}",
-            "data": (self._address(bits), self._shared),
+            "data": (self._address(bits * words), self._shared),
             "version": 3,
             "stream": None,
         }
 
-    def _element(self) -> tuple[int, int]:
-        """Code and bits of its numbers. Raises BufferError for a column that is not flat."""
+    def _element(self) -> tuple[int, int, int]:
+        """Code and bits of its numbers, and how many make a value. Raises BufferError for a column that is not flat."""
         type_ = self.type.storage_type if isinstance(self.type, pa.BaseExtensionType) else self.type
-        code = (
-            _FLOAT
-            if pa.types.is_floating(type_)
-            else _UINT
-            if pa.types.is_unsigned_integer(type_)
-            else _INT
-            if pa.types.is_signed_integer(type_) or (pa.types.is_temporal(type_) and not pa.types.is_interval(type_))
-            else None
-        )
-        if code is None:
+        types = pa.types
+        if types.is_floating(type_):
+            code = _FLOAT
+        elif types.is_unsigned_integer(type_):
+            code = _UINT
+        elif (
+            types.is_signed_integer(type_)
+            or types.is_decimal(type_)
+            or (types.is_temporal(type_) and not types.is_interval(type_))
+        ):
+            code = _INT
+        else:
             raise BufferError(f"a column of {self.type} has no number for each row: take it as Arrow")
         if self.null_count:
             raise BufferError(f"the column has {self.null_count} nulls, which an array cannot: take it as Arrow")
-        return code, type_.bit_width
+        bits: int = type_.bit_width
+        return code, min(bits, 64), max(1, bits // 64)
 
     def _address(self, bits: int) -> int:
         *_, values = self._array.buffers()

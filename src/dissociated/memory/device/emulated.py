@@ -191,7 +191,8 @@ class _Stream(Stream):
         self._add(event.synchronize)
 
     def synchronize(self) -> None:
-        self.run_to(self._done + len(self._due))
+        with self._lock:
+            self.run_to(self._done + len(self._due))
 
     def run_to(self, position: int) -> None:
         self.device.check()
