@@ -34,45 +34,45 @@ _lock = threading.Lock()  # of these; held throughout a fork
 _grpc: int | None = None  # the process that began to use gRPC
 
 
-def bind_to_process(thing: ProcessBound) -> None:
-    """From now on, a child that is forked calls `thing.after_fork_in_child()`."""
+def bind_to_process(bound: ProcessBound) -> None:
+    """From now on, a child that is forked calls `bound.after_fork_in_child()`."""
     global _watching
     with _lock:
         if not _watching:
             os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_child)
             _watching = True
-        _bound_objects.add(thing)
+        _bound_objects.add(bound)
 
 
 def _begin_child() -> None:
     global _bound_objects
     inherited, _bound_objects = [*_bound_objects], weakref.WeakSet()
     _lock.release()
-    for thing in inherited:
+    for bound in inherited:
         with suppress(AttributeError):  # one that another thread was just making
-            thing.after_fork_in_child()
+            bound.after_fork_in_child()
 
 
-def invalidate(thing: Any) -> None:
-    """What `after_fork_in_child` does at last: `thing` is the parent's, and here it only says so."""
-    kind = type(thing)
-    thing.__class__ = new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(_INVALID))
+def invalidate(bound: Any) -> None:
+    """What `after_fork_in_child` does at last: `bound` is the parent's, and here it only says so."""
+    kind = type(bound)
+    bound.__class__ = new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(_INVALID))
 
 
 #: What owners do at the end, in finalizers too.
 _CLOSERS = ("abort", "close", "finish", "interrupt", "join", "leave", "settle", "stop", "stop_receiving", "wake")
 
 
-def _attribute(thing: object, name: str) -> Any:
+def _attribute(bound: object, name: str) -> Any:
     if name in _CLOSERS:
         return _nothing
     if name.startswith("__"):
-        return object.__getattribute__(thing, name)
-    return _refuse(thing)
+        return object.__getattribute__(bound, name)
+    return _refuse(bound)
 
 
-def _refuse(thing: object, *_: object) -> Any:
-    raise ForkedError(f"{thing!r} belongs to the process that this one was forked from: make one here")
+def _refuse(bound: object, *_: object) -> Any:
+    raise ForkedError(f"{bound!r} belongs to the process that this one was forked from: make one here")
 
 
 def _nothing(*_: object) -> None:
@@ -86,19 +86,19 @@ _INVALID: dict[str, Any] = {
     "__enter__": _refuse,
     "__exit__": _nothing,
     "__next__": _refuse,
-    "__repr__": lambda thing: f"<{type(thing).__name__} of the parent process>",
+    "__repr__": lambda bound: f"<{type(bound).__name__} of the parent process>",
 }
 
 
-def leak(thing: object) -> None:
-    """See to it that nothing finalizes `thing` in this process, at its exit neither.
+def leak(bound: object) -> None:
+    """See to it that nothing finalizes `bound` in this process, at its exit neither.
 
     That would wait for threads of the parent's, or change what the parent uses.
     """
-    for reference in weakref.getweakrefs(thing):
+    for reference in weakref.getweakrefs(bound):
         if isinstance(reference.__callback__, weakref.finalize):
             reference.__callback__.detach()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(bound))
 
 
 def use_grpc() -> None:

@@ -23,9 +23,9 @@ import pyarrow as pa
 from dissociated.codec.split import BatchAndMetadata, Validator
 from dissociated.errors import CatalogError, DissociatedError
 
-_METADATA = "dissociated.metadata"
-_FIRST = "dissociated.first"
-_END = "dissociated.end"
+_METADATA_KEY = "dissociated.metadata"
+_FIRST_KEY = "dissociated.first"
+_END_KEY = "dissociated.end"
 
 
 # DoPut
@@ -60,11 +60,11 @@ def _send(pairs: Iterable[BatchAndMetadata], writer: Any, validator: Validator) 
     for batch, metadata in pairs:
         validator.check(batch)
         if metadata:
-            writer.write_with_metadata(batch, _encode_app_metadata({_METADATA: _encode_metadata(metadata)}))
+            writer.write_with_metadata(batch, _encode_app_metadata({_METADATA_KEY: _encode_metadata(metadata)}))
         else:
             writer.write_batch(batch)
         batches, rows = batches + 1, rows + batch.num_rows
-    writer.write_metadata(_encode_app_metadata({_END: {"batches": batches, "rows": rows}}))
+    writer.write_metadata(_encode_app_metadata({_END_KEY: {"batches": batches, "rows": rows}}))
     writer.done_writing()
 
 
@@ -81,7 +81,7 @@ def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bo
         if chunk.data is not None:
             batches, rows = batches + 1, rows + chunk.data.num_rows
             yield chunk.data, _decode_metadata(app_metadata)
-        end = app_metadata.get(_END, end)
+        end = app_metadata.get(_END_KEY, end)
     if cancelled() or (marked and end != {"batches": batches, "rows": rows}):
         raise CatalogError(f"the writer broke off after {rows:,} rows: nothing is published")
 
@@ -110,9 +110,9 @@ def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterat
     while following is not None:
         batch, metadata = following
         if metadata:
-            app_metadata: dict[str, Any] = {_METADATA: _encode_metadata(metadata)}
+            app_metadata: dict[str, Any] = {_METADATA_KEY: _encode_metadata(metadata)}
             if first:
-                app_metadata[_FIRST] = True
+                app_metadata[_FIRST_KEY] = True
                 yield _reader([batch.slice(0, 0)])
             yield batch.slice(0, 0), _encode_app_metadata(app_metadata)
         first = False
@@ -125,9 +125,9 @@ def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
     empty: list[pa.RecordBatch] = []  # an empty first batch, until it is known whether it is one
     for number, chunk in enumerate(reader):
         app_metadata = _decode_app_metadata(chunk.app_metadata)
-        if _METADATA in app_metadata:
+        if _METADATA_KEY in app_metadata:
             metadata = _decode_metadata(app_metadata)
-            if app_metadata.get(_FIRST):
+            if app_metadata.get(_FIRST_KEY):
                 empty.clear()
             continue
         for batch in empty:
@@ -169,7 +169,7 @@ def _encode_metadata(metadata: pa.KeyValueMetadata) -> list[list[str]]:
 
 def _decode_metadata(app_metadata: dict[str, Any]) -> pa.KeyValueMetadata | None:
     try:
-        items = [(base64.b64decode(key), base64.b64decode(value)) for key, value in app_metadata.get(_METADATA, ())]
+        items = [(base64.b64decode(key), base64.b64decode(value)) for key, value in app_metadata.get(_METADATA_KEY, ())]
     except (TypeError, ValueError):
         raise CatalogError("the metadata of a record batch are not what they should be") from None
     return pa.KeyValueMetadata(items) if items else None

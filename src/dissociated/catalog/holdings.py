@@ -35,10 +35,10 @@ class EndpointProvider(Protocol):
     def base_locations(self) -> list[str]:
         """The URIs that any dataset can be requested at."""
 
-    def dataset_locations(self, found: Dataset) -> list[str]:
+    def dataset_locations(self, dataset: Dataset) -> list[str]:
         """The locations of a dataset."""
 
-    def reference_locations(self, found: Dataset) -> list[str]:
+    def reference_locations(self, dataset: Dataset) -> list[str]:
         """The two URIs that the C++ reference expects; none without a place for it."""
 
 
@@ -51,10 +51,10 @@ class NoEndpoints:
     def base_locations(self) -> list[str]:
         return []
 
-    def dataset_locations(self, found: Dataset) -> list[str]:
+    def dataset_locations(self, dataset: Dataset) -> list[str]:
         return []
 
-    def reference_locations(self, found: Dataset) -> list[str]:
+    def reference_locations(self, dataset: Dataset) -> list[str]:
         return []
 
 

@@ -14,7 +14,7 @@ from polars.io.plugins import register_io_source
 from dissociated.codec.filter import RowFilter
 from dissociated.errors import DissociatedError
 
-_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
+_POLARS_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
 _FLIPPED = {"Gt": "Lt", "GtEq": "LtEq", "Lt": "Gt", "LtEq": "GtEq", "Eq": "Eq", "NotEq": "NotEq"}
 _SCALAR_TYPES = {"Boolean": bool, "String": str, "Float32": float, "Float64": float}
 _EPOCH = datetime(1970, 1, 1)
@@ -94,8 +94,8 @@ def _conjuncts(tree: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _comparison(name: str, op: str, literal: Any) -> Iterator[tuple[str, str, Any]]:
-    if op in _OPERATORS and (value := _value(literal)) is not None:
-        yield name, _OPERATORS[op], value
+    if op in _POLARS_OPERATORS and (value := _value(literal)) is not None:
+        yield name, _POLARS_OPERATORS[op], value
 
 
 def _value(literal: Any) -> Any:

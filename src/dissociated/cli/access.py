@@ -11,7 +11,7 @@ from dissociated.catalog.reader import Client, connect
 from dissociated.client.request import TIMEOUT
 from dissociated.monitoring import log
 
-_TOKEN = "DISSOCIATED_TOKEN"
+_TOKEN_VARIABLE = "DISSOCIATED_TOKEN"
 _ROOTS = "DISSOCIATED_TLS_ROOTS"
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"holds the token that the catalog asks for (or: {_TOKEN}, a token)",
+        help=f"holds the token that the catalog asks for (or: {_TOKEN_VARIABLE}, a token)",
     )
     group.add_argument(
         "--tls-roots",
@@ -45,7 +45,7 @@ def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> Non
 
 def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT) -> Client:
     """A client of `catalog`, by these options and the environment. No option is a token: all users could see that."""
-    token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN) or None
+    token = read_token(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN_VARIABLE) or None
     return connect(
         catalog, timeout=timeout, token=token, tls_roots=arguments.tls_roots or os.environ.get(_ROOTS) or None
     )

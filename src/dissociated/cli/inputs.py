@@ -20,8 +20,8 @@ from dissociated.errors import OptionError, SourceError
 _STDIN = Path("-")
 #: The formats that are text, which a file cannot be told by.
 _TEXTS = {ending: name for name in ("csv", "jsonl") for ending in FILE_FORMATS[name].endings}
-_BLOCK = 16 << 20  # bytes of text, from the first of which the types of its columns are guessed
-_MAGIC = {
+_BLOCK_SIZE = 16 << 20  # bytes of text, from the first of which the types of its columns are guessed
+_KIND_BY_MAGIC = {
     b"PAR1": "a Parquet file",
     b"ORC": "an ORC file",
     b"Obj\x01": "an Avro file",
@@ -48,7 +48,7 @@ def open_input(path: Path, written: str | None, owned: ExitStack) -> Dataset:
 def check_arrow(path: Path, advice: str, parquet: bool = True) -> None:
     """Raise SourceError, which says what it is, where a file is no Arrow IPC, and none of Parquet either."""
     kind = _kind(path)
-    if kind is not None and not (parquet and kind == _MAGIC[b"PAR1"]):
+    if kind is not None and not (parquet and kind == _KIND_BY_MAGIC[b"PAR1"]):
         raise SourceError(f"{path} is {kind}, not Arrow IPC{' or Parquet' if parquet else ''}: {advice}")
 
 
@@ -58,7 +58,7 @@ def _kind(path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         begin = file.read(64)
-    for magic, kind in _MAGIC.items():
+    for magic, kind in _KIND_BY_MAGIC.items():
         if begin.startswith(magic):
             return kind
     return "text" if begin and not begin.startswith(b"ARROW1") and _is_text(begin) else None
@@ -93,10 +93,10 @@ def _open_text(name: str, source: Any, written: str) -> pa.RecordBatchReader:
         if written == "csv":
             import pyarrow.csv
 
-            return pyarrow.csv.open_csv(source, pyarrow.csv.ReadOptions(block_size=_BLOCK))
+            return pyarrow.csv.open_csv(source, pyarrow.csv.ReadOptions(block_size=_BLOCK_SIZE))
         import pyarrow.json
 
-        options = pyarrow.json.ReadOptions(block_size=_BLOCK)
+        options = pyarrow.json.ReadOptions(block_size=_BLOCK_SIZE)
         schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
         parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
         return pyarrow.json.open_json(source, options, parsing)

@@ -82,26 +82,26 @@ def _print(
     schema, custom = _schema(memory, index)
     kind = "file" if index.is_file else "stream"
     first = messages[0].details if messages else None
-    about = [f"Arrow IPC {kind}", text.size(len(memory))]
+    summary = [f"Arrow IPC {kind}", text.size(len(memory))]
     if first is not None:
-        about += [f"metadata {first.version}", *([f"{first.byte_order}-endian"] if first.byte_order else [])]
-    print(f"{path}: {', '.join(about)}")
+        summary += [f"metadata {first.version}", *([f"{first.byte_order}-endian"] if first.byte_order else [])]
+    print(f"{path}: {', '.join(summary)}")
     batches = [m for m in messages if m.entry.type is HeaderType.RECORD_BATCH]
     codecs = sorted({m.details.codec for m in messages if m.details.codec})
     if batches:
         rows = text.count(sum(m.details.rows or 0 for m in batches))
-        many = "1 record batch" if len(batches) == 1 else f"{text.count(len(batches))} record batches"
+        batch_count = "1 record batch" if len(batches) == 1 else f"{text.count(len(batches))} record batches"
         compressed = f", compressed by {' and '.join(codecs)}" if codecs else ""
-        print(f"{rows} rows in {many}, bodies of {text.size(index.body_size)}{compressed}")
+        print(f"{rows} rows in {batch_count}, bodies of {text.size(index.body_size)}{compressed}")
     if schema is not None:
         fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in schema]
         print()
         terminal.print_table(("COLUMN", "TYPE", ""), fields)
-    for of, metadata in (("SCHEMA", schema.metadata if schema is not None else None), ("FILE", custom)):
+    for owner, metadata in (("SCHEMA", schema.metadata if schema is not None else None), ("FILE", custom)):
         if metadata:
             pairs = [(_short(key), _short(value)) for key, value in metadata.items()]
             print()
-            terminal.print_table((f"METADATA OF THE {of}", "VALUE"), pairs)
+            terminal.print_table((f"METADATA OF THE {owner}", "VALUE"), pairs)
     shown = messages if arguments.all else messages[:_DEFAULT_LIMIT]
     lines = [
         (
@@ -122,9 +122,9 @@ def _print(
         print(f"and {text.count(len(messages) - len(shown))} more: --all shows them")
     if arguments.buffers:
         buffers = [
-            (str(number), str(which), text.count(offset), text.count(length))
+            (str(number), str(buffer_number), text.count(offset), text.count(length))
             for number, m in enumerate(shown)
-            for which, (offset, length) in enumerate(m.buffers)
+            for buffer_number, (offset, length) in enumerate(m.buffers)
         ]
         print()
         terminal.print_table(("#", "BUFFER", "OFFSET", "LENGTH"), buffers, right=(0, 1, 2, 3))

@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the list."""
     catalog, name = target.find(arguments)
-    asked = tags(arguments.tag)
+    wanted_tags = tags(arguments.tag)
     with access.client(catalog, arguments) as client:
         if name and not name.endswith("*"):
             found = [client.describe(name)]
         else:
-            found = list(client.list(name.removesuffix("*"), asked))
+            found = list(client.list(name.removesuffix("*"), wanted_tags))
     if arguments.json:
         print(json.dumps([plain_info(info) for info in found], indent=2))
     elif found:

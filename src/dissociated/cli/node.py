@@ -25,7 +25,7 @@ whoever wrote it, and the node: killed and started again, it serves the same dat
 When the store reaches its limit, the policy says what happens: whoever writes is told (refuse), the oldest datasets
 that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
 
-_CHECK_INTERVAL = 0.5  # seconds between looks at whether anybody is there
+_IDLE_CHECK_INTERVAL = 0.5  # seconds between looks at whether anybody is there
 _IDLE_CHECKS = 3  # looks after which a node that was started for nothing ends
 
 
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
             follow.start()
         busy = time.monotonic()
-        while not stop.wait(None if arguments.idle_exit is None else _CHECK_INTERVAL):
+        while not stop.wait(None if arguments.idle_exit is None else _IDLE_CHECK_INTERVAL):
             if not node.idle:
                 busy = time.monotonic()
             elif time.monotonic() - busy > arguments.idle_exit:
@@ -155,7 +155,7 @@ def _stop_with_starter(starter: int, node: Node, before: list[Version], stop: St
     os.read(starter, 1)  # which ends when the other end is closed
     os.close(starter)
     idle = 0
-    while idle < _IDLE_CHECKS and not stop.wait(_CHECK_INTERVAL):
+    while idle < _IDLE_CHECKS and not stop.wait(_IDLE_CHECK_INTERVAL):
         if node.store.versions() != before:
             return
         idle = idle + 1 if node.idle else 0

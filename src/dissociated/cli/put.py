@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     name = target.name(arguments.uri)
     mode = "append" if arguments.append else "overwrite"
-    asked = Publication(name, mode, tags(arguments.tag), arguments.ttl)
+    publication = Publication(name, mode, tags(arguments.tag), arguments.ttl)
     started = time.perf_counter()
     with ExitStack() as owned:
         sources = [open_input(file, arguments.format, owned) for file in arguments.file]
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
                     yield batch, metadata
                     advance(batch.num_rows, values_size(batch))
 
-        rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=asked.tags, ttl=asked.ttl)
+        rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=publication.tags, ttl=publication.ttl)
     print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
 
 

@@ -21,7 +21,7 @@ from dissociated.codec.split import Validator, batches
 from dissociated.errors import OptionError, WrongKind
 
 _ROWS = re.compile(r"(\d*):(\d*)")
-_END = 2**62  # more rows than there are
+_NO_END = 2**62  # more rows than there are
 
 
 class Reading(NamedTuple):
@@ -60,7 +60,7 @@ def parse_rows(written: str) -> range:
     if found is None or not any(found.groups()):
         raise argparse.ArgumentTypeError(f"{written!r} are no rows: 0:100, or 500: for all from there on")
     first, end = found.groups()
-    return range(int(first or 0), int(end or _END))
+    return range(int(first or 0), int(end or _NO_END))
 
 
 @contextmanager
@@ -93,8 +93,8 @@ def check_rows(info: DatasetInfo) -> None:
         )
 
 
-def _count(there: int | None, rows: range | None) -> int | None:
-    return there if there is None or rows is None else len(range(min(rows.start, there), min(rows.stop, there)))
+def _count(total: int | None, rows: range | None) -> int | None:
+    return total if total is None or rows is None else len(range(min(rows.start, total), min(rows.stop, total)))
 
 
 def copy(

@@ -32,8 +32,8 @@ class RowPrinter:
     def write_batch(self, batch: pa.RecordBatch) -> None:
         """Print its rows."""
         for start in range(0, batch.num_rows, _CHUNK):
-            some = batch.slice(start, _CHUNK)
-            self._print([[_cell(value) for value in plain_values(column)] for column in some.columns], some.num_rows)
+            chunk = batch.slice(start, _CHUNK)
+            self._print([[_cell(value) for value in plain_values(column)] for column in chunk.columns], chunk.num_rows)
 
     def close(self) -> None:
         """Print the heads, if there was no row; and which columns are not there."""

@@ -58,11 +58,11 @@ def run(arguments: argparse.Namespace) -> None:
 def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float) -> None:
     """Show what `fetch` gives, until interrupted. A server that does not answer is waited for."""
     before: ServerStatus | None = None
-    trouble = ""
+    problem = ""
     sys.stdout.write(_ENTER)
     try:
         while True:
-            lines = [*([trouble, ""] if trouble else []), *_render(now, before)]
+            lines = [*([problem, ""] if problem else []), *_render(now, before)]
             width, height = shutil.get_terminal_size()
             if len(lines) > height - 1:
                 lines[height - 2 :] = [f"... and {len(lines) - height + 2} more lines"]
@@ -71,9 +71,9 @@ def _watch(fetch: Callable[[], ServerStatus], now: ServerStatus, interval: float
             time.sleep(interval)
             try:
                 before, now = now, fetch()
-                trouble = ""
+                problem = ""
             except DissociatedError as error:
-                trouble = f"{time.strftime('%H:%M:%S')} trying again: {error}"
+                problem = f"{time.strftime('%H:%M:%S')} trying again: {error}"
     except KeyboardInterrupt:
         pass
     finally:

@@ -46,13 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def find(arguments: argparse.Namespace) -> Target:
     """What is meant. Raises UriError, and CatalogError where no catalog is named and none is found."""
-    there = catalog(arguments)
-    if there is None:
+    uri = catalog(arguments)
+    if uri is None:
         raise CatalogError(
             f"no catalog is named, and no node with the store {arguments.store or default_store()} runs on this host: "
             f"give grpc://HOST:PORT/NAME, set {_CATALOG}, or start one: dissociated node, or dissociated put FILE NAME"
         )
-    return Target(there, _split(arguments.uri)[1])
+    return Target(uri, _split(arguments.uri)[1])
 
 
 def find_dataset(arguments: argparse.Namespace) -> Target:
@@ -64,11 +64,11 @@ def names(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str
     """What a shell can make of the beginning of an argument: datasets, if the catalog answers soon."""
     try:
         named, begin = _split(prefix)
-        asked = argparse.Namespace(**{**vars(parsed_args), "uri": f"{named}/" if named else ""})
-        there = catalog(asked, _COMPLETION_TIMEOUT)
-        if there is None:
+        arguments = argparse.Namespace(**{**vars(parsed_args), "uri": f"{named}/" if named else ""})
+        uri = catalog(arguments, _COMPLETION_TIMEOUT)
+        if uri is None:
             return []
-        with access.client(there, asked, _COMPLETION_TIMEOUT) as client:
+        with access.client(uri, arguments, _COMPLETION_TIMEOUT) as client:
             return [f"{named}/{info.name}" if named else info.name for info in client.list(begin)]
     except (DissociatedError, AttributeError):  # options may be written in part only
         return []

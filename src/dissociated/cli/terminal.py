@@ -18,12 +18,12 @@ def is_smart(stream: IO[str]) -> bool:
 
 def has_colours(stream: IO[str]) -> bool:
     """By NO_COLOR (no-color.org), then FORCE_COLOR and CLICOLOR_FORCE, then CLICOLOR, then by what the stream is."""
-    told = os.environ.get
-    if told("NO_COLOR"):
+    variable = os.environ.get
+    if variable("NO_COLOR"):
         return False
-    if told("FORCE_COLOR", "0") not in ("", "0") or told("CLICOLOR_FORCE", "0") not in ("", "0"):
+    if variable("FORCE_COLOR", "0") not in ("", "0") or variable("CLICOLOR_FORCE", "0") not in ("", "0"):
         return True
-    return told("CLICOLOR") != "0" and is_smart(stream)
+    return variable("CLICOLOR") != "0" and is_smart(stream)
 
 
 def width(stream: IO[str]) -> int | None:

@@ -18,10 +18,10 @@ from dissociated.uri import Uri
 if TYPE_CHECKING:
     from dissociated.codec.filter import RowFilter
 
-_Open = Callable[[ReadRequest], pa.RecordBatchReader]
+_OpenRequest = Callable[[ReadRequest], pa.RecordBatchReader]
 
 
-def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _Open) -> pa.RecordBatchReader:
+def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _OpenRequest) -> pa.RecordBatchReader:
     """The rows that `request` wants, of what `open_request` reads at `uris`.
 
     Where bodies travel, a server that can sends these rows alone. Where they stay, it leaves out batches that have none
@@ -59,7 +59,7 @@ def read_filtered(request: ReadRequest, uris: Sequence[Uri], open_request: _Open
     )
 
 
-def _open_selected(request: ReadRequest, rows: RowSelection, open_request: _Open) -> pa.RecordBatchReader | None:
+def _open_selected(request: ReadRequest, rows: RowSelection, open_request: _OpenRequest) -> pa.RecordBatchReader | None:
     """What a server gives that is asked for these rows; None where it refuses."""
     try:
         return open_request(replace(request, rows_at_server=rows))

@@ -68,14 +68,16 @@ class Statistics:
         bounds = {}
         for column, type_ in sorted(types_.items()):
             each = [one.bounds.get(column) or Bounds.unknown(len(one.num_rows), type_) for one in parts]
-            bounds[column] = Bounds(*(pa.concat_arrays([getattr(some, what) for some in each]) for what in _KINDS))
+            bounds[column] = Bounds(
+                *(pa.concat_arrays([getattr(some, what) for some in each]) for what in _BOUND_NAMES)
+            )
         return cls(pa.concat_arrays([one.num_rows for one in parts]), bounds)
 
     def encode(self) -> bytes:
         """As it follows an IPC stream that ends at a multiple of 8 bytes."""
         named = {"num_rows": self.num_rows}
         for column, bounds in self.bounds.items():
-            named |= {f"{column}.{what}": getattr(bounds, what) for what in _KINDS}
+            named |= {f"{column}.{what}": getattr(bounds, what) for what in _BOUND_NAMES}
         batch = pa.record_batch(list(named.values()), list(named))
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -84,7 +86,7 @@ class Statistics:
         return encoded + len(encoded).to_bytes(8, "little") + STATISTICS_MAGIC
 
 
-_KINDS = ("null_count", "min", "max")
+_BOUND_NAMES = ("null_count", "min", "max")
 
 
 class Collector:
@@ -111,19 +113,19 @@ class Collector:
         return Statistics(pa.array(self._num_rows, pa.int64()), bounds) if bounds else None
 
 
-class _Column:
+class _ColumnCollector:
     """A column whose values are numbers of this `dtype`."""
 
     def __init__(self, type_: pa.DataType, dtype: np.dtype) -> None:
         self._type = type_
         self._dtype = dtype
-        self._found: dict[str, list[Any]] = {what: [] for what in _KINDS}
+        self._found: dict[str, list[Any]] = {what: [] for what in _BOUND_NAMES}
         self.known = False
 
     def add(self, values: pa.Array) -> None:
         found = values.null_count, *(self._range(values) if len(values) >= _LEAST_ROWS else (None, None))
         self.known = self.known or found[1] is not None
-        for what, value in zip(_KINDS, found, strict=True):
+        for what, value in zip(_BOUND_NAMES, found, strict=True):
             self._found[what].append(value)
 
     def bounds(self) -> Bounds:
@@ -139,12 +141,12 @@ class _Column:
         return (None, None) if least != least else (least, most)  # NaN is among them
 
 
-def _column(type_: pa.DataType) -> _Column | None:
+def _column(type_: pa.DataType) -> _ColumnCollector | None:
     """What looks at values of this type; None where that takes about as long as to write them, as for strings."""
     if types.is_integer(type_) or types.is_float32(type_) or types.is_float64(type_):
-        return _Column(type_, np.dtype(type_.to_pandas_dtype()))
+        return _ColumnCollector(type_, np.dtype(type_.to_pandas_dtype()))
     if types.is_temporal(type_) and not types.is_interval(type_):
-        return _Column(type_, np.dtype(f"i{type_.bit_width // 8}"))
+        return _ColumnCollector(type_, np.dtype(f"i{type_.bit_width // 8}"))
     return None
 
 
@@ -190,8 +192,8 @@ def _checked(batch: pa.RecordBatch, schema: pa.Schema, num_rows: Sequence[int]) 
     found = {}
     names = set(batch.schema.names)
     for number, field in enumerate(schema):
-        if {f"{number}.{what}" for what in _KINDS} <= names:
-            bounds = Bounds(*(batch.column(f"{number}.{what}") for what in _KINDS))
+        if {f"{number}.{what}" for what in _BOUND_NAMES} <= names:
+            bounds = Bounds(*(batch.column(f"{number}.{what}") for what in _BOUND_NAMES))
             if bounds.null_count.type == pa.int64() and bounds.min.type == bounds.max.type == field.type:
                 found[number] = bounds
     return Statistics(counted, found) if found else None

@@ -91,14 +91,14 @@ class Broadcasting(Protocol):
 class SendVisitor(Protocol[S_co]):
     """What knows all ways to send a dataset, of which each dataset chooses one: see `Dataset.accept`."""
 
-    def static(self, wanted: Static) -> S_co:
+    def static(self, dataset: Static) -> S_co:
         """Send messages that stay."""
 
-    def streamed(self, wanted: Streamed) -> S_co:
+    def streamed(self, dataset: Streamed) -> S_co:
         """Send messages that are made for this client."""
 
-    def on_device(self, wanted: OnDevice) -> S_co:
+    def on_device(self, dataset: OnDevice) -> S_co:
         """Send messages that lie on a device."""
 
-    def broadcast(self, wanted: Broadcasting) -> S_co:
+    def broadcast(self, dataset: Broadcasting) -> S_co:
         """Send messages that others read along."""

@@ -51,7 +51,7 @@ _VIEWS = (23, 24)
 _MAX_DEPTH = 64
 _MIN_FIELD_SIZE = 8
 #: Schemas that are looked at again and again: how many are kept, and up to which size.
-_MAX_CACHED, _MAX_CACHED_SIZE = 64, 1 << 16
+_MAX_CACHED_SCHEMAS, _MAX_CACHED_SIZE = 64, 1 << 16
 
 
 class Layout:
@@ -123,7 +123,7 @@ class SchemaLayout:
         return buffers + sum(int(count) for (count,) in batch.vector(4, "q"))
 
 
-@lru_cache(maxsize=_MAX_CACHED)
+@lru_cache(maxsize=_MAX_CACHED_SCHEMAS)
 def _cached(schema: bytes) -> SchemaLayout | None:
     return _read(schema)
 

@@ -25,7 +25,7 @@ _marker_and_length = struct.Struct("<ii")
 _MARKER_SIZE = 4
 #: How much is allocated for a part of which little has come.
 _AT_FIRST = 1 << 20
-_MAGIC = encode_magic()
+_FILE_BEGINNING = encode_magic()
 
 
 class ParsedMessage(NamedTuple):
@@ -159,8 +159,8 @@ class StreamParser:
         self._step, self._size = step, size
 
     def _start(self, part: memoryview) -> ParsedMessage | None:
-        if part == _MAGIC[:_MARKER_SIZE]:
-            self._await(StreamParser._magic, len(_MAGIC) - _MARKER_SIZE)
+        if part == _FILE_BEGINNING[:_MARKER_SIZE]:
+            self._await(StreamParser._magic, len(_FILE_BEGINNING) - _MARKER_SIZE)
             return None
         return self._prefix(part)
 

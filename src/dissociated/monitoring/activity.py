@@ -76,8 +76,8 @@ class ConnectionStats:
     @property
     def bytes(self) -> int:
         """Bytes of bodies that the medium has taken, as far as it tells while it does."""
-        taken, connection, began, more = self._sent
-        return taken if connection is None else taken + min(connection.written - began, more)
+        sent, connection, written_before, pending = self._sent
+        return sent if connection is None else sent + min(connection.written - written_before, pending)
 
     @contextmanager
     def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
@@ -86,16 +86,16 @@ class ConnectionStats:
         Afterwards the medium may still have some of them, and of those before, to send.
         """
         whole = self._sent[0] + self._sent[3] + nbytes
-        began, taken = connection.written, self.bytes
-        self._sent = taken, connection, began, whole - taken
+        written_before, sent = connection.written, self.bytes
+        self._sent = sent, connection, written_before, whole - sent
         try:
             yield
         except BaseException:
             self._sent = self.bytes, None, 0, 0
             raise
-        began, taken = connection.written, self.bytes
-        left = min(connection.backlog, whole - taken)
-        self._sent = whole - left, connection if left else None, began, left
+        written_before, sent = connection.written, self.bytes
+        pending = min(connection.backlog, whole - sent)
+        self._sent = whole - pending, connection if pending else None, written_before, pending
 
     def settle(self) -> None:
         """The client has got everything, whether the medium told or not."""

@@ -104,11 +104,11 @@ class Throttled:
 
     def __call__(self) -> dict[str, Any]:
         with self._lock:
-            began = time.monotonic()
-            if began >= self._good_until:
+            started = time.monotonic()
+            if started >= self._good_until:
                 self._last = self._make()
                 now = time.monotonic()
-                self._good_until = now + max(self._age, (now - began) / _LARGEST_SHARE)
+                self._good_until = now + max(self._age, (now - started) / _LARGEST_SHARE)
             return self._last
 
 

@@ -29,7 +29,7 @@ from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
 
-_TIMEOUT = 10.0  # seconds for somebody to say more, and to take more of the answer
+_REQUEST_TIMEOUT = 10.0  # seconds for somebody to say more, and to take more of the answer
 _MAX_REQUESTS = 8  # at once
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -132,7 +132,7 @@ class _Http(ThreadingHTTPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         try:
-            request.settimeout(_TIMEOUT)
+            request.settimeout(_REQUEST_TIMEOUT)
             if self._tls is None:
                 super().finish_request(request, client_address)
                 return
@@ -170,7 +170,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _TIMEOUT
+    timeout = _REQUEST_TIMEOUT
     server: _Http
 
     def do_GET(self) -> None:  # http.server's name

@@ -16,12 +16,12 @@ _abandoned: list[DeviceSegment] = []
 class DeviceSending(Sending):
     """Sends addresses in a segment on a device. That is given back only when the client has let go of it."""
 
-    def __init__(self, client: ClientRequest, wanted: OnDevice) -> None:
+    def __init__(self, client: ClientRequest, dataset: OnDevice) -> None:
         super().__init__(client)
-        self._wanted = wanted
+        self._dataset = dataset
 
     def send(self) -> None:
-        for message in self._wanted.placed:
+        for message in self._dataset.placed:
             extents = message.extents
             body = Body(BodyKind.PACKED, ()) if message.parsed.has_body else None
             if extents is not None:
@@ -38,6 +38,6 @@ class DeviceSending(Sending):
 
     def end(self, disconnected: bool) -> None:
         super().end(disconnected)
-        segment = self._wanted.segment
+        segment = self._dataset.segment
         if not disconnected and segment is not None:
             _abandoned.append(segment)

@@ -16,7 +16,7 @@ from dissociated.transport.base import Connection
 #: How many messages are encoded and sent at once.
 _GROUP_SIZE = 512
 #: Of a dataset so many messages are kept encoded, for each kind of connection that asked.
-_MAX_CACHED = 1 << 16
+_MAX_CACHED_MESSAGES = 1 << 16
 
 
 class MessageGroup(NamedTuple):
@@ -30,7 +30,7 @@ class MessageGroup(NamedTuple):
 
 
 def encode_groups(
-    wanted: Static,
+    dataset: Static,
     messages: Sequence[StaticMessage],
     first: int,
     connection: Connection,
@@ -38,16 +38,16 @@ def encode_groups(
     segment: int | None,
     inline_limit: int,
 ) -> Iterable[MessageGroup]:
-    """These messages of `wanted`, number `first` and on, encoded for `connection`.
+    """These messages of `dataset`, number `first` and on, encoded for `connection`.
 
     Bodies travel by address if the messages lie in a `segment`, which is that number of those that are sent, but for
     bodies of at most `inline_limit` bytes.
     """
     encoded = _encode(messages, first, connection, streams, segment is not None, inline_limit)
-    if first + len(messages) > _MAX_CACHED:
+    if first + len(messages) > _MAX_CACHED_MESSAGES:
         return encoded
     key = type(connection), streams, segment, inline_limit
-    return wanted.encoded(key, lambda: [*encoded])
+    return dataset.encoded(key, lambda: [*encoded])
 
 
 def _encode(

@@ -40,19 +40,19 @@ class Endpoints:
         """The URIs that any dataset can be requested at."""
         return [str(self._location(one, None, Streams.BOTH, False)) for one in self._listeners]
 
-    def locations(self, found: Dataset, streams: Streams, packed: bool) -> list[str]:
-        """The URIs that `found` can be requested at, one for each listener."""
-        return [str(self._location(one, found, streams, packed)) for one in self._listeners]
+    def locations(self, dataset: Dataset, streams: Streams, packed: bool) -> list[str]:
+        """The URIs that `dataset` can be requested at, one for each listener."""
+        return [str(self._location(one, dataset, streams, packed)) for one in self._listeners]
 
-    def dataset_locations(self, found: Dataset) -> list[str]:
-        """The locations of `found`; those that let clients fetch from memory are followed by one that does not.
+    def dataset_locations(self, dataset: Dataset) -> list[str]:
+        """The locations of `dataset`; those that let clients fetch from memory are followed by one that does not.
 
         Those for clients that can open the device where it lies come before all others.
         """
-        segment = found.device_segment
+        segment = dataset.device_segment
         on_device = [] if segment is None else self._device_locations(segment)
         ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
-        return [*on_device, *(str(self._location(one, found, Streams.BOTH, packed)) for one, packed in ways)]
+        return [*on_device, *(str(self._location(one, dataset, Streams.BOTH, packed)) for one, packed in ways)]
 
     def _device_locations(self, segment: DeviceSegment) -> list[str]:
         """Where clients of this host can ask for addresses in it."""
@@ -74,23 +74,23 @@ class Endpoints:
             if transport(one.uri.scheme).shares_memory
         ]
 
-    def reference_locations(self, found: Dataset) -> list[str]:
+    def reference_locations(self, dataset: Dataset) -> list[str]:
         """The two URIs that the C++ reference expects, for metadata and for bodies; none without a place for it.
 
         It needs UCX without error handling: `ucx:?err_mode=none`. There are none for what two connections cannot share.
         """
-        if not found.splits_streams:
+        if not dataset.splits_streams:
             return []
         places = [one for one in self._listeners if one.uri.parameters.get("err_mode") == "none"]
-        return [str(self._location(one, found, streams, True)) for one in places[:1] for streams in _ONE_STREAM_EACH]
+        return [str(self._location(one, dataset, streams, True)) for one in places[:1] for streams in _ONE_STREAM_EACH]
 
-    def _location(self, listener: Listener, found: Dataset | None, streams: Streams, packed: bool) -> Uri:
+    def _location(self, listener: Listener, dataset: Dataset | None, streams: Streams, packed: bool) -> Uri:
         uri = listener.uri
         by_address = not packed and bool(streams & Streams.BODIES)
         memory = None
-        if found is not None and by_address and listener.exposes_memory:
+        if dataset is not None and by_address and listener.exposes_memory:
             with suppress(SourceError, DatasetNotFound):  # what is damaged is an error for who reads it, not who lists
-                memory = found.open_exposed()
+                memory = dataset.open_exposed()
         regions = () if memory is None else memory.regions()
         located = Uri(
             uri.scheme,

@@ -87,10 +87,10 @@ class _LiveSending(Sending):
 class StreamedSending(_LiveSending):
     """Sends messages that are made for this client, through memory of its own."""
 
-    def __init__(self, client: ClientRequest, wanted: Streamed) -> None:
-        super().__init__(client, wanted.name)
-        self._wanted = wanted
-        self._memory = LiveMemory(wanted.name, self._limits.live_limit)
+    def __init__(self, client: ClientRequest, dataset: Streamed) -> None:
+        super().__init__(client, dataset.name)
+        self._dataset = dataset
+        self._memory = LiveMemory(dataset.name, self._limits.live_limit)
         self._out_of_room = False  # the memory was full, and no free has come since
         self._cut_off = False  # the client was sent away
 
@@ -140,7 +140,7 @@ class StreamedSending(_LiveSending):
 
     def _messages(self) -> Iterator[SplitMessage]:
         with source_errors(self._name):
-            yield from self._wanted.messages()
+            yield from self._dataset.messages()
 
     def _send_coalesced(self, items: Sequence[LiveMessage]) -> None:
         self._send_together(items, _packed)
@@ -180,9 +180,9 @@ class StreamedSending(_LiveSending):
 class BroadcastSending(_LiveSending):
     """Sends messages that others read along, from memory that they share."""
 
-    def __init__(self, client: ClientRequest, wanted: Broadcasting) -> None:
-        super().__init__(client, wanted.name)
-        self._wanted = wanted
+    def __init__(self, client: ClientRequest, dataset: Broadcasting) -> None:
+        super().__init__(client, dataset.name)
+        self._dataset = dataset
         self._consumer: Consumer | None = None
 
     def send(self) -> None:
@@ -193,7 +193,7 @@ class BroadcastSending(_LiveSending):
         self._admit()
         # One that maps nothing holds up others only by not taking what is being sent.
         on_cut_off = self._connection.wake if self._mapped else self._connection.interrupt
-        self._consumer = consumer = self._wanted.join(self._connection.wake, on_cut_off)
+        self._consumer = consumer = self._dataset.join(self._connection.wake, on_cut_off)
         coalesce_until = 0.0  # by time.monotonic
         while not consumer.finished:
             self._take_frees()
@@ -244,7 +244,7 @@ class BroadcastSending(_LiveSending):
         mapped = self._mapped and not self._half_closed
         try:
             count = sum([item.messages for item in items])
-            projected = [item for item in map(self._wanted.project, items) if item is not None]
+            projected = [item for item in map(self._dataset.project, items) if item is not None]
             nbytes = self._send_together(projected, lambda item: self._body(item, mapped, unsent))
             self._stats.messages += count
             return count, nbytes

@@ -130,16 +130,16 @@ class Sending(ABC):
 class StaticSending(Sending):
     """Sends messages that stay, encoded once for all clients. What they lease lies in memory that stays as well."""
 
-    def __init__(self, client: ClientRequest, wanted: Static) -> None:
+    def __init__(self, client: ClientRequest, dataset: Static) -> None:
         super().__init__(client)
-        self._wanted = wanted
+        self._dataset = dataset
 
     def send(self) -> None:
         connection = self._connection
         if not (self._by_address and (connection.shares_memory or connection.exposes_memory)):
-            self._send_messages(self._wanted.packed(), None)
+            self._send_messages(self._dataset.packed(), None)
             return
-        for number, (segment, messages) in enumerate(self._wanted.mapped()):
+        for number, (segment, messages) in enumerate(self._dataset.mapped()):
             region = segment.region
             if connection.shares_memory:
                 connection.share(segment.descriptor, region.base, region.size, segment.backing)
@@ -149,7 +149,7 @@ class StaticSending(Sending):
 
     def _send_messages(self, messages: Sequence[StaticMessage], segment: int | None) -> None:
         connection, first, inline_limit = self._connection, self._sender.sequence, self._limits.inline_limit or 0
-        for group in encode_groups(self._wanted, messages, first, connection, self._streams, segment, inline_limit):
+        for group in encode_groups(self._dataset, messages, first, connection, self._streams, segment, inline_limit):
             self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)

@@ -278,8 +278,8 @@ class Server:
         if self._closed:
             return "<Server, closed>"
         names = self.names()
-        there = "nothing published" if not names else f"{count(len(names))} published"
-        return f"<Server of {there}, {', '.join(self._places)}>"
+        published = "nothing published" if not names else f"{count(len(names))} published"
+        return f"<Server of {published}, {', '.join(self._places)}>"
 
     def _repr_html_(self) -> str:
         served = [self.registry.find_name(name) for name in self.names()]

@@ -58,8 +58,8 @@ class Session:
             published, granted = self._registry.resolve_ticket(ticket)
             self._stats.dataset = published
             with published.reading():
-                wanted = self._select(granted.open(), selection)  # counted first: so it is not evicted
-                self._sending = wanted.accept(_SendingVisitor(self._client(request)))
+                dataset = self._select(granted.open(), selection)  # counted first: so it is not evicted
+                self._sending = dataset.accept(_SendingVisitor(self._client(request)))
                 self._serve_request(self._sending)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
@@ -85,14 +85,14 @@ class Session:
         assert isinstance(event, StreamRequested)  # the table allows nothing else first
         return event
 
-    def _select(self, wanted: Dataset, selection: Selection | None) -> Dataset:
+    def _select(self, dataset: Dataset, selection: Selection | None) -> Dataset:
         """What is wanted of it. Where that is not there, the client gets to know the whole schema, and then why."""
         if selection is None:
-            return wanted
+            return dataset
         try:
-            return self._registry.select(wanted, selection)
+            return self._registry.select(dataset, selection)
         except (ColumnNotFound, OptionError):
-            schema = Splitter(wanted.schema).schema_message.header
+            schema = Splitter(dataset.schema).schema_message.header
             self._connection.send(self._sender.send(schema, None), self._limits.stall_timeout)
             raise
 
@@ -157,15 +157,15 @@ class _SendingVisitor:
     def __init__(self, client: ClientRequest) -> None:
         self._client = client
 
-    def static(self, wanted: Static) -> Sending:
-        return StaticSending(self._client, wanted)
+    def static(self, dataset: Static) -> Sending:
+        return StaticSending(self._client, dataset)
 
-    def streamed(self, wanted: Streamed) -> Sending:
-        return StreamedSending(self._client, wanted)
+    def streamed(self, dataset: Streamed) -> Sending:
+        return StreamedSending(self._client, dataset)
 
-    def on_device(self, wanted: OnDevice) -> Sending:
-        by_address = self._client.on_device and wanted.segment is not None
-        return DeviceSending(self._client, wanted) if by_address else StreamedSending(self._client, wanted)
+    def on_device(self, dataset: OnDevice) -> Sending:
+        by_address = self._client.on_device and dataset.segment is not None
+        return DeviceSending(self._client, dataset) if by_address else StreamedSending(self._client, dataset)
 
-    def broadcast(self, wanted: Broadcasting) -> Sending:
-        return BroadcastSending(self._client, wanted)
+    def broadcast(self, dataset: Broadcasting) -> Sending:
+        return BroadcastSending(self._client, dataset)

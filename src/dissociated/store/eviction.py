@@ -35,13 +35,13 @@ class Eviction:
         self.policy = policy
         self._places = places
 
-    def make_room(self, lacking: Callable[[], int]) -> None:
-        """Give back as many bytes as are `lacking`: what was replaced goes first, then what the policy allows.
+    def make_room(self, missing_bytes: Callable[[], int]) -> None:
+        """Give back as many bytes as are `missing_bytes`: what was replaced goes first, then what the policy allows.
 
         Nothing goes where all that may go would not be enough.
         """
         self._places.empty_trash()
-        while (missing := lacking()) > 0 and (chosen := self._choose_evictions(missing)):
+        while (missing := missing_bytes()) > 0 and (chosen := self._choose_evictions(missing)):
             for version in chosen:
                 if self.policy is Policy.SPILL and not self._places.contents.is_replaced(version):
                     self._places.spill(version)

@@ -17,7 +17,7 @@ from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.mailbox import Mailbox
 from dissociated.uri import Uri
 
-_MAX_BYTES = 1 << 26  # in flight in one direction
+_MAX_IN_FLIGHT = 1 << 26  # in flight in one direction
 
 _listeners: dict[str, _InprocListener] = {}
 _lock = threading.Lock()
@@ -101,8 +101,8 @@ class InprocTransport(Transport):
         return uri.host in _listeners
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
-        there: Mailbox[Incoming] = Mailbox(_MAX_BYTES)
-        back: Mailbox[Incoming] = Mailbox(_MAX_BYTES)
+        there: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
+        back: Mailbox[Incoming] = Mailbox(_MAX_IN_FLIGHT)
         with _lock:
             listener = _listeners.get(uri.host)
             if listener is None:

@@ -38,7 +38,7 @@ _MAX_FROM_CLIENT, _MAX_FROM_SERVER = 1 << 20, 1 << 29
 OVERHEAD = 256
 _ABORT_TIMEOUT = 1.0  # seconds for the peer to hear why
 _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
-_LAST_TIMEOUT = 0.25  # seconds for what was under way when the peer went
+_DRAIN_TIMEOUT = 0.25  # seconds for what was under way when the peer went
 _TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
 _YIELD_TIME = 0.001  # seconds in which others can take it
 _AHEAD = 1 << 25  # bytes that are received at once
@@ -126,7 +126,7 @@ class NativeConnection(ProgressConnection):
                     on_its_way = self._take(allocate, _AHEAD)
                 if self._arrived or self._stopped or self._interrupted or self._broken:
                     return True
-                return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _LAST_TIMEOUT)
+                return self._ended and not (on_its_way and time.monotonic() < self._ended_at + _DRAIN_TIMEOUT)
 
             if not self._drive(ready, timeout):
                 raise DeadlineExceeded(f"{self._peer} was silent for {timeout:g} s")

@@ -32,7 +32,7 @@ from dissociated.transport.native.ucx.worker import Worker
 _MAX_REASON = 1 << 12  # bytes of a reason for giving up
 _EAGER_SIZE = 1 << 13  # bytes up to which UCX sends a message at once, and does not have it fetched
 _GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
-_CLOSE_TIMEOUT = 0.1  # seconds for an endpoint to close
+_ENDPOINT_CLOSE_TIMEOUT = 0.1  # seconds for an endpoint to close
 
 
 class _ProbedMessage(NamedTuple):
@@ -282,9 +282,9 @@ class UcxConnection(NativeConnection):
             return
         if not (self._gone and endpoint.err_mode_none):
             endpoint.begin_close()
-        end = time.monotonic() + _CLOSE_TIMEOUT
+        end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
         while not (over := endpoint.advance_closing()) and time.monotonic() < end:
-            self._sleep(_CLOSE_TIMEOUT / 20)
+            self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
         if over or not self._is_shared():
             endpoint.destroy()
         else:
