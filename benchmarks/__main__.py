@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from benchmarks import fabric, ipc, live, many, spark, transfer, ucx
+from benchmarks import device, fabric, ipc, live, many, spark, transfer, ucx
+from dissociated.errors import DeviceNotFound
 
 PARTS = {
     "transfer": "shm, tcp, Flight and a bare socket.",
     "ipc": "readers, writers, decoder and index, and pyarrow.ipc.",
     "live": "a stream through shared memory of a limited size, and one of batches of one row beside Flight.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
+    "device": "onto a GPU from shm, tcp and Flight, beside pinned memory, and opening by handle what is there.",
     "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
@@ -33,10 +36,16 @@ def main() -> None:
     parser.add_argument("--datasets", type=int, default=10_000, help="many: how many (default: %(default)s)")
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
     parser.add_argument("--filled", action="store_true", help="many: on top of a store that has as many already")
+    parser.add_argument("--device", default="cuda:0", help="device: which (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
         live.run_rows(arguments.rounds)
+    elif arguments.part == "device":
+        try:
+            device.run(arguments.gigabytes, arguments.rounds, arguments.device)
+        except DeviceNotFound as error:
+            sys.exit(f"benchmarks: {error}")
     elif arguments.part == "many":
         many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
     elif arguments.part == "spark":

@@ -1,0 +1,117 @@
+"""Onto a device, beside the bandwidth of pinned memory; and opening by handle what another process has there.
+
+Nobody has run this on a GPU yet. With `--device test:0` it runs everywhere, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+import dissociated as dis
+from benchmarks.peers import Shape
+from benchmarks.rounds import medians
+from dissociated.cli import text
+from dissociated.codec.device import DeviceBatch, to_device
+from dissociated.memory.device.base import Device
+from dissociated.memory.device.registry import open_device
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_SIXTEENTHS = (1, 4, 16)  # of the data, that are opened by handle: its time should not depend on them
+_GOAL = 0.9  # of the bandwidth of pinned memory, from shm
+
+
+def run(gigabytes: float, rounds: int, name: str) -> None:
+    """Measure and print. Raises DeviceNotFound."""
+    device = open_device(name)
+    shape = Shape("16 MB", max(16, round(gigabytes * 64)), 10, 209_715)
+    with _serving(shape, name) as catalog, dis.connect(catalog) as client, tempfile.TemporaryDirectory() as scratch:
+        seconds = medians(_copies(client, device, shape, Path(scratch)), rounds)
+        opened = medians({f"{part}/16": partial(_read, client, f"on {part}", device) for part in _SIXTEENTHS}, rounds)
+    limit = seconds["pinned memory, the limit"]
+    rows = [
+        (way, f"{took * 1e3:.1f}", f"{shape.nbytes / took / 1e9:.2f}", f"{limit / took:.2f}")
+        for way, took in seconds.items()
+    ]
+    print(f"{shape.nbytes / 1e9:.2f} GB in batches of 16 MB onto {name}, median of {rounds} rounds\n")
+    print(text.table(("FROM", "MS", "GB/S", "OF THE LIMIT"), rows, right=(1, 2, 3)))
+    print(f"\nshm: {limit / seconds['shm']:.2f} of the limit; the goal is {_GOAL}\n")
+    print(
+        text.table(
+            ("OPENED BY HANDLE", "MS"), [(part, f"{took * 1e3:.2f}") for part, took in opened.items()], right=(1,)
+        )
+    )
+    if not find_spec("pylibcudf"):
+        print("\npylibcudf is not installed: its own reader of Parquet was not measured")
+
+
+def _serve(shape: Shape, name: str, pipe: Connection) -> None:
+    table = shape.table()
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("host", table)
+        for part in _SIXTEENTHS:
+            some = table.slice(0, table.num_rows * part // 16)
+            server.publish(f"on {part}", to_device(some.to_reader(), open_device(name)))
+        pipe.send(server.catalog_uri)
+        pipe.recv()
+
+
+@contextmanager
+def _serving(shape: Shape, name: str) -> Iterator[str]:
+    ours, theirs = _CONTEXT.Pipe()
+    server = _CONTEXT.Process(target=_serve, args=(shape, name, theirs), daemon=True)
+    server.start()
+    theirs.close()  # so that its death is told
+    try:
+        yield ours.recv()
+        ours.send(None)
+        server.join(10)
+    finally:
+        server.kill()
+
+
+def _copies(client: dis.Client, device: Device, shape: Shape, scratch: Path) -> dict[str, Callable[[], Any]]:
+    """Each way of bringing all bytes there, to its end."""
+    body = shape.nbytes // shape.batches
+    stream = device.stream()
+    source = device.ring.allocate(body)
+    assert source is not None
+
+    def pinned() -> None:
+        memories = [device.allocate(body, stream) for _ in range(shape.batches)]
+        for memory in memories:
+            stream.copy(memory.address, source.address, body)
+        stream.synchronize()
+
+    ways: dict[str, Callable[[], Any]] = {"pinned memory, the limit": pinned}
+    for transport in ("shm", "tcp"):
+        ways[transport] = partial(_read, client, "host", device, transport)
+    ways["Flight, and then a copy"] = partial(_read, client, "host", device, "grpc")
+    if find_spec("pylibcudf"):
+        path = scratch / "host.parquet"
+        pq.write_table(client.read("host").read_all(), path, compression="none", use_dictionary=False)
+        ways["pylibcudf's reader of Parquet"] = partial(_read_parquet, path)
+    return ways
+
+
+def _read(client: dis.Client, name: str, device: Device, transport: str | None = None) -> list[DeviceBatch]:
+    batches = [*client.read(name, device=device, transport=transport)]
+    for batch in batches:
+        batch.synchronize()
+    return batches
+
+
+def _read_parquet(path: Path) -> Any:
+    import pylibcudf
+
+    source = pylibcudf.io.SourceInfo([str(path)])
+    return pylibcudf.io.parquet.read_parquet(pylibcudf.io.parquet.ParquetReaderOptions.builder(source).build())
