@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -107,6 +110,19 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
             assert (2 * (between - before) < after - between) is spares, (transport, condition)
 
 
+def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, server: dis.Server) -> None:
+    table = pa.table({"n": range(80_000), "m": range(80_000)})
+    server.publish("data", pa.Table.from_batches(table.to_batches(max_chunksize=20_000)))
+    df = read(spark, "data", server.catalog_uri, transport="tcp")
+    for step in (1, 7):  # many keys, of which their bounds are told; and few
+        some = spark.range(61_000, 61_400, step).selectExpr("IF(id % 5 = 4, NULL, id) AS n", "id % 2 AS odd")
+        before = server.status().totals.bytes
+        joined = df.join(some.where("odd = 1"), "n")
+        assert joined.count() == len([n for n in range(61_000, 61_400, step) if n % 5 < 4 and n % 2])
+        wait_until(lambda: connections_left(server) == 0, "all have left")
+        assert server.status().totals.bytes - before < 2 * 8 * 20_000
+
+
 def test_a_field_within_a_struct_is_read(spark: SparkSession, server: dis.Server) -> None:
     structs = pa.array([{"a": n, "b": {"c": str(n), "d": [n]}} for n in range(ROWS)])
     server.publish("data", pa.table({"s": structs}).slice(10))
@@ -120,6 +136,45 @@ def test_the_source_in_python_reads_where_it_is_asked_to(spark: SparkSession, se
     df = read(spark, "data", server.catalog_uri)
     assert "(Python)" in plan(df)
     assert df.toArrow().select(["n", "s"]) == TABLE.select(["n", "s"])
+
+
+class Sparse(io.RawIOBase):
+    """A file in which large zeros are holes."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if size < 1 << 20:
+            return os.write(self._descriptor, data)
+        os.lseek(self._descriptor, size, os.SEEK_CUR)
+        return size
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
+def test_a_segment_may_have_many_gigabytes(spark: SparkSession, server: dis.Server, tmp_path: Path) -> None:
+    """Java maps no more than two at once."""
+    hole = pa.py_buffer(mmap.mmap(-1, 3 << 29))
+    lengths = pa.array([0, 3 << 29], pa.int64())
+    holes = pa.Array.from_buffers(pa.large_binary(), 1, [None, lengths.buffers()[1], hole])
+    batches = [pa.record_batch({"before": [n], "hole": holes, "after": [str(n)]}) for n in range(4)]
+    path = tmp_path / "large.arrows"
+    with Sparse(path) as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    assert path.stat().st_size > 6 << 30
+    server.publish("large", path)
+    for transport in ("shm", "tcp"):
+        df = read(spark, "large", server.catalog_uri, transport=transport, partitions=2)
+        assert df.select("before", "after").collect() == [(n, str(n)) for n in range(4)], transport
 
 
 def changed(content: bytes, values: np.ndarray, place: int, value: int) -> bytes:

@@ -19,6 +19,8 @@ from dissociated.codec.conditions import Conditions
 from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 
+_MAX_VALUES = 8  # of a list
+
 
 def parse_filters(text: str) -> Conditions:
     """JSON: a list of `[column, operator, value]`, which must all be true, or a list of such lists.
@@ -30,6 +32,18 @@ def parse_filters(text: str) -> Conditions:
     except (ValueError, RecursionError) as error:
         raise OptionError(f"the option filters is not JSON: {error}") from None
     return Conditions.parse(plain)
+
+
+def shortened(conditions: Sequence[Any]) -> list[Any]:
+    """Spark's own conditions without long lists, which a server does not take: of whole numbers the bounds are left."""
+    found: list[Any] = []
+    for condition in conditions:
+        column, operator, *values = condition
+        if operator != "in" or len(values[0]) <= _MAX_VALUES:
+            found.append(condition)
+        elif all(type(value) is int for value in values[0]):
+            found += [column, ">=", min(values[0])], [column, "<=", max(values[0])]
+    return found
 
 
 def certain(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:

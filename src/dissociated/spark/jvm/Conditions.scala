@@ -15,13 +15,13 @@ import org.apache.spark.unsafe.types.UTF8String
  */
 object Conditions {
   private val operators = Set("=", ">", ">=", "<", "<=")
-  private val MaxValues = 64 // of one `in`
+  private val MaxValues = 1 << 16 // of one `in`
 
   def of(predicate: Predicate, schema: StructType): Option[util.List[Any]] = {
     val name = predicate.children.headOption.collect {
       case reference: NamedReference if reference.fieldNames.length == 1 => reference.fieldNames.head
     }.filter(schema.fieldNames.contains(_)).filter(name => isBinary(schema(name).dataType))
-    val values = predicate.children.drop(1).map(value)
+    val values = predicate.children.drop(1).filterNot(isNull).map(value) // nothing equals null
     def told(operator: String, more: Any*) = name.map(one => (one +: operator +: more).asJava)
     predicate.name match {
       case "IS_NULL" => told("is null")
@@ -31,6 +31,11 @@ object Conditions {
       case operator if operators.contains(operator) && values.length == 1 => told(operator, values.head.get)
       case _ => None
     }
+  }
+
+  private def isNull(expression: Expression) = expression match {
+    case literal: Literal[_] => literal.value == null
+    case _ => false
   }
 
   /** Whether values are compared as they are. Statistics know nothing of collations. */

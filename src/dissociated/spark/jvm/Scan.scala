@@ -7,6 +7,7 @@ import scala.jdk.CollectionConverters._
 
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.spark.sql.catalyst.InternalRow
+import org.apache.spark.sql.connector.expressions.{FieldReference, NamedReference}
 import org.apache.spark.sql.connector.expressions.aggregate.{Aggregation, CountStar}
 import org.apache.spark.sql.connector.expressions.filter.Predicate
 import org.apache.spark.sql.connector.read._
@@ -71,9 +72,11 @@ class CountScan(rows: Long, counts: Int) extends LocalScan {
 /** Some columns of a dataset. Two that are equal are read once. */
 case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long,
     conditions: util.List[util.List[Any]])
-    extends Scan with Batch with SupportsReportStatistics {
+    extends Scan with Batch with SupportsReportStatistics with SupportsRuntimeV2Filtering {
   private val python = Python.ofDriver()
   private var streams = false
+  private var joined = Seq.empty[util.List[Any]]
+  private var planned: Option[JsonNode] = None
 
   override def readSchema(): StructType = columns
 
@@ -101,9 +104,20 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     }
   }
 
-  private lazy val plan = Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
-    "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
-    "conditions" -> conditions)
+  override def filterAttributes(): Array[NamedReference] = columns.fieldNames.map(FieldReference.column)
+
+  /** By the keys that are there to be joined with, which Spark knows when it has run that part of the query. */
+  override def filter(predicates: Array[Predicate]): Unit = if (limit == Long.MaxValue) {
+    joined = predicates.toSeq.flatMap(Conditions.of(_, dataset.schema))
+    planned = None
+  }
+
+  private def plan: JsonNode = planned.getOrElse {
+    planned = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
+      "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
+      "conditions" -> (conditions.asScala ++ joined).asJava))
+    planned.get
+  }
 
   override def planInputPartitions(): Array[InputPartition] = {
     var rows = 0L
