@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing
-from itertools import chain
 
 from dissociated.client.device import place
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
-from dissociated.codec.inplace import InPlace, PiecewiseReader
+from dissociated.codec.inplace import InPlace
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.runs import join_deliveries
@@ -36,7 +35,6 @@ class ClientStream:
         self.header = first.header
         self.is_tensors = first.parsed.is_tensor
         self._seen: deque[Delivered] = deque([first])
-        self._complete = False  # whether everything has been looked at
 
     def batches(self, options: ReadOptions) -> StreamReader:
         """A reader, which ends the stream where it is exhausted or dropped. Raises as `join_deliveries` does.
@@ -44,12 +42,10 @@ class ClientStream:
         Bodies are mapped, fetched or taken as they were sent; a dataset that lies in shared memory just as an IPC
         stream has it is read there by libarrow itself.
         """
-        if self._bodies.address_space.static:
-            readers = self._in_place(options)
-            first = next(readers, None)
-            if first is not None:
-                return first if self._complete else PiecewiseReader(chain([first], readers))
-        return self._join(options)
+        reader = self._in_place(options) if self._bodies.address_space.static else None
+        if reader is not None:
+            return reader
+        return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
 
     def on_device(self, device: Device) -> DeviceReader:
         """A reader of batches on a device, which ends the stream as that of `batches` does."""
@@ -72,38 +68,17 @@ class ClientStream:
         self._rest.close()
         self._session.settle()
 
-    def _in_place(self, options: ReadOptions) -> Generator[StreamReader, None, None]:
-        """Readers of what lies in place in shared memory, piece by piece, and then of the rest. None if nothing does.
+    def _in_place(self, options: ReadOptions) -> StreamReader | None:
+        """A reader over a dataset in shared memory that stays as it is, if all of it lies there in place.
 
-        That only shows at the end of a piece, which costs little: metadata and addresses are all that arrives.
+        That only shows at its end, which costs little: metadata and addresses are all that arrives.
         """
-        try:
-            schema = self._seen[0]
-            place = InPlace(self.header, self._bodies.address_space)
-            for item in self._rest:
-                self._seen.append(item)
-                if len(self._seen) <= _MAX_SEEN and item.accept(place):
-                    continue
-                piece = place.reader(self._bodies.lease, options) if place.alone else None
-                if piece is None:
-                    return
-                self._seen = deque([schema, item])
-                yield piece
-                place = InPlace(self.header, self._bodies.address_space)
-                if not item.accept(place):
-                    yield self._join(options)
-                    return
-            self._complete = True
-            last = place.reader(self._bodies.lease, options)
-            if last is not None:
-                yield last
-        except BaseException:
-            self.close()
-            raise
-
-    def _join(self, options: ReadOptions) -> StreamReader:
-        """A reader of what has been looked at, and of the rest."""
-        return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
+        place = InPlace(self.header, self._bodies.address_space)
+        for item in self._rest:
+            self._seen.append(item)
+            if len(self._seen) > _MAX_SEEN or not item.accept(place):
+                return None
+        return place.reader(self._bodies.lease, options)
 
     def _deliveries(self) -> Deliveries:
         """What has been looked at, and then the rest. Closes the stream at the end."""

@@ -36,24 +36,17 @@ class RaisingAgain(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        self.check()
+        if self._failed is not None:
+            kind, reason = self._failed
+            raise kind(reason)
         try:
             return next(self._items)
         except StopIteration:
             raise
         except BaseException as error:
-            self.remember(error)
+            # Not the error itself: its traceback would keep what the reader holds.
+            self._failed = (type(error) if isinstance(error, DissociatedError) else DissociatedError), str(error)
             raise
-
-    def check(self) -> None:
-        """Raise what was raised before, if anything was."""
-        if self._failed is not None:
-            kind, reason = self._failed
-            raise kind(reason)
-
-    def remember(self, error: BaseException) -> None:
-        """Raise this from now on. Not the error itself: its traceback would keep what the reader holds."""
-        self._failed = (type(error) if isinstance(error, DissociatedError) else DissociatedError), str(error)
 
     def close(self) -> None:
         """Have no more of them."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dissociated.codec.cdevice import ArrowDeviceArray, check_request, export_array, export_stream, fill
 from dissociated.codec.dlpack import DeviceColumn
-from dissociated.codec.inplace import MappedReader, PiecewiseReader
+from dissociated.codec.inplace import MappedReader
 from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.packing import by_position
@@ -260,7 +260,7 @@ def to_device(reader: pa.RecordBatchReader, device: Device) -> DeviceReader:
 
 def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMessage, None, None]:
     splitter = Splitter(reader.schema, LAYOUT)
-    with closing(reader), closing(Mover(device, isinstance(reader, MappedReader | PiecewiseReader))) as mover:
+    with closing(reader), closing(Mover(device, isinstance(reader, MappedReader))) as mover:
         yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
         for batch, metadata in batches(reader):
             for message in splitter.split(batch, metadata):

@@ -6,18 +6,15 @@ its addresses name, one after the other, there is nothing left to pair or to pat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
 
-from dissociated.codec.batches import BatchReader
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.readable import Readable
-from dissociated.codec.reader import PeerReader, StreamReader
-from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.codec.reader import PeerReader
 from dissociated.format.encapsulated import encapsulate, first_message_at
-from dissociated.format.layout import layout_of
 from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.protocol.delivery import Delivery, PackedBatches, SharedBatches
@@ -28,65 +25,6 @@ Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 
 class MappedReader(PeerReader):
     """Reads a stream where it lies in shared memory: its batches take no other."""
-
-
-class PiecewiseReader(BatchReader):
-    """Reads a stream without dictionaries in pieces, for each of which `readers` gives a reader when it is there."""
-
-    def __init__(self, readers: Iterator[StreamReader]) -> None:
-        self._pieces = pieces = _Pieces(readers)
-        super().__init__(pieces.current.schema, _pairs(pieces))
-
-    def read_all(self) -> pa.Table:
-        self._begin()
-        self._pairs.check()
-        try:
-            table = pa.concat_tables(_tables(self._pieces))
-        except BaseException as error:
-            self._pairs.remember(error)
-            raise
-        self._ended = True
-        return table
-
-    @property
-    def stats(self) -> pa.ipc.ReadStats:
-        return self._pieces.stats
-
-
-class _Pieces:
-    """The reader of the present piece; the first one is there."""
-
-    def __init__(self, readers: Iterator[StreamReader]) -> None:
-        self.current = next(readers)
-        self._readers = readers
-        self._past = pa.ipc.ReadStats(0, 0, 0, 0, 0)  # of those before it
-
-    def advance(self) -> bool:
-        """Go to the next piece. Whether there is one."""
-        following = next(self._readers, None)
-        if following is not None:
-            past = self.stats
-            self._past = past._replace(num_messages=past.num_messages - 1)  # which is the schema once more
-            self.current = following
-        return following is not None
-
-    @property
-    def stats(self) -> pa.ipc.ReadStats:
-        return pa.ipc.ReadStats(*map(sum, zip(self._past, self.current.stats, strict=True)))
-
-
-def _pairs(pieces: _Pieces) -> Iterator[BatchAndMetadata]:
-    yield from batches(pieces.current)
-    while pieces.advance():
-        yield from batches(pieces.current)
-
-
-def _tables(pieces: _Pieces) -> Iterator[pa.Table]:
-    """What is left, the rest of the present piece first."""
-    current = pieces.current
-    yield current.read_all() if not current.ended else current.schema.empty_table()
-    while pieces.advance():
-        yield pieces.current.read_all()
 
 
 class _MappedStream:
@@ -128,24 +66,18 @@ class _ChainedFile(Readable):
 class InPlace:
     """Follows a stream from its schema on, for as long as all of it lies in place.
 
-    Where there are dictionaries it follows from region to region, else to the end of one, which can be read by itself.
     A DeliveryVisitor: its methods say whether a delivery lies where it would in an IPC stream. After one that does not,
-    it must be shown no more. What it was shown before can be read.
+    it must be shown no more.
     """
 
     def __init__(self, schema: bytes, address_space: AddressSpace) -> None:
-        layout = layout_of(schema)
-        #: Whether what is read here depends on nothing that came before.
-        self.alone = layout is not None and not layout.values
-        #: Whether it has followed a delivery.
-        self.found = False
         self._schema = encapsulate(schema)
         self._address_space = address_space
         self._streams: list[_MappedStream] = []
 
     def reader(self, hold: Hold, options: ReadOptions | None) -> pa.RecordBatchReader | None:
-        """A reader over what it has followed, by libarrow; None where that is nothing."""
-        if not self.found:
+        """A reader over all of it, by libarrow; None where it cannot be read so."""
+        if not self._streams:
             return None
         pieces: list[pa.Buffer] = []
         for part in self._streams:
@@ -175,13 +107,9 @@ class InPlace:
             extents = zip(*buffer_extents(delivery.header, delivery.parsed), strict=True)
             if leased != tuple(start + offset for offset, length in extents if length):
                 return False
-        end = body_at + delivery.parsed.body_length
-        if end > part.region.size:
-            return False
-        if leased:
             part.leased.append(np.array(leased, np.uint64))
-        part.end, self.found = end, True
-        return True
+        part.end = body_at + delivery.parsed.body_length
+        return part.end <= part.region.size
 
     def packed(self, batches: PackedBatches) -> bool:
         return False
@@ -205,7 +133,6 @@ class InPlace:
             return False
         part.leased.append(batches.leased)
         part.end = int(ends[-1])
-        self.found = True
         return True
 
     def _stream_at(self, address: int) -> _MappedStream | None:
@@ -213,7 +140,7 @@ class InPlace:
         region = self._address_space.find(address)
         if self._streams and self._streams[-1].region is region:
             return self._streams[-1]
-        if not region.static or (self._streams and self.alone):
+        if not region.static:  # one that came later
             return None
         start = first_message_at(memoryview(region.memory))
         part = _MappedStream(region, start, start + len(self._schema))

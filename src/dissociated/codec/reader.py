@@ -65,11 +65,6 @@ class ReadOnce:
 
     _ended = False
 
-    @property
-    def ended(self) -> bool:
-        """Whether it was read to its end."""
-        return self._ended
-
     def _begin(self) -> None:
         """Raise StoreError where all has been read already."""
         if self._ended:

@@ -19,8 +19,9 @@ from dissociated.codec.reader import StreamReader
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.sendable import S, SendVisitor, StaticMessage
-from dissociated.datasets.static import TableDataset, project_messages
+from dissociated.datasets.static import project_messages
 from dissociated.datasets.streamed import StreamedDataset
+from dissociated.datasets.table import TableDataset
 from dissociated.errors import DeviceError, FormatError, SourceError
 from dissociated.format.message import Header, HeaderType, buffer_extents, row_count
 from dissociated.format.projection import Projection

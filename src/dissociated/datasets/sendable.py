@@ -37,7 +37,13 @@ class SharedSegment(Protocol):
 
     descriptor: int
     region: Region
-    backing: Backing
+
+    @property
+    def backing(self) -> Backing:
+        """LIVE for as long as some of it is still to be written."""
+
+    def wait(self, until: int) -> None:
+        """Wait until everything is there that lies below this address. Raises StoreError."""
 
 
 class MappedMessages(NamedTuple):
@@ -54,7 +60,7 @@ class Static(Protocol):
         """The messages, to be sent with their bodies inline."""
 
     def mapped(self) -> Iterable[MappedMessages]:
-        """The messages by the segments that they lie in, in order. Waits for those that are still being written."""
+        """The messages by the segments that they lie in, in order. A segment may still be being written."""
 
     def encoded(self, key: Hashable, encode: Callable[[], T]) -> T:
         """What `encode` made for `key`, now or before. It stays as long as the dataset."""

@@ -17,8 +17,9 @@ from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
 from dissociated.datasets.source_errors import source_errors
-from dissociated.datasets.static import SegmentsDataset, TableDataset
+from dissociated.datasets.static import SegmentsDataset
 from dissociated.datasets.streamed import LiveDataset
+from dissociated.datasets.table import TableDataset
 from dissociated.errors import OptionError, SourceError
 from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.protocol.request import Selection

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import pick_batches, select_columns, select_fields, values_size
+from dissociated.codec.columns import pick_batches, select_columns, select_fields
 from dissociated.codec.difference import schema_difference
-from dissociated.codec.options import WriteOptions
-from dissociated.codec.split import BatchAndMetadata, OnceValidator, batches, split
-from dissociated.codec.statistics import Collector, Statistics
+from dissociated.codec.split import BatchAndMetadata
+from dissociated.codec.statistics import Statistics
 from dissociated.datasets.base import Dataset
-from dissociated.datasets.mapped import SharedCopy, mapped_messages
 from dissociated.datasets.sendable import MappedMessages, S, SendVisitor, StaticMessage, T
 from dissociated.datasets.source_errors import source_errors
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.message import HeaderType
 from dissociated.format.projection import ProjectedMessage, Projection
-from dissociated.host import available_memory
 from dissociated.memory.region import MAX_REGIONS, Region
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
 
 #: Of how many selections of columns a static dataset keeps the messages.
 _MAX_SELECTIONS = 16
-#: A Table of so many bytes is copied into shared memory before anybody asks. To copy less takes no time that shows.
-_MIN_AHEAD = 1 << 24
 
 
 class StaticDataset(Dataset):
@@ -51,7 +46,10 @@ class StaticDataset(Dataset):
         return visitor.static(self)
 
     def regions(self) -> Sequence[Region]:
-        return [mapped.segment.region for mapped in self.mapped()]
+        segments = [mapped.segment for mapped in self.mapped()]
+        for segment in segments:
+            segment.wait(segment.region.base + segment.region.size)
+        return [segment.region for segment in segments]
 
     @abstractmethod
     def packed(self) -> Sequence[StaticMessage]:
@@ -211,62 +209,6 @@ def _project_message(message: StaticMessage, chosen: ProjectedMessage) -> Static
     )
 
 
-class TableDataset(StaticDataset):
-    """A Table. It is sent from where it lies, and copied once for those who can map memory."""
-
-    def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
-        super().__init__(name, table.schema)
-        self.rows = table.num_rows
-        self.nbytes: int = values_size(table)
-        self._table = table
-        self._options = options
-        self._packed: list[StaticMessage] | None = None
-        self._copy = SharedCopy(name, table, self.nbytes, options)
-        self._validated = OnceValidator()
-        self._looking = threading.Lock()
-        self._statistics: dict[int, Statistics | None] = {}
-
-    def open_reader(self) -> pa.RecordBatchReader:
-        return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
-
-    def statistics(self, columns: Sequence[int]) -> Statistics | None:
-        """Looked at when they are asked for, once for each column."""
-        with self._looking:
-            for column in columns:
-                if column not in self._statistics:
-                    collector = Collector(self.schema, [column])
-                    for batch in self._table.to_reader():
-                        collector.add(batch)
-                    self._statistics[column] = collector.statistics()
-            known = [one for column in columns if (one := self._statistics[column]) is not None]
-        if not known:
-            return None
-        return Statistics(known[0].num_rows, {column: one for some in known for column, one in some.bounds.items()})
-
-    def packed(self) -> Sequence[StaticMessage]:
-        with self._lock:
-            if self._packed is None:
-                self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
-            return self._packed
-
-    def mapped(self) -> Iterable[MappedMessages]:
-        return self._copy
-
-    def prepare_sharing(self, wait: bool) -> None:
-        if wait:
-            for _ in self._copy:
-                pass
-        elif _MIN_AHEAD <= self.nbytes <= available_memory() // 2:
-            self._copy.start()
-
-    def drop(self) -> None:
-        super().drop()
-        self._copy.stop()
-
-    def wait_closed(self, timeout: float) -> None:
-        self._copy.join(timeout)
-
-
 class SegmentsDataset(StaticDataset):
     """Segments, one after the other.
 
@@ -290,7 +232,7 @@ class SegmentsDataset(StaticDataset):
         super().__init__(name, first.schema)
         self.rows = sum(segment.rows for segment in segments)
         self.nbytes = sum(segment.nbytes for segment in segments)
-        self._mapped = [mapped_messages(segment, number) for number, segment in enumerate(segments)]
+        self._mapped = [_mapped_messages(segment, number) for number, segment in enumerate(segments)]
         self._messages = [message for mapped in self._mapped for message in mapped.messages]
 
     def open_reader(self) -> pa.RecordBatchReader:
@@ -320,6 +262,22 @@ class SegmentsDataset(StaticDataset):
 
     def open(self) -> SegmentsDataset:
         return self
+
+
+def _mapped_messages(segment: Segment, number: int) -> MappedMessages:
+    """The messages of a segment, which is that number of its dataset. Only the first one's schema is among them."""
+    messages = [
+        StaticMessage(
+            message.header,
+            message.parsed,
+            (segment.body(message),) if message.parsed.has_body else None,
+            segment.addresses(message) if message.parsed.has_body else None,
+            number,
+        )
+        for message in segment.messages
+        if message.parsed.has_body or (number == 0 and message is segment.messages[0])
+    ]
+    return MappedMessages(segment, messages)
 
 
 class StoredDataset(Dataset):

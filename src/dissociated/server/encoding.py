@@ -11,12 +11,14 @@ from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.sender import Body, Sender
 from dissociated.protocol.tags import BodyKind
+from dissociated.store.copying import STEP
 from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
 _GROUP_SIZE = 512
 #: Of a dataset so many messages are kept encoded, for each kind of connection that asked.
 _MAX_CACHED_MESSAGES = 1 << 16
+_UNLIMITED = 1 << 63
 
 
 class MessageGroup(NamedTuple):
@@ -27,6 +29,7 @@ class MessageGroup(NamedTuple):
     messages: int
     addresses: Sequence[int]
     nbytes: int  # of the bodies
+    end: int  # what lies below this address must be there first
 
 
 def encode_groups(
@@ -36,15 +39,17 @@ def encode_groups(
     connection: Connection,
     streams: Streams,
     segment: int | None,
+    growing: bool,
     inline_limit: int,
 ) -> Iterable[MessageGroup]:
     """These messages of `dataset`, number `first` and on, encoded for `connection`.
 
     Bodies travel by address if the messages lie in a `segment`, which is that number of those that are sent, but for
-    bodies of at most `inline_limit` bytes.
+    bodies of at most `inline_limit` bytes. Where it is `growing`, groups are small, to be sent soon, and not kept.
     """
-    encoded = _encode(messages, first, connection, streams, segment is not None, inline_limit)
-    if first + len(messages) > _MAX_CACHED_MESSAGES:
+    group_bytes = STEP if growing else _UNLIMITED
+    encoded = _encode(messages, first, connection, streams, segment is not None, group_bytes, inline_limit)
+    if growing or first + len(messages) > _MAX_CACHED_MESSAGES:
         return encoded
     key = type(connection), streams, segment, inline_limit
     return dataset.encoded(key, lambda: [*encoded])
@@ -56,6 +61,7 @@ def _encode(
     connection: Connection,
     streams: Streams,
     mapped: bool,
+    group_bytes: int,
     inline_limit: int,
 ) -> Iterator[MessageGroup]:
     sender = Sender.ahead(streams, first)
@@ -64,8 +70,7 @@ def _encode(
         first = sender.sequence
         outgoing: list[Message] = []
         leased: list[int] = []
-        # A group ends where a segment does, so that what it holds lies in one piece.
-        group = [m for m in messages[at : at + _GROUP_SIZE] if m.segment == messages[at].segment]
+        group = _group(messages, at, group_bytes)
         at += len(group)
         for message in group:
             body = None
@@ -77,4 +82,20 @@ def _encode(
             outgoing += sender.send(message.header, body)
         bodies = bool(streams & Streams.BODIES)
         nbytes = sum(message.parsed.body_length for message in group) if bodies else 0
-        yield MessageGroup(connection.prepare(outgoing), first, len(group), leased if bodies else (), nbytes)
+        ends = (address + length for message in group for address, length in message.extents or ())
+        end = max(ends, default=0) if mapped else 0
+        yield MessageGroup(connection.prepare(outgoing), first, len(group), leased if bodies else (), nbytes, end)
+
+
+def _group(messages: Sequence[StaticMessage], first: int, most: int) -> Sequence[StaticMessage]:
+    """Some messages from number `first` on, of so many bytes at most but for the last of them."""
+    stop, nbytes = first, 0
+    # A group ends where a segment does, so that what it holds lies in one piece.
+    while (
+        stop < min(len(messages), first + _GROUP_SIZE)
+        and nbytes < most
+        and messages[stop].segment == messages[first].segment
+    ):
+        nbytes += messages[stop].parsed.body_length
+        stop += 1
+    return messages[first:stop]

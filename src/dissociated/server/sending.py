@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dissociated.datasets.sendable import Static, StaticMessage
+from dissociated.datasets.sendable import SharedSegment, Static, StaticMessage
 from dissociated.errors import ConnectionClosed, DeadlineExceeded
 from dissociated.memory.leases import Ledger
+from dissociated.memory.shared import Backing
 from dissociated.monitoring.activity import ConnectionStats
 from dissociated.protocol.events import AddressesFreed, Streams
 from dissociated.protocol.message import Incoming, Run
@@ -137,19 +138,33 @@ class StaticSending(Sending):
     def send(self) -> None:
         connection = self._connection
         if not (self._by_address and (connection.shares_memory or connection.exposes_memory)):
-            self._send_messages(self._dataset.packed(), None)
+            self._send_messages(self._dataset.packed())
             return
         for number, (segment, messages) in enumerate(self._dataset.mapped()):
-            region = segment.region
+            region, growing = segment.region, segment.backing is Backing.LIVE
             if connection.shares_memory:
                 connection.share(segment.descriptor, region.base, region.size, segment.backing)
             else:
                 connection.retain(region)
-            self._send_messages(messages, number)
+            self._send_messages(messages, number, segment if growing else None)
 
-    def _send_messages(self, messages: Sequence[StaticMessage], segment: int | None) -> None:
-        connection, first, inline_limit = self._connection, self._sender.sequence, self._limits.inline_limit or 0
-        for group in encode_groups(self._dataset, messages, first, connection, self._streams, segment, inline_limit):
+    def _send_messages(
+        self, messages: Sequence[StaticMessage], number: int | None = None, growing: SharedSegment | None = None
+    ) -> None:
+        """Send messages of the segment of this `number`, and none before its body is there."""
+        connection, inline_limit = self._connection, self._limits.inline_limit or 0
+        for group in encode_groups(
+            self._dataset,
+            messages,
+            self._sender.sequence,
+            connection,
+            self._streams,
+            number,
+            growing is not None,
+            inline_limit,
+        ):
+            if growing is not None:
+                growing.wait(group.end)
             self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)

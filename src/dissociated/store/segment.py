@@ -146,6 +146,9 @@ class Segment:
                 both: BatchAndMetadata = reader.get_batch_with_custom_metadata(number)
             yield both
 
+    def wait(self, until: int) -> None:
+        """Everything is there."""
+
     def check_metadata(self, limit: int) -> None:
         """Raise StoreError where the metadata of one of its messages has more than `limit` bytes."""
         why = metadata_too_long(self.name, int(self.index.metadata_lengths.max()) - _PREFIX_SIZE, limit)

@@ -42,3 +42,6 @@ class TensorSegment:
             ]
             for message, body_at in zip(messages, bodies, strict=True)
         ]
+
+    def wait(self, until: int) -> None:
+        """Everything is there."""

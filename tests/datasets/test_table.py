@@ -1,4 +1,4 @@
-"""A Table in shared memory: copied in segments, which are read while the others are still being made."""
+"""A Table under a name, and its copy in shared memory, which is read while it is still being written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import resource
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
 from dissociated.client import stream
-from dissociated.datasets import mapped, static
-from dissociated.datasets.mapped import SharedCopy
+from dissociated.datasets import table
+from dissociated.memory.shared import Backing
+from dissociated.server import encoding
+from dissociated.store import copying
 from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, wait_until
 
 _ROWS = 100
@@ -32,14 +35,20 @@ TABLE = pa.Table.from_batches([*map(batch, range(20)), batch(20, 0), *map(batch,
 
 
 @pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let segments have about three batches, and every Table be large enough to be copied ahead."""
-    for size in ("_FIRST_BYTES", "_SEGMENT_BYTES"):
-        monkeypatch.setattr(mapped, size, 6000)
-    monkeypatch.setattr(static, "_MIN_AHEAD", 0)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let about three batches be copied at once, and every Table be large enough to be copied ahead."""
+    for module in (copying, encoding, table):
+        monkeypatch.setattr(module, "STEP", 6000)
+    monkeypatch.setattr(table, "_MIN_AHEAD", 0)
 
 
-def segments(name: str) -> int:
+@pytest.fixture
+def on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be copied before somebody asks."""
+    monkeypatch.setattr(table, "_MIN_AHEAD", 1 << 40)
+
+
+def memfds(name: str) -> int:
     """How many memfds of that name this process has open."""
     return len({os.fstat(number).st_ino for number, what in descriptors().items() if f"dissociated:{name}" in what})
 
@@ -67,35 +76,72 @@ def little_space() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_copy_is_made_segment_by_segment_by_whoever_needs_it() -> None:
-    copy = SharedCopy("lazily", TABLE, TABLE.nbytes, None)
-    first = next(iter(copy))
-    assert segments("lazily") == 1
+def copy_of(server: dis.Server) -> Any:
+    (mapped,) = server.dataset("t").mapped()  # type: ignore[attr-defined]
+    return mapped.segment
+
+
+def is_sealed(segment: Any) -> bool:
+    return bool(segment.backing is Backing.SEALED)
+
+
+@pytest.mark.usefixtures("on_demand")
+def test_a_copy_is_written_by_whoever_needs_it(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("t", TABLE)
+    copy = copy_of(server)
+    end = copy.region.base + copy.region.size
+    copy.wait(copy.region.base + 1)
+    assert not is_sealed(copy)
+    written = bytes(copy.region.memory)
+    copy.wait(copy.region.base + 5000)
+    assert bytes(copy.region.memory) == written  # it is there already
     with ThreadPoolExecutor(8) as pool:
-        several = [*pool.map(lambda _: [*copy], range(8))]
-    assert all(one == several[0] for one in several)
-    assert several[0][0] is first
-    assert segments("lazily") == len(several[0]) > 10
+        list(pool.map(lambda _: copy.wait(end), range(8)))
+    assert is_sealed(copy)
+    assert pa.ipc.open_stream(copy.region.memory).read_all() == TABLE
+    assert written.rstrip(b"\0") == bytes(copy.region.memory)[: len(written.rstrip(b"\0"))]
+    assert memfds("t") == 1
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+def check_read(reader: pa.RecordBatchReader) -> None:
+    assert [reader.read_next_batch() for _ in range(2)] == TABLE.to_batches()[:2]
+    rest = reader.read_all()
+    assert rest == TABLE.slice(2 * _ROWS)
+    assert [len(one) for one in rest.to_batches()] == [len(one) for one in TABLE.to_batches()[2:]]
+    assert (reader.stats.num_messages, reader.stats.num_record_batches) == (43, 42)
+
+
+@pytest.mark.parametrize("ahead", [0, 1 << 40])
 def test_what_is_read_while_it_is_copied_is_the_table(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, ahead: bool
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    monkeypatch.setattr(static, "_MIN_AHEAD", 0 if ahead else 1 << 40)
-    monkeypatch.delattr(stream, "join_deliveries")  # it is all read in place
+    monkeypatch.setattr(table, "_MIN_AHEAD", ahead)
     server = serve("shm:", "tcp://127.0.0.1:0")
     for _ in range(5):
         server.publish("t", TABLE)
+        check_read(open_shm(server))
+    monkeypatch.delattr(stream, "join_deliveries")  # and when all is there it is read in place
+    check_read(open_shm(server))
+
+
+@pytest.mark.usefixtures("on_demand")
+def test_what_is_there_is_read_before_the_rest_is(serve: Serve) -> None:
+    server = serve("shm:")
+    server.publish("t", TABLE)
+    copy = copy_of(server)
+    copy.wait(copy.region.base + 20_000)
+    copy._writing = True  # as if somebody were just writing
+    try:
         reader = open_shm(server)
-        assert [reader.read_next_batch() for _ in range(2)] == TABLE.to_batches()[:2]
-        rest = reader.read_all()
-        assert rest == TABLE.slice(2 * _ROWS)
-        assert [len(one) for one in rest.to_batches()] == [len(one) for one in TABLE.to_batches()[2:]]
-        assert reader.stats.num_messages == 43
-        assert reader.stats.num_record_batches == 42
-        with pytest.raises(dis.errors.StoreError, match="read to its end"):
-            reader.read_all()
+        assert [reader.read_next_batch() for _ in range(3)] == TABLE.to_batches()[:3]
+        assert not is_sealed(copy)
+    finally:
+        with copy._changed:
+            copy._writing = False
+            copy._changed.notify_all()
+    assert reader.read_all() == TABLE.slice(3 * _ROWS)
+    assert is_sealed(copy)
 
 
 READS: dict[str, tuple[dict[str, object], Callable[[], pa.Table]]] = {
@@ -120,39 +166,48 @@ def test_bodies_by_address_and_metadata_of_another_connection_count_alike(serve:
     server = serve("shm:", "tcp://127.0.0.1:0")
     words = pa.array(["a", "b", None, "c"] * (_ROWS // 4)).dictionary_encode()
     encoded = pa.Table.from_batches([pa.record_batch({"n": batch(n)["n"], "d": words}) for n in range(20)])
-    for table in (TABLE, encoded):
-        server.publish("t", table)
+    for content in (TABLE, encoded):
+        server.publish("t", content)
         (_, metadata), (bodies, _) = (server.locations("t", streams=one) for one in ("metadata", "bodies"))
-        assert dis.open_stream([metadata, bodies], server.ticket("t")).read_all() == table
-        assert open_shm(server).read_all() == table
+        assert dis.open_stream([metadata, bodies], server.ticket("t")).read_all() == content
+        assert open_shm(server).read_all() == content
 
 
+@pytest.mark.usefixtures("on_demand")
 def test_an_error_within_the_copy_reaches_each_reader_until_it_passes(serve: Serve) -> None:
     server = serve("shm:")
-    large = pa.Table.from_batches([*TABLE.to_batches()[:30], batch(30, 5000), *map(batch, range(80, 90))])
+    large = pa.Table.from_batches([*TABLE.to_batches(), *map(batch, range(80, 90))])
     why = "no space left for shared memory"
+    server.publish("t", large)
+    copy_of(server)
     with little_space():
-        server.publish("t", large)
         for _ in range(3):
             reader = open_shm(server)
             read = read_until(reader, why)
-            assert 20 < len(read) <= 30
+            assert 10 < len(read) < 40
             assert read == large.to_batches()[: len(read)]
             for again in (reader.read_all, reader.read_next_batch, reader.read_all):  # what failed has not ended
                 with pytest.raises(dis.errors.RemoteError, match=why):
                     again()
-            with pytest.raises(dis.errors.RemoteError, match=why):
-                open_shm(server).read_all()
     assert open_shm(server).read_all() == large
     with little_space(), pytest.raises(dis.errors.StoreError, match=why):
         server.publish("t", large.slice(1), wait=True)
     assert open_shm(server).read_all() == large  # which that did not replace
 
 
+def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve("shm:")
+    with little_space():
+        server.publish("t", pa.concat_tables([TABLE, TABLE]))
+        wait_until(lambda: "no space left" in caplog.text, "the copy to fail")
+    assert open_shm(server).read_all() == pa.concat_tables([TABLE, TABLE])
+
+
 def test_to_wait_is_to_publish_what_is_copied(serve: Serve) -> None:
     server = serve("shm:")
     server.publish("waited for", TABLE, wait=True)
-    assert segments("waited for") > 10
+    (mapped,) = server.dataset("waited for").mapped()  # type: ignore[attr-defined]
+    assert is_sealed(mapped.segment)
     server.publish("t", TABLE.to_reader(), wait=True)  # nothing of which is copied
     assert open_shm(server).read_all() == TABLE
 
@@ -168,20 +223,21 @@ def test_what_is_dropped_while_it_is_read_is_read_to_its_end(serve: Serve) -> No
         assert connections_left(server, patience=0) == 3  # whose arrays are still there
         del begun, readers
         clients_end()
-        wait_until(lambda: not segments("t"), "everything of it to be given back", PATIENCE)
+        wait_until(lambda: not memfds("t"), "everything of it to be given back", PATIENCE)
 
 
 def test_a_reader_that_is_dropped_gives_everything_back(serve: Serve) -> None:
     server = serve("shm:")
-    server.publish("t", TABLE, wait=True)
-    reader = open_shm(server)
-    reader.read_next_batch()
-    del reader
+    for _ in range(5):
+        server.publish("t", TABLE)
+        reader = open_shm(server)
+        reader.read_next_batch()
+        del reader
     clients_end()
     assert connections_left(server) == 0
 
 
-def test_a_server_that_closes_ends_its_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_closes_ends_its_copying() -> None:
     with leaving_nothing(), dis.Server(["shm:"], catalog=None) as server:
         for _ in range(10):
             server.publish("t", TABLE)

@@ -1,0 +1,101 @@
+"""A Table under a name, and its copy in shared memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.columns import values_size
+from dissociated.codec.options import WriteOptions
+from dissociated.codec.split import OnceValidator, batches, split
+from dissociated.codec.statistics import Collector, Statistics
+from dissociated.datasets.sendable import MappedMessages, StaticMessage
+from dissociated.datasets.static import StaticDataset
+from dissociated.errors import DissociatedError
+from dissociated.host import available_memory
+from dissociated.store.copying import STEP, CopiedSegment
+
+_log = logging.getLogger(__name__)
+
+#: A Table of so many bytes is copied into shared memory before anybody asks. To copy less takes no time that shows.
+_MIN_AHEAD = 1 << 24
+
+
+class TableDataset(StaticDataset):
+    """A Table. It is sent from where it lies, and copied once for those who can map memory."""
+
+    def __init__(self, name: str, table: pa.Table, options: WriteOptions | None = None) -> None:
+        super().__init__(name, table.schema)
+        self.rows = table.num_rows
+        self.nbytes: int = values_size(table)
+        self._table = table
+        self._options = options
+        self._packed: list[StaticMessage] | None = None
+        self._copying = threading.Lock()  # not the other one: clients that need no copy shall not wait for it
+        self._mapped: Sequence[MappedMessages] | None = None
+        self._segment: CopiedSegment | None = None
+        self._thread: threading.Thread | None = None
+        self._validated = OnceValidator()
+        self._looking = threading.Lock()
+        self._statistics: dict[int, Statistics | None] = {}
+
+    def open_reader(self) -> pa.RecordBatchReader:
+        return BatchReader(self.schema, self._validated.check(self.schema, batches(self._table.to_reader())))
+
+    def statistics(self, columns: Sequence[int]) -> Statistics | None:
+        """Looked at when they are asked for, once for each column."""
+        with self._looking:
+            for column in columns:
+                if column not in self._statistics:
+                    collector = Collector(self.schema, [column])
+                    for batch in self._table.to_reader():
+                        collector.add(batch)
+                    self._statistics[column] = collector.statistics()
+            known = [one for column in columns if (one := self._statistics[column]) is not None]
+        if not known:
+            return None
+        return Statistics(known[0].num_rows, {column: one for some in known for column, one in some.bounds.items()})
+
+    def packed(self) -> Sequence[StaticMessage]:
+        with self._lock:
+            if self._packed is None:
+                self._packed = [StaticMessage(*m) for m in split(self._table.to_reader(), self._options)]
+            return self._packed
+
+    def mapped(self) -> Sequence[MappedMessages]:
+        packed = self.packed()
+        with self._copying:
+            if self._mapped is None:
+                alignment = (self._options or WriteOptions()).alignment
+                segment = CopiedSegment(self.name, [message[:3] for message in packed], alignment)
+                if segment.region.size <= STEP:
+                    segment.wait(segment.region.base + segment.region.size)
+                messages = [m._replace(extents=found) for m, found in zip(packed, segment.extents, strict=True)]
+                self._mapped = [MappedMessages(segment, messages)]
+                self._segment = segment
+            return self._mapped
+
+    def prepare_sharing(self, wait: bool) -> None:
+        if wait:
+            self.regions()
+        elif _MIN_AHEAD <= self.nbytes <= available_memory() // 2:
+            self._thread = threading.Thread(target=self._copy_ahead, name=f"copy {self.name}", daemon=True)
+            self._thread.start()
+
+    def _copy_ahead(self) -> None:
+        """Copy until it is dropped. Nobody depends on this: those who need more of the copy write it."""
+        try:
+            self.mapped()
+            if self._segment is not None:
+                self._segment.write(lambda: not self._dropped)
+        except DissociatedError as error:
+            why = str(error)  # and not the error: its traceback has this, and logs keep it
+            _log.warning("copying %r into shared memory: %s; it is tried again when somebody asks", self.name, why)
+
+    def wait_closed(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)

@@ -1,0 +1,128 @@
+"""A copy of messages in shared memory, which is read while it is still being written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from dissociated.buffers import Buffer
+from dissociated.fork import bind_to_process, invalidate
+from dissociated.format.encapsulated import encapsulate, end_of_stream
+from dissociated.format.message import Header, buffer_extents
+from dissociated.memory.region import Region
+from dissociated.memory.shared import Backing, create_memfd, map_read_only, reopen_read_only, seal, write_parts
+from dissociated.oserrors import store_errors
+
+#: Bytes that are written at once, before anybody who waits for them is told.
+STEP = 1 << 26
+
+
+class CopiedSegment:
+    """An IPC stream of these messages in a memfd, which is sealed when all of it has been written.
+
+    Where everything will lie is known at once, and `wait` waits until it is there. Whoever waits writes what is
+    missing, unless somebody does so already: so a thread may go ahead with `write`, and nobody depends on it. What
+    cannot be written is an error for who tried, and the next one tries again. Safe to use from many threads.
+    Raises StoreError where there is no memory for it.
+    """
+
+    def __init__(
+        self, name: str, messages: Sequence[tuple[bytes, Header, Sequence[Buffer] | None]], alignment: int
+    ) -> None:
+        """Messages are flatbuffers, what was read of them, and bodies in parts."""
+        self._name = name
+        self._starts: list[int] = []  # of what is to be written together
+        self._pieces: list[list[Buffer]] = []  # which that is; none when everything is there
+        bodies, end = [], 0
+        for header, parsed, body in messages:
+            head = encapsulate(header, alignment=alignment, at=end)
+            self._starts.append(end)
+            self._pieces.append([head, *(body or ())])
+            bodies.append(end + len(head))
+            end = bodies[-1] + parsed.body_length
+        size = end + len(end_of_stream())
+        self._starts += (end, size)
+        self._pieces.append([end_of_stream()])
+        with store_errors(f"shared memory for {name}"), ExitStack() as undo:
+            self._writable = create_memfd(name)
+            undo.callback(os.close, self._writable)
+            os.ftruncate(self._writable, size)
+            seal(self._writable, Backing.LIVE)
+            #: Read-only, and closed when nobody uses the segment any more.
+            self.descriptor = reopen_read_only(self._writable)
+            weakref.finalize(self, os.close, self.descriptor)
+            memory = map_read_only(self.descriptor, size)
+            undo.pop_all()
+        self._close = weakref.finalize(self, os.close, self._writable)
+        #: Its own addresses, since peers that fetch over a network know no others.
+        self.region = Region(memory.address, memory)
+        #: Address and length of each buffer of each message that has a body.
+        self.extents = [
+            [
+                (self.region.base + at + offset, length)
+                for offset, length in zip(*buffer_extents(header, parsed), strict=True)
+            ]
+            if parsed.has_body
+            else None
+            for (header, parsed, _), at in zip(messages, bodies, strict=True)
+        ]
+        self._changed = threading.Condition()
+        self._written = 0  # pieces
+        self._writing = False
+        bind_to_process(self)
+
+    def after_fork_in_child(self) -> None:
+        self._close()
+        invalidate(self)
+
+    @property
+    def backing(self) -> Backing:
+        """Sealed when everything is there; before that it is still written, though never punched."""
+        return Backing.LIVE if self._close.alive else Backing.SEALED
+
+    def wait(self, until: int) -> None:
+        """Wait until everything is there that lies below this address. Raises StoreError."""
+        while not self._is_written(until):
+            self._advance(until)
+
+    def write(self, wanted: Callable[[], bool]) -> None:
+        """Write everything, as long as it is `wanted`. Raises StoreError."""
+        end = self.region.base + self.region.size
+        while wanted() and not self._is_written(end):
+            self._advance(end)
+
+    def _is_written(self, until: int) -> bool:
+        return self.region.base + self._starts[self._written] >= until
+
+    def _advance(self, until: int) -> None:
+        """Write some more, or wait until somebody else has written what lies below `until`, or has failed."""
+        with self._changed:
+            if self._writing:
+                self._changed.wait_for(lambda: not self._writing or self._is_written(until))
+                return
+            self._writing = True
+        try:
+            self._write_step()
+        finally:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _write_step(self) -> None:
+        first = last = self._written
+        if not self._pieces:
+            return
+        start, parts = self._starts[first], []
+        while last < len(self._pieces) and self._starts[last] - start < STEP:
+            parts += self._pieces[last]
+            last += 1
+        with store_errors(f"shared memory for {self._name}"):
+            write_parts(self._writable, parts, start)
+            if last == len(self._pieces):
+                seal(self._writable, Backing.SEALED)
+                self._close()
+                self._pieces = []
+        self._written = last
