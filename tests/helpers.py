@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from urllib.parse import quote
@@ -53,15 +53,21 @@ def _join(threads: Iterable[threading.Thread], patience: float = PATIENCE) -> No
         thread.join(max(0.0, end - monotonic()))
 
 
-def descriptors() -> dict[int, str]:
-    """The open descriptors of this process, and what they refer to."""
+def descriptors(pid: int | str = "self") -> dict[int, str]:
+    """The open descriptors of this process, or of that one, and what they refer to."""
     found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists the directory, or one that has been closed since
             found[int(entry.name)] = os.readlink(entry)
-        except FileNotFoundError:
-            pass  # the one that lists the directory
     return found
+
+
+def files_below(directory: Path, pid: int | str = "self") -> set[str]:
+    """The files below it that this process has open or mapped, or that one."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    mapped = {line.split(None, 5)[5] for line in lines if str(directory) in line}
+    found = {*descriptors(pid).values(), *mapped}
+    return {target for target in found if target.startswith(f"{directory}/") and not os.path.isdir(target)}
 
 
 def wait_until(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:

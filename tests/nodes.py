@@ -60,7 +60,7 @@ def nothing_is_left_of(node: Process, store: Path) -> None:
             client.drop(info.name)
     wait_until(lambda: node.leases() == 0, "nobody holds anything")
     wait_until(lambda: segments(store / "segments") == [], "no files are left")
-    wait_until(lambda: node.open_files(store / "segments") == [], "nothing is open or mapped")
+    wait_until(lambda: not node.open_files(store / "segments"), "nothing is open or mapped")
 
 
 READER = """

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import dissociated as dis
-from helpers import PATIENCE
+from helpers import PATIENCE, files_below
 
 
 class Process:
@@ -61,15 +61,9 @@ class Process:
         with dis.connect(self.uri) as client:
             return client.status().leases
 
-    def open_files(self, below: Path) -> list[str]:
+    def open_files(self, below: Path) -> set[str]:
         """What it has open or mapped below a directory, but for directories."""
-        found = []
-        for entry in Path(f"/proc/{self.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):
-                found.append(os.readlink(entry))
-        lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
-        found += [line.split(None, 5)[5] for line in lines if str(below) in line]
-        return [target for target in found if target.startswith(f"{below}/") and not os.path.isdir(target)]
+        return files_below(below, self.pid)
 
 
 #: Starts one, which is killed after the test.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
+
+from helpers import descriptors
 
 
 class Mapping(NamedTuple):
@@ -50,11 +53,9 @@ def origins(batches: list[pa.RecordBatch]) -> set[tuple[str, str]]:
 def shared_bytes(name: str) -> int:
     """How much memory the memfds of this name hold, as the server that owns them sees it."""
     blocks = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{entry}") == f"/memfd:dissociated:{name} (deleted)":
-                status = os.stat(f"/proc/self/fd/{entry}")
+    for descriptor, target in descriptors().items():
+        if target == f"/memfd:dissociated:{name} (deleted)":
+            with suppress(OSError):  # closed since
+                status = os.fstat(descriptor)
                 blocks[status.st_ino] = status.st_blocks * 512
-        except FileNotFoundError:
-            pass  # closed since
     return sum(blocks.values())

@@ -23,7 +23,7 @@ from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.segment_cache import OpenSegments, SegmentCache
 from dissociated.store.store import Store
-from helpers import PATIENCE
+from helpers import PATIENCE, files_below
 from nodes import MIB, SCHEMA, put, read, table
 
 CHILD = """
@@ -81,13 +81,8 @@ def test_a_node_has_more_datasets_than_descriptors(memory: Path) -> None:
 
 
 def open_below(directory: Path) -> set[str]:
-    """The files below it that this process has open or mapped."""
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # that by which it is listed
-            found.add(str(link.readlink()))
-    found |= {line.split(None, 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    return {path for path in found if path.startswith(f"{directory}/") and ".arrows" in path}
+    """The segments below it that this process has open or mapped."""
+    return {path for path in files_below(directory) if ".arrows" in path}
 
 
 def test_few_are_open_that_nobody_reads(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

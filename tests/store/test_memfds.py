@@ -23,7 +23,7 @@ from dissociated.node.node import Node
 from dissociated.store.eviction import Policy
 from dissociated.store.handover import hand_over
 from dissociated.store.store import Store
-from helpers import PATIENCE, Serve, leaving_nothing, wait_until
+from helpers import PATIENCE, Serve, descriptors, leaving_nothing, wait_until
 from memory.maps import origins
 from nodes import MIB, SCHEMA, kill, put, read, segments, spawn, staged, table
 from processes import Process, Start
@@ -217,8 +217,7 @@ with dis.connect(sys.argv[1]) as client:
 
 def held(node: Process) -> int:
     """How many descriptors of what was handed over a node has."""
-    links = [os.path.join(f"/proc/{node.pid}/fd", entry) for entry in os.listdir(f"/proc/{node.pid}/fd")]
-    return sum(os.path.lexists(link) and "memfd:mine" in os.readlink(link) for link in links)
+    return sum("memfd:mine" in target for target in descriptors(node.pid).values())
 
 
 def test_memory_outlives_the_process_that_handed_it_over_but_not_the_node(memory: Path, start: Start) -> None:

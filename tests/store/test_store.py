@@ -19,7 +19,7 @@ from dissociated.store.eviction import Policy
 from dissociated.store.files import claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, descriptors, leaving_nothing
 from nodes import kill, small_file_system, spawn
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -134,10 +134,10 @@ def test_versions_that_were_appended_to_share_what_is_open(memory: Path) -> None
     with leaving_nothing(), Store(memory) as store:
         put(store, "some", 0)
         opened = store.segments(store.versions()[0])
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(descriptors())
         for number in range(1, 20):
             opened = store.segments(put(store, "some", number, append=True))
-        assert len(os.listdir("/proc/self/fd")) == before + 2 * 19  # two for each segment, of whatever version
+        assert len(descriptors()) == before + 2 * 19  # two for each segment, of whatever version
         assert [segment.rows for segment in opened] == [1] * 20
         del opened
 

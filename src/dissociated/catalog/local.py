@@ -204,13 +204,24 @@ class LocalCatalog(Catalog):
                 request = replace(request, previous=previous, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(request)
         self.holdings.serve(prepared, named=True)
+        self._publish(request, prepared, before)
+
+    def _publish(
+        self,
+        described: CommitRequest | Version,
+        prepared: Prepared,
+        before: Sequence[str],
+        created: float | None = None,
+    ) -> None:
+        """What is prepared here is all of the dataset that this describes. See `Database.publish`."""
         self._database.publish(
-            request.name,
-            request.key,
+            described.name,
+            described.key,
             schemas.serialize(prepared.dataset.schema),
             [self.holdings.describe_part(prepared)],
-            tags=request.tags,
-            ttl=request.ttl,
+            tags=described.tags,
+            ttl=described.ttl,
+            created=created,
             before=before,
         )
 
@@ -342,16 +353,7 @@ class LocalCatalog(Catalog):
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
             return
-        self._database.publish(
-            version.name,
-            version.key,
-            schemas.serialize(prepared.dataset.schema),
-            [self.holdings.describe_part(prepared)],
-            tags=version.tags,
-            ttl=version.ttl,
-            created=version.created,
-            before=version.before,
-        )
+        self._publish(version, prepared, version.before, version.created)
         replaced = self._latest[version.name]
         if replaced > version.created and replaced + self.retain > time.time():
             with suppress(DatasetNotFound):  # its time to live is over
