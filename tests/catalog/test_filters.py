@@ -80,7 +80,13 @@ def test_each_tool_moves_the_columns_and_rows_that_it_needs(client: dis.Client) 
         "pyarrow": lambda: data.to_table(["c3"], n >= ROWS - 2)["c3"].to_pylist(),
         "conditions": lambda: data.to_table(["c3"], ("c0", ">=", ROWS - 2))["c3"].to_pylist(),
         "DuckDB": lambda: [one for (one,) in query(f"SELECT c3 FROM data WHERE c0 >= {ROWS - 2}", data)],
+        "DuckDB's IN": lambda: [
+            one for (one,) in query(f"SELECT c3 FROM data WHERE c0 IN ({ROWS - 2}, {ROWS - 1})", data)
+        ],
         "Polars": lambda: data.scan().filter(pl.col("c0") >= ROWS - 2).select("c3").collect()["c3"].to_list(),
+        "Polars' is_in": lambda: (
+            data.scan().filter(pl.col("c0").is_in([ROWS - 2, ROWS - 1])).select("c3").collect()["c3"].to_list()
+        ),
         "Flight": lambda: (
             client.read("data", transport="grpc", columns=["c3"], filter=n >= ROWS - 2).read_all()["c3"].to_pylist()
         ),

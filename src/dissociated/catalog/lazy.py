@@ -79,6 +79,13 @@ def _conjuncts(tree: Any) -> Iterator[tuple[str, str, Any]]:
             yield from _comparison(name, op, literal)
         case {"BinaryExpr": {"left": {"Literal": literal}, "op": str(op), "right": {"Column": str(name)}}}:
             yield from _comparison(name, _FLIPPED.get(op, op), literal)
+        case {
+            "Function": {
+                "input": [{"Column": str(name)}, {"Literal": {"Scalar": {"List": list(encoded)}}}],
+                "function": {"Boolean": {"IsIn": {"nulls_equal": False}}},
+            }
+        }:
+            yield name, "in", pa.ipc.open_stream(bytes(encoded)).read_all().column(0).to_pylist()
         case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNull"}}}:
             yield (name, "is null")  # type: ignore[misc]  # of these there are two
         case {"Function": {"input": [{"Column": str(name)}], "function": {"Boolean": "IsNotNull"}}}:

@@ -37,6 +37,8 @@ def _may(node: FilterNode, known: object) -> pc.Expression:
             return _joined(pc.and_kleene, [_may(one, known) for one in arguments])
         case Call("or", arguments):
             return _joined(pc.or_kleene, [_may(one, known) for one in arguments])
+        case Call("if_else", (_, then, _)):  # or null
+            return _may(then, known)
         case Call("not", (Call("is_null", inner),)):
             return _may(Call("is_not_null", inner), known)
         case Call("not", (Call("is_not_null", inner),)):

@@ -27,20 +27,19 @@ _MAX_NODES = 512
 _MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
 
 #: Functions as Substrait calls them.
-_FUNCTIONS = {
-    *("equal", "not_equal", "lt", "lte", "gt", "gte", "is_null", "is_not_null", "is_nan"),
-    *("and", "or", "not"),
-}
-#: The same as pyarrow prints them, as far as they come back as they were: `is_in` becomes comparisons, of which nulls
-#: and NaN make something else.
-_PRINTED_FUNCTIONS = {"invert", "is_null", "is_valid", "is_nan"}
+_COMPARISONS = {"equal", "not_equal", "lt", "lte", "gt", "gte"}
+_FUNCTIONS = {*_COMPARISONS, "is_null", "is_not_null", "is_nan", "and", "or", "not"}
+#: That of a set of values, as pyarrow prints it. Where Substrait is read it becomes comparisons.
+_SET = "is_in"
+#: The same as pyarrow prints them, as far as they come back as they were.
+_PRINTED_FUNCTIONS = {"invert", "is_null", "is_valid", "is_nan", "if_else", _SET}
 _CALL = re.compile(r"(\w+)\(")
 
 # Numbers of the fields of Substrait's messages.
 _ORIGINS, _EXTENSIONS, _EXPRESSIONS, _SCHEMA, _VERSION = 1, 2, 3, 4, 7
-_LITERAL, _SELECTION, _FUNCTION = 1, 2, 3
+_LITERAL, _SELECTION, _FUNCTION, _IF, _ONE_OF = 1, 2, 3, 6, 8
 #: Literals that are one plain value: numbers, text, bytes, dates, times, decimals, null.
-_PLAIN_LITERALS = {1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 21, 22, 23, 24, 27, 29, 34, 35, 36, 50, 51}
+_PLAIN_LITERALS = {1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 21, 22, 23, 24, 27, 29, 33, 34, 35, 36, 50, 51}
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,43 @@ def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
     """The filter of batches of this schema as it travels; None where it would mean something else, or be too long."""
     looked_at = pa.schema([schema.field(number) for number in rows.columns])
     text = str(rows.expression)
-    if not {*_CALL.findall(text)} <= _PRINTED_FUNCTIONS or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
+    functions = {*_CALL.findall(text)}
+    if not functions <= _PRINTED_FUNCTIONS or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
         return None
     try:
         encoded = _compact(bytes(_substrait().serialize_expressions([rows.expression], ["passes"], looked_at)))
         received = parse_filter(encoded)
         received.bind(schema)
+        if _SET in functions:
+            _check_sets(received)
     except (pa.ArrowException, FormatError, ValueError):
         return None
     return encoded
+
+
+def _check_sets(received: ReceivedFilter) -> None:
+    """Raise FormatError where comparisons in place of sets of values are true of other rows.
+
+    They are null where a set is false, which is the same to `and`, `or` and to who asks which rows pass, and to nothing
+    else.
+    """
+
+    def check(node: FilterNode) -> None:
+        match node:
+            case Call("and" | "or", arguments):
+                for one in arguments:
+                    check(one)
+            case Call("if_else", (_, then, _)):
+                check(then)
+            case Call(name, (ColumnRef(number), Value(value))) if name in _COMPARISONS:
+                if _is_null(value) or pa.types.is_floating(received.schema.field(number).type):
+                    raise FormatError("in a set null is a value, NaN is itself, and 0 is not -0")
+            case _:
+                raise FormatError("what is asked of a set of values beside its rows would not be the same")
+
+    check(received.tree)
+    if "cast(" in str(received.expression):
+        raise FormatError("the values are of another type than the column, which comparisons would convert")
 
 
 def parse_filter(encoded: bytes) -> ReceivedFilter:
@@ -138,7 +165,8 @@ def _depth(text: str) -> int:
 def _compact(encoded: bytes) -> bytes:
     """The same expression with each extension told once, and none that it has no function of."""
     fields = [*_fields(encoded)]
-    used = {_number(function, 1) for declared in _messages(fields, _EXTENSIONS) for function in _messages(declared, 3)}
+    declared = [one for some in _messages(fields, _EXTENSIONS) for what in (1, 3) for one in _messages(some, what)]
+    used = {_number(one, 1) for one in declared}  # by types and functions
     compacted: dict[bytes, None] = {}
     for number, value in fields:
         if isinstance(value, int) or (number == _ORIGINS and _number([*_fields(value)], 1) not in used):
@@ -184,22 +212,42 @@ class _Parser:
                 raise FormatError("the filter has a function without a name")
             arguments = [value for argument in _messages(inner, 4) for value in _messages(argument, 3)]
             return Call(name, tuple(self._node(one, depth + 1) for one in arguments))
+        if number == _ONE_OF:
+            match self._parts(inner, depth):
+                case [ColumnRef() as column, _, *_] as found if all(isinstance(one, Value) for one in found[1:]):
+                    return Call("or", tuple(Call("equal", (column, one)) for one in found[1:]))
+            raise FormatError("a set of the filter is not one of a column and values")
+        if number == _IF:
+            clauses = _messages(inner, 1)
+            parts = (*(part for one in clauses for part in self._parts(one, depth)), *self._parts(inner, depth, 2))
+            match parts:
+                case (Call("is_not_null", (ColumnRef(),)), _, Value(value)) if _is_null(value):
+                    return Call("if_else", parts)
+            raise FormatError("the filter decides by something else than whether a column is null")
         if number == _SELECTION:
             return _column(inner)
         if number == _LITERAL and {kind for kind, _ in inner} <= _PLAIN_LITERALS:
             return Value(self._value(bytes(content)))
         raise FormatError("the filter has a kind of expression that is not computed for others")
 
+    def _parts(self, fields: _Fields, depth: int, *numbers: int) -> list[FilterNode]:
+        """The expressions in the fields of these numbers, in their order."""
+        return [self._node(one, depth + 1) for number in numbers or (1, 2) for one in _messages(fields, number)]
+
     def _value(self, literal: bytes) -> pc.Expression:
         """A literal, read by libarrow: an expression of it alone."""
         alone = _encode(_EXPRESSIONS, _encode(1, _encode(_LITERAL, literal)) + _encode(3, b"value"))
-        rest = [(number, value) for number, value in self._whole if number in (_SCHEMA, _VERSION) and _is_bytes(value)]
+        rest = [(number, value) for number, value in self._whole if number != _EXPRESSIONS and _is_bytes(value)]
         message = alone + b"".join(_encode(number, bytes(value)) for number, value in rest)
         try:
             ((_, expression),) = _substrait().deserialize_expressions(message).expressions.items()
         except (pa.ArrowException, ValueError) as error:
             raise FormatError(f"libarrow cannot read a value of the filter: {error}") from None
         return expression
+
+
+def _is_null(value: pc.Expression) -> bool:
+    return str(value).startswith("null[")
 
 
 def _column(reference: _Fields) -> ColumnRef:
