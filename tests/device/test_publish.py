@@ -92,6 +92,31 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     wait_until(lambda: device.allocations == 1, "what was replaced is freed")
 
 
+def test_a_reader_that_stops_early_keeps_what_it_was_given(
+    device: Device, server: dis.Server, client: dis.Client
+) -> None:
+    server.publish("numbers", on_device(device, [*pieces()]))
+    with client.read("numbers", device=device) as reader:
+        first = reader.read_next_batch()
+    server.drop("numbers")
+    gc.collect()
+    assert device.allocations == 1
+    assert first.to_host() == next(pieces())
+    del first, reader
+    gc.collect()
+    wait_until(lambda: not device.allocations, "what was dropped is freed when the last address has come back")
+
+
+def test_small_things(device: Device, server: dis.Server, client: dis.Client) -> None:
+    no_columns = pa.table({"n": range(5)}).select([])
+    for name, table in {"rows": no_columns, "none": NUMBERS.slice(0, 0), "nulls": pa.table({"n": pa.nulls(3)})}.items():
+        server.publish(name, to_device(table.to_reader(), device))
+        assert client.read(name).read_all() == table
+        assert sum(batch.num_rows for batch in client.read(name, device=device)) == table.num_rows
+    with pytest.raises(SourceError, match="cannot publish"):
+        server.publish("array", pa.array([1]))
+
+
 def test_memory_goes_back_when_streams_of_others_have_read_it(
     device: Device, server: dis.Server, client: dis.Client
 ) -> None:

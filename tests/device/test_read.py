@@ -193,6 +193,15 @@ def test_bodies_from_a_network_come_through_a_ring_of_pinned_memory(client: dis.
     assert ring.allocate(1 << 26)
 
 
+def test_a_segment_is_registered_once_and_whole(client: dis.Client, emulated: EmulatedDevice) -> None:
+    before = emulated.registrations
+    with client.read("numbers", transport="shm", device=emulated) as reader:
+        first = reader.read_next_batch()
+        assert emulated.registered > 7 * first.nbytes
+        assert sum(1 for _ in reader) == 7
+    assert (emulated.registered, emulated.registrations) == (0, before + 1)
+
+
 def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevice) -> None:
     for wrong in ("test:9", "cuda:99", "gpu"):
         with pytest.raises(DeviceNotFound):

@@ -228,8 +228,9 @@ def check_request(requested_schema: object, schema: pa.Schema, options: dict[str
 
 
 def is_on_device(source: object) -> bool:
-    """Whether `source` offers the Arrow C Device interface."""
-    return hasattr(source, "__arrow_c_device_stream__") or hasattr(source, "__arrow_c_device_array__")
+    """Whether `source` offers the Arrow C Device interface, as record batches do, and not only one array of pyarrow."""
+    offers = hasattr(source, "__arrow_c_device_stream__") or hasattr(source, "__arrow_c_device_array__")
+    return offers and not isinstance(source, pa.Array)
 
 
 class ImportedArray:

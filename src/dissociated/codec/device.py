@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -33,8 +33,7 @@ from dissociated.memory.remote import fetch_ranges
 LAYOUT = WriteOptions(allow_64bit=True, alignment=64)
 #: How many batches are under way to a device at once: while one is copied the next is fetched.
 _UNDER_WAY = 2
-#: Bytes of memory that is registered with the driver: less is not worth it, and more is a sparse region, not a segment.
-_REGISTERED_SIZES = range(1 << 20, 1 << 33)
+_WORTH_REGISTERING = 1 << 20  # bytes of a segment
 
 
 class DeviceMessage(NamedTuple):
@@ -67,6 +66,10 @@ class DeviceBatch:
         self._batch = batch
         self._messages = messages  # the schema, the dictionaries that it uses, and the batch itself
         self._event = messages[-1].event
+        if self._event is None:  # it was there before, but a dictionary may have been copied
+            for message in messages:
+                if message.event is not None:
+                    message.event.synchronize()
 
     @property
     def schema(self) -> pa.Schema:
@@ -252,16 +255,18 @@ def chain_on_device(device: Device, readers: Sequence[DeviceReader]) -> DeviceRe
 def to_device(reader: pa.RecordBatchReader, device: Device) -> DeviceReader:
     """What `reader` gives, copied onto a device, batch by batch, as they are asked for. The reader is closed with it.
 
-    Copies are asynchronous: a batch is given while it is under way. A segment that libarrow reads in place is made
-    known to the driver, once.
+    Copies are asynchronous: a batch is given while it is under way. A segment that is read in place is made known to
+    the driver, once, for as long as it is copied from.
     """
     return join_on_device(device, _moved(reader, device))
 
 
 def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMessage, None, None]:
     splitter = Splitter(reader.schema, LAYOUT)
-    with closing(reader), closing(Mover(device, isinstance(reader, MappedReader))) as mover:
+    with closing(reader), closing(Mover(device)) as mover:
         yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
+        if isinstance(reader, MappedReader):
+            mover.register(reader.mapped)
         for batch, metadata in batches(reader):
             for message in splitter.split(batch, metadata):
                 yield mover.move_split(message)
@@ -270,22 +275,17 @@ def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMess
 class Mover:
     """Copies bodies onto a device, and keeps what they are copied from until they are there."""
 
-    def __init__(self, device: Device, in_place: bool = False) -> None:
-        """`in_place` if bodies lie in few large pieces of memory, which are registered when they are first met."""
+    def __init__(self, device: Device) -> None:
         #: Where to.
         self.device = device
         self._stream = device.stream()
         self._sources: deque[tuple[Event, object]] = deque()
-        self._in_place = in_place
-        self._registered: dict[int, tuple[pa.Buffer, Callable[[], None]]] = {}
+        self._registered = ExitStack()
 
     def move_split(self, message: SplitMessage) -> DeviceMessage:
         """Copy a message whose body is in parts, each of which begins with a buffer."""
         header, parsed, body = message
         parts = {at: pa.py_buffer(part) for at, part in by_position(body or ()).items()}
-        if self._in_place:
-            for part in parts.values():
-                self._register(part)
         offsets, lengths = buffer_extents(header, parsed)
         addresses = [parts[at].address if length else 0 for at, length in zip(offsets, lengths, strict=True)]
         return self.move(header, parsed, addresses, parts)
@@ -309,19 +309,16 @@ class Mover:
             done.synchronize()
         return DeviceMessage(header, parsed, memory.buffer(), event)
 
-    def _register(self, part: pa.Buffer) -> None:
-        whole = part
-        while whole.parent is not None:
-            whole = whole.parent
-        if whole.size in _REGISTERED_SIZES and whole.address not in self._registered:
-            self._registered[whole.address] = whole, self.device.register(whole)
+    def register(self, memory: Sequence[pa.Buffer]) -> None:
+        """Bodies lie in this memory: let the driver know, until this is closed."""
+        for one in memory:
+            if one.size >= _WORTH_REGISTERING:
+                self._registered.callback(self.device.register(one))
 
     def close(self) -> None:
         """Let go of what was copied, once it has been."""
         with suppress(DeviceError):  # then nothing is copied any more
             self._stream.synchronize()
         self._sources.clear()
-        for _, unregister in self._registered.values():
-            with suppress(DeviceError):
-                unregister()
-        self._registered.clear()
+        with suppress(DeviceError):
+            self._registered.close()

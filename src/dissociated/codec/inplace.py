@@ -26,6 +26,9 @@ Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 class MappedReader(PeerReader):
     """Reads a stream where it lies in shared memory: its batches take no other."""
 
+    #: The memory that they lie in, whole.
+    mapped: Sequence[pa.Buffer] = ()
+
 
 class _MappedStream:
     """What has been found in place in one region: an IPC stream from `start` to `end`, its messages so far."""
@@ -84,7 +87,9 @@ class InPlace:
             whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
             start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
             pieces.append(whole.slice(start, part.end - start))
-        return MappedReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
+        reader = MappedReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
+        reader.mapped = [part.region.memory for part in self._streams]
+        return reader
 
     def message(self, delivery: Delivery) -> bool:
         if not delivery.parsed.has_body or delivery.body:

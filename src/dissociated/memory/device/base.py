@@ -198,9 +198,10 @@ class Device(ABC):
 
     def _released(self, size: int, release: Callable[[], None]) -> None:
         try:
-            with suppress(DeviceError):  # of a device that fails nothing is used again
+            with suppress(DeviceError):
                 self.synchronize()
-            release()
+            with suppress(DeviceError):  # of a device that fails, nothing is to be had back
+                release()
         finally:
             with self.lock:
                 self._used[0] -= 1

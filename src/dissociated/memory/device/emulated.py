@@ -52,6 +52,8 @@ class EmulatedDevice(Device):
         self._lost = False
         self._mappings: dict[int, _Mapping] = {}
         self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
+        #: Bytes of the host memory that is registered, and how often some was.
+        self.registered = self.registrations = 0
         self._events: weakref.WeakValueDictionary[int, _Event] = weakref.WeakValueDictionary()
 
     def lose(self, lost: bool = True) -> None:
@@ -67,6 +69,15 @@ class EmulatedDevice(Device):
         stream = _Stream(self)
         self._streams.add(stream)
         return stream
+
+    def register(self, memory: pa.Buffer) -> Callable[[], None]:
+        self.registered += memory.size
+        self.registrations += 1
+
+        def unregister() -> None:
+            self.registered -= memory.size
+
+        return unregister
 
     def synchronize(self) -> None:
         self.check()
