@@ -245,8 +245,7 @@ class CatalogClient:
         return int(self.do_action("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
 
     def hand_over(self, descriptor: int) -> dict[str, str]:
-        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file. The node serves it where it
-        lies.
+        """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
 
         Returns what `commit` takes as a segment. The descriptor stays yours: close it when you like. The memfd must be
         sealed against writing, shrinking and growing. It counts against the node's limit, and goes when the node ends.
@@ -299,19 +298,19 @@ class CatalogClient:
         return bool(self.do_action("committed", {"key": key})["committed"])
 
     def discard(self, segments: Sequence[str]) -> None:
-        """Remove segments from the stage, as far as they exist."""
+        """Remove these segments from the stage of the catalog's own node, as far as they exist."""
         self.do_action("discard", {"segments": [*segments]})
 
     def abort(self, key: str) -> None:
         """There shall be no commit with this `key`, unless there was one; what was written for it is removed.
 
         That is every segment, on any node, whose name begins with the key and "-", also while it is written. The
-        catalog's own node removes them at once, others with their next sign of life.
+        catalog's own node removes them at once, others with their next heartbeat.
         """
         self.do_action("abort", {"key": key})
 
     def drop(self, name: str) -> None:
-        """Make a dataset unavailable. Raises DatasetNotFound."""
+        """Make the dataset `name` unavailable. Whoever reads it reads on. Raises DatasetNotFound."""
         self.do_action("drop", {"name": name})
 
     def status(self) -> ServerStatus:

@@ -173,7 +173,7 @@ class Client(CatalogClient):
     def read_version_on_device(
         self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
     ) -> DeviceReader:
-        """The same, on a device."""
+        """What `request` wants of just that version, on a device. Raises as `read_version` does."""
         return self._endpoints.read_on_device(partial(self._describe_again, info), transport, request, device)
 
     def read_part(
