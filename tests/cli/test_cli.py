@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import re
+import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -256,6 +261,54 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
         wait_until(lambda: completed(line) == {name}, f"{line} is completed")  # noqa: B023
     for shell, line in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --command dissociated")):
         assert line in run("completion", shell).stdout
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete(shell: str, catalog: str, tmp_path: Path) -> None:
+    """A real one, interactive where it completes nothing else: bash is asked in the test before."""
+    pytest.importorskip("argcomplete", reason="completion needs argcomplete: pip install argcomplete")
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} on this machine")
+    (tmp_path / "dissociated").write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')
+    (tmp_path / "dissociated").chmod(0o700)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path), "DISSOCIATED_CATALOG": catalog, "TERM": "dumb"}
+    for line, whole in (("dissociated desc", "describe"), ("dissociated head pl", "planes")):
+        if shell == "fish":
+            script = f"dissociated completion fish | source; complete -C {shlex.quote(line)}"
+            arguments = ["fish", "--command", script]
+            told = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+            assert told.stdout.split()[0] == whole
+            continue
+        set_up = 'autoload -Uz compinit && compinit -u; eval "$(dissociated completion zsh)"\n'
+        with interactive(["zsh", "-f"], environment) as (read_until, write):
+            write(f"{set_up}echo set''up\n".encode())
+            read_until("\nsetup")
+            write(f"{line}\t".encode())
+            read_until(whole)
+
+
+@contextmanager
+def interactive(
+    arguments: list[str], environment: dict[str, str]
+) -> Iterator[tuple[Callable[[str], None], Callable[[bytes], int]]]:
+    """A shell in a terminal: what waits until it has written a text, and what types one."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        written = ""
+
+        def read_until(text: str) -> None:
+            nonlocal written
+            while text not in written.replace("\r", ""):
+                assert select.select([ours], [], [], PATIENCE)[0], written
+                written += os.read(ours, 1 << 16).decode()
+
+        yield read_until, partial(os.write, ours)
+        process.kill()
+    os.close(ours)
 
 
 def test_rows_are_shown_as_wide_as_a_terminal_is(catalog: str) -> None:
