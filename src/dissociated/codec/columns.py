@@ -40,17 +40,17 @@ def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.Rec
     """The batches of these numbers, which ascend, as far as they are there. None after the last of them is read."""
     stop = numbers[-1] + 1 if numbers else 0
     wanted = numbers if isinstance(numbers, range) else {*numbers}
-    some = enumerate(islice(batches(reader), stop))
-    return BatchReader(reader.schema, (pair for number, pair in some if number in wanted))
+    numbered = enumerate(islice(batches(reader), stop))
+    return BatchReader(reader.schema, (pair for number, pair in numbered if number in wanted))
 
 
 def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
     """These rows. No batch is read after the last of them; a part of one has the metadata of the whole."""
 
     def pairs() -> Iterator[BatchAndMetadata]:
-        some = batches(reader)
+        remaining = batches(reader)
         at = 0
-        while at < rows.stop and (pair := next(some, None)) is not None:
+        while at < rows.stop and (pair := next(remaining, None)) is not None:
             batch, metadata = pair
             first, end = max(0, rows.start - at), min(rows.stop - at, batch.num_rows)
             if first < end:
@@ -76,8 +76,8 @@ def filter_batches(
 
     def pairs() -> Iterator[BatchAndMetadata]:
         left, last = limit, time.monotonic()
-        some = batches(reader)
-        while left != 0 and (pair := next(some, None)) is not None:
+        remaining = batches(reader)
+        while left != 0 and (pair := next(remaining, None)) is not None:
             batch, metadata = pair
             mask = None if rows is None else rows.mask(batch)
             batch = batch.select([*columns])

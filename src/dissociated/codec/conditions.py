@@ -108,7 +108,7 @@ class Condition:
 class Conditions:
     """Lists of conditions: a row passes where all of one list are true."""
 
-    either: tuple[tuple[Condition, ...], ...]
+    alternatives: tuple[tuple[Condition, ...], ...]
 
     @classmethod
     def parse(cls, plain: Any) -> Conditions:
@@ -118,24 +118,28 @@ class Conditions:
         """
         if not isinstance(plain, list | tuple) or not plain:
             raise OptionError(f"a filter is a list of [column, operator, value], not {plain!r}")
-        nested = all(_is_list(some) and some and all(_is_list(one) for one in some) for some in plain)
+        nested = all(
+            _is_list(conditions) and conditions and all(_is_list(one) for one in conditions) for conditions in plain
+        )
         lists = plain if nested else [plain]
-        return cls(tuple(tuple(map(Condition.parse, some)) for some in lists))
+        return cls(tuple(tuple(map(Condition.parse, conditions)) for conditions in lists))
 
     @property
     def columns(self) -> list[str]:
         """The columns that are looked at."""
-        return [*dict.fromkeys(one.path[0] for some in self.either for one in some)]
+        return [*dict.fromkeys(one.path[0] for conditions in self.alternatives for one in conditions)]
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
         """True for the rows that pass."""
-        decided = [reduce(pc.and_kleene, (one.decide(batch) for one in some)) for some in self.either]
-        return reduce(pc.or_kleene, decided)
+        masks = [reduce(pc.and_kleene, (one.decide(batch) for one in conditions)) for conditions in self.alternatives]
+        return reduce(pc.or_kleene, masks)
 
     def expression(self, schema: pa.Schema) -> pc.Expression:
         """The same for record batches of this schema. Raises OptionError and ColumnNotFound."""
-        decided = [_joined(pc.and_kleene, [one.expression(schema) for one in some]) for some in self.either]
-        return _joined(pc.or_kleene, decided)
+        expressions = [
+            _joined(pc.and_kleene, [one.expression(schema) for one in conditions]) for conditions in self.alternatives
+        ]
+        return _joined(pc.or_kleene, expressions)
 
 
 def _joined(function: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
@@ -190,11 +194,11 @@ def _always(column: _Column, value: bool) -> Any:
 def _one_of(column: _Column, type_: pa.DataType, values: Sequence[Any]) -> Any:
     known = [value for value in values if value is not None]
     if types.is_floating(type_) or (isinstance(column, pc.Expression) and len(known) <= _MAX_SINGLY):
-        each = [_compared("=", column, type_, value) for value in known]
-        found = _joined(pc.or_kleene, each) if each else _always(column, False)
+        comparisons = [_compared("=", column, type_, value) for value in known]
+        found = _joined(pc.or_kleene, comparisons) if comparisons else _always(column, False)
     else:
-        among = pa.array([*_values(known, type_)], type_)
-        found = pc.if_else(pc.is_valid(column), pc.is_in(column, among), pa.scalar(None, pa.bool_()))
+        value_set = pa.array([*_values(known, type_)], type_)
+        found = pc.if_else(pc.is_valid(column), pc.is_in(column, value_set), pa.scalar(None, pa.bool_()))
     return found if len(known) == len(values) else pc.or_kleene(found, pa.scalar(None, pa.bool_()))
 
 

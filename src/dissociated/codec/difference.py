@@ -24,12 +24,12 @@ def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:
         if name not in after.names:
             yield f"there is no column {name!r}"
             continue
-        was, now = before.field(name), after.field(name)
-        if was.type != now.type:
-            yield f"column {name!r} is {now.type}, not {was.type}"
-        elif was.nullable != now.nullable:
-            yield f"column {name!r} may {'' if now.nullable else 'not '}be null"
-        elif not was.equals(now, check_metadata=True):
+        old, new = before.field(name), after.field(name)
+        if old.type != new.type:
+            yield f"column {name!r} is {new.type}, not {old.type}"
+        elif old.nullable != new.nullable:
+            yield f"column {name!r} may {'' if new.nullable else 'not '}be null"
+        elif not old.equals(new, check_metadata=True):
             yield f"column {name!r} has other metadata"
     yield from (f"there is a column {name!r} more" for name in after.names if name not in before.names)
     if before.names != after.names and {*before.names} == {*after.names}:
@@ -39,6 +39,6 @@ def _differences(before: pa.Schema, after: pa.Schema) -> Iterator[str]:
 
 
 def _keys(before: pa.Schema, after: pa.Schema) -> str:
-    was, now = before.metadata or {}, after.metadata or {}
-    other = sorted(key.decode(errors="replace") for key in was.keys() | now.keys() if was.get(key) != now.get(key))
+    old, new = before.metadata or {}, after.metadata or {}
+    other = sorted(key.decode(errors="replace") for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return f": {', '.join(other)}" if other else ""

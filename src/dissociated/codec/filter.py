@@ -50,13 +50,13 @@ class RowFilter:
 
     def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
         """True for the rows that pass. Raises OptionError where that cannot be computed, as a quotient by 0."""
-        looked_at = pa.Table.from_batches([batch.select([*self.columns])])
+        table = pa.Table.from_batches([batch.select([*self.columns])])
         if not self.columns:  # the same for each row
-            looked_at = pa.table({"": pa.nulls(batch.num_rows)})
+            table = pa.table({"": pa.nulls(batch.num_rows)})
         try:
-            if self.types and self.types != tuple(looked_at.schema.types):
-                looked_at = looked_at.cast(pa.schema([*zip(looked_at.schema.names, self.types, strict=True)]))
-            return _compute(self.expression, looked_at).combine_chunks()
+            if self.types and self.types != tuple(table.schema.types):
+                table = table.cast(pa.schema([*zip(table.schema.names, self.types, strict=True)]))
+            return _compute(self.expression, table).combine_chunks()
         except pa.ArrowException as error:
             raise OptionError(f"the filter {self.expression} cannot be applied to these rows: {error}") from None
 

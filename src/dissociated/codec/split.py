@@ -51,7 +51,7 @@ class _Sink:
         self._header_next = 0  # its length, with padding
         self._body_left = 0
         #: takes what is neither marker, length, flatbuffer nor body
-        self._aside: Callable[[Buffer], None] | None = self._take_magic if magic else None
+        self._skip_piece: Callable[[Buffer], None] | None = self._take_magic if magic else None
 
     def write(self, piece: Buffer) -> int:
         size = len(piece)
@@ -65,23 +65,23 @@ class _Sink:
             if size == self._header_next:
                 self._body_left = parsed.body_length
             else:
-                self._aside = self._take_padding
+                self._skip_piece = self._take_padding
             self._header_next = 0
-        elif self._aside is not None:
-            self._aside(piece)
+        elif self._skip_piece is not None:
+            self._skip_piece(piece)
         elif piece != CONTINUATION:  # so it is the length of the metadata; 0 ends the stream
             self._header_next = int.from_bytes(piece, "little")
             if not self._header_next:
-                self._aside = self._take_tail
+                self._skip_piece = self._take_tail
         return size
 
     def _take_magic(self, piece: Buffer) -> None:
         self._magic -= len(piece)
         if not self._magic:
-            self._aside = None
+            self._skip_piece = None
 
     def _take_padding(self, piece: Buffer) -> None:
-        self._aside = None
+        self._skip_piece = None
         self._body_left = self.messages[-1].parsed.body_length
 
     def _take_tail(self, piece: Buffer) -> None:
@@ -275,8 +275,8 @@ class Validator:
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> None:
         if self._nested and not full:
-            there = batch.num_columns  # others than there should be, perhaps: then libarrow says so
-            full = any(batch.column(index).offset for index in self._nested if index < there)
+            column_count = batch.num_columns  # others than there should be, perhaps: then libarrow says so
+            full = any(batch.column(index).offset for index in self._nested if index < column_count)
         try:
             if full:
                 self._layouts.validate(batch)

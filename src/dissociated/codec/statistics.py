@@ -67,9 +67,9 @@ class Statistics:
         types_ = {column: bounds.min.type for one in parts for column, bounds in one.bounds.items()}
         bounds = {}
         for column, type_ in sorted(types_.items()):
-            each = [one.bounds.get(column) or Bounds.unknown(len(one.num_rows), type_) for one in parts]
+            bounds_of_parts = [one.bounds.get(column) or Bounds.unknown(len(one.num_rows), type_) for one in parts]
             bounds[column] = Bounds(
-                *(pa.concat_arrays([getattr(some, what) for some in each]) for what in _BOUND_NAMES)
+                *(pa.concat_arrays([getattr(some, what) for some in bounds_of_parts]) for what in _BOUND_NAMES)
             )
         return cls(pa.concat_arrays([one.num_rows for one in parts]), bounds)
 

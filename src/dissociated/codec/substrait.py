@@ -93,13 +93,13 @@ class ReceivedFilter:
 
 def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
     """The filter of batches of this schema as it travels; None where it would mean something else, or be too long."""
-    looked_at = pa.schema([schema.field(number) for number in rows.columns])
+    filter_schema = pa.schema([schema.field(number) for number in rows.columns])
     text = str(rows.expression)
     functions = {*_CALL.findall(text)}
     if not functions <= _PRINTED_FUNCTIONS or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
         return None
     try:
-        encoded = _compact(bytes(_substrait().serialize_expressions([rows.expression], ["passes"], looked_at)))
+        encoded = _compact(bytes(_substrait().serialize_expressions([rows.expression], ["passes"], filter_schema)))
         received = parse_filter(encoded)
         received.bind(schema)
         if _SET in functions:

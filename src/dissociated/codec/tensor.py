@@ -159,9 +159,9 @@ def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array]
         indices = below = [_array(buffers[1], types[1], (found.non_zero,))]
         above = [shape[axes[0]]]
     indptr = [_array(buffers[level], types[0], (count + 1,)) for level, count in enumerate(above)]
-    for begins, some, axis in zip(indptr, below, axes[1:], strict=True):
-        _check_begins(begins, len(some))
-        _check_indices(some, shape[axis])
+    for begins, level_indices, axis in zip(indptr, below, axes[1:], strict=True):
+        _check_begins(begins, len(level_indices))
+        _check_indices(level_indices, shape[axis])
     return indptr, indices
 
 
@@ -235,11 +235,11 @@ def _axis_order(tensor: Tensor, values: Array, indptr: list[Array], indices: lis
         if math.prod(shape) * values.itemsize > _MAX_EXPANDED:
             raise FormatError("a large CSF tensor with NaN among its values cannot be written: make it COO")
         expanded = tensor.to_tensor().to_numpy().tobytes()
-    usual = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # what libarrow makes of a dense one
-    fits = [
+    dense_order = tuple(sorted(range(len(shape)), key=lambda axis: shape[axis]))  # what libarrow makes of a dense one
+    fitting_axes = [
         [axis for axis in range(len(shape)) if not len(level) or int(level.max()) < shape[axis]] for level in indices
     ]
-    for order in chain([usual], permutations(range(len(shape)))):
-        if all(axis in some for axis, some in zip(order, fits, strict=True)) and same(order):
+    for order in chain([dense_order], permutations(range(len(shape)))):
+        if all(axis in some for axis, some in zip(order, fitting_axes, strict=True)) and same(order):
             return order
     raise FormatError("a CSF tensor whose indices leave its shape cannot be written")

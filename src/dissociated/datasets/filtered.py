@@ -41,15 +41,17 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
 
     try:
         received = parse_filter(selection.rows.filter)
-        rows, looked_at = received.bind(whole.schema)
+        rows, filter_columns = received.bind(whole.schema)
     except FormatError as error:
         raise FilterRefused(str(error)) from None
-    needed = sorted({*wanted, *looked_at}) if selection.rows.exact else wanted
-    some = _batches(whole._select_all(needed), whole.passing_batches(received.tree, looked_at), selection.batches)
+    needed = sorted({*wanted, *filter_columns}) if selection.rows.exact else wanted
+    chosen = _batches(
+        whole._select_all(needed), whole.passing_batches(received.tree, filter_columns), selection.batches
+    )
     if not selection.rows.exact:
-        return some
-    rows = rows.among([needed.index(index) for index in looked_at])
-    return FilteredDataset(some, rows, [needed.index(index) for index in wanted], selection.rows)
+        return chosen
+    rows = rows.among([needed.index(index) for index in filter_columns])
+    return FilteredDataset(chosen, rows, [needed.index(index) for index in wanted], selection.rows)
 
 
 def _batches(chosen: Dataset, passing: Sequence[bool] | None, wanted: tuple[int, int] | None) -> Dataset:

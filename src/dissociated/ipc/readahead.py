@@ -79,30 +79,30 @@ class AsyncBatches(AsyncIterator[Any]):
         self,
         steps: Iterator[ReadStep],
         threads: Threads,
-        wanted: ReadAheadOptions,
+        options: ReadAheadOptions,
         at_once: int,
         owns_threads: bool = False,
     ) -> None:
         self._jobs: deque[_PendingRead] = deque()  # in order; the first stays until all of its batches are taken
         self._steps: Iterator[ReadStep] | None = steps  # None where there are no more
         self._threads = threads
-        self._wanted = wanted
+        self._options = options
         self._at_once = at_once
         self._owns_threads = owns_threads
-        self._asked = 0  # calls of __anext__ that are outstanding
+        self._outstanding = 0  # calls of __anext__ that are outstanding
         self._turn = asyncio.Lock()  # first come, first served
         self._progress = asyncio.Event()
 
     async def __anext__(self) -> Any:
-        self._asked += 1
+        self._outstanding += 1
         try:
             self._read_ahead()
             async with self._turn:
                 both = await self._next()
         finally:
-            self._asked -= 1
+            self._outstanding -= 1
         self._read_ahead()
-        return both if self._wanted.custom_metadata else both[0]
+        return both if self._options.custom_metadata else both[0]
 
     async def aclose(self) -> None:
         """Stop. Outstanding calls find the end."""
@@ -142,17 +142,17 @@ class AsyncBatches(AsyncIterator[Any]):
                 return
             job = _PendingRead(step, self._threads)
             self._jobs.append(job)
-            job.future.add_done_callback(partial(_tell, asyncio.get_running_loop(), weakref.ref(self)))
+            job.future.add_done_callback(partial(_report_progress, asyncio.get_running_loop(), weakref.ref(self)))
 
     def _has_room(self) -> bool:
         running = sum(not job.future.done() for job in self._jobs)
         if running >= self._at_once or any(job.last for job in self._jobs):
             return False
-        ahead = sum(job.left for job in self._jobs) - self._asked
+        ahead = sum(job.left for job in self._jobs) - self._outstanding
         if ahead < 0:
             return True
         nbytes = sum(job.nbytes for job in self._jobs if job.left)
-        return ahead < self._wanted.readahead and nbytes < self._wanted.readahead_bytes
+        return ahead < self._options.readahead and nbytes < self._options.readahead_bytes
 
     def _progressed(self) -> None:
         self._progress.set()
@@ -172,7 +172,7 @@ class AsyncBatches(AsyncIterator[Any]):
         self._stop()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, waiting: weakref.ref[AsyncBatches], future: Future[None]) -> None:
+def _report_progress(loop: asyncio.AbstractEventLoop, waiting: weakref.ref[AsyncBatches], future: Future[None]) -> None:
     """Let the loop know, from a thread, that a step is made."""
 
     def progressed() -> None:

@@ -22,7 +22,7 @@ class Contents(Generic[P]):
         self._keys: dict[str, str] = {}
         self._names: dict[str, dict[str, None]] = {}  # ids, in the same order
         self._prepared: dict[str, None] = {}
-        self._several: dict[str, None] = {}  # names of more than one version
+        self._with_older: dict[str, None] = {}  # names of more than one version
         self.last = 0  # the highest number that there was
         self.changes = 0  # how often anything has come, gone or changed
         self._changed: OrderedDict[str, int] = OrderedDict()  # ids, by the number of the last change
@@ -46,7 +46,7 @@ class Contents(Generic[P]):
         named = self._names.setdefault(version.name, {})
         named[version.id] = None
         if len(named) > 1:
-            self._several[version.name] = None
+            self._with_older[version.name] = None
         if version.prepared:
             self._prepared[version.id] = None
         else:
@@ -66,7 +66,7 @@ class Contents(Generic[P]):
             if not named:
                 del self._names[version.name]
             if len(named) < 2:
-                self._several.pop(version.name, None)
+                self._with_older.pop(version.name, None)
             self._prepared.pop(id, None)
         return found
 
@@ -103,7 +103,7 @@ class Contents(Generic[P]):
 
     def replaced(self) -> list[Version]:
         """Those that a later version of their name has replaced, in the order of their commits."""
-        found = [version for name in self._several for version in self.named(name)[:-1]]
+        found = [version for name in self._with_older for version in self.named(name)[:-1]]
         return sorted(found, key=lambda version: version.number)
 
 

@@ -34,20 +34,20 @@ class OpenSegments(list[Segment]):
         super().__init__(segments)
         self._lock = threading.Lock()
         self._served: Droppable | None = None
-        self._gone = False
+        self._dropped = False
 
     def serve_once(self, make: Callable[[], D]) -> D:
         """What is made of them, once, to be served; it goes with them."""
         with self._lock:
             if self._served is None:
                 self._served = make()
-                if self._gone:
+                if self._dropped:
                     self._served.drop()
             return cast(D, self._served)  # everybody makes the same of them
 
     def release(self) -> None:
         """Nobody finds this any more. What is served of it then refers to nothing that would keep it open."""
-        self._gone = True  # without waiting for one that is being made: that one sees it
+        self._dropped = True  # without waiting for one that is being made: that one sees it
         if self._served is not None:
             self._served.drop()
 
@@ -80,7 +80,7 @@ class SegmentCache:
     """
 
     def __init__(self, cap: int | None = None) -> None:
-        self._given = cap
+        self._fixed_cap = cap
         self._lock = threading.Lock()
         self._known: OrderedDict[str, OpenSegments] = OrderedDict()
         self._count = 0
@@ -88,8 +88,8 @@ class SegmentCache:
     @property
     def cap(self) -> int:
         """How many segments."""
-        if self._given is not None:
-            return self._given
+        if self._fixed_cap is not None:
+            return self._fixed_cap
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return _MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(_MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
 

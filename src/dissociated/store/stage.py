@@ -46,14 +46,14 @@ class Stage:
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             if home.lstat().st_uid != os.geteuid():
                 raise StoreError(f"{home} belongs to somebody else")
-            alone = _lock(home, wait=True)  # so that nobody takes what is being made for abandoned
+            lock = _lock(home, wait=True)  # so that nobody takes what is being made for abandoned
             try:
                 _remove_abandoned(home)
                 directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
                 directory.mkdir(mode=0o700)
                 self._lock = _lock(directory)
             finally:
-                os.close(alone)
+                os.close(lock)
         self._directory = directory
         return directory
 

@@ -33,8 +33,8 @@ def empty(trash: Path, keep: int) -> None:
         if descriptor is None:
             continue
         status = os.fstat(descriptor)
-        lately = status.st_ctime >= oldest  # since when it is in the trash
-        if files and lately and _REUSE_MIN_SIZE <= status.st_size <= keep:
+        recent = status.st_ctime >= oldest  # since when it is in the trash
+        if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
             keep -= status.st_size
             files -= 1
         else:
@@ -45,9 +45,9 @@ def empty(trash: Path, keep: int) -> None:
 def _in_memory(directory: Path) -> bool:
     """Whether a directory lies in a tmpfs."""
     device = os.stat(directory).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == wanted:
+        if fields.split()[2] == device_number:
             return rest.split()[0] == "tmpfs"
     return False

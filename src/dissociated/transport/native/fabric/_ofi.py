@@ -363,5 +363,5 @@ def wheel_libraries() -> list[Path]:
     except PackageNotFoundError:
         return []
     found = [Path(str(file.locate())).resolve() for file in listed if file.name == LIBRARY.file]
-    beside = Path(sys.prefix, "lib", "mpich", LIBRARY.file)
-    return [path for path in (*found, beside) if path.exists()][:1]
+    of_mpich = Path(sys.prefix, "lib", "mpich", LIBRARY.file)
+    return [path for path in (*found, of_mpich) if path.exists()][:1]
