@@ -27,9 +27,9 @@ def q6_on_device(client: dis.Client, columns: list[str], device: str, q6: Callab
         current.says = f"{rows:,} rows, {nbytes / 1e6:,.0f} MB on {device}"
         current.facts = {"on_device": nbytes}
     there = device.startswith("cuda") and find_spec("cupy") is not None
-    with step("q6 there" if there else "q6 of copies") as current:
+    with step("q6 there" if there else "q6 copied") as current:
         revenue = sum(q6((in_cupy if there else in_numpy)(batch, columns)) for batch in batches)
-        current.says = "by CuPy" if there else "copied back: CuPy is not installed, or this is no GPU"
+        current.says = "by CuPy" if there else "on the host, of copies: CuPy is not installed, or this is no GPU"
     return revenue
 
 
