@@ -44,6 +44,7 @@ class StreamFile(Readable, ABC):
         self._error_type = error_type
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._ended = False
+        self._uncompressed = b""  # a flatbuffer whose body is not
         self._failed: tuple[type[DissociatedError], str] | None = None
 
     def read(self, size: int = -1) -> Buffer:
@@ -94,8 +95,13 @@ class StreamFile(Readable, ABC):
 
     def _check_size(self, header: bytes, body: Buffer) -> None:
         """Raise where so much would come out of a body that libarrow is not to be given it."""
+        if header == self._uncompressed:  # of small batches most are alike
+            return
         try:
-            length = uncompressed_length(header, body) if is_compressed(header) else 0
+            if not is_compressed(header):
+                self._uncompressed = header
+                return
+            length = uncompressed_length(header, body)
         except RemoteProtocolError:
             return  # libarrow will say what is wrong with it
         if length > self._max_body:

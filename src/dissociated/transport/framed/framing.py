@@ -37,10 +37,11 @@ MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
 _COALESCE = 512
-#: From how many messages on a run is worth its while, and how many bytes one of them, and all, may have.
+#: From how many messages on a run is worth its while, and how many bytes one of them, and all, may have. Receiving a
+#: run costs as much as 20 batches do; but whoever keeps one of its batches keeps all of it.
 MIN_RUN = 8
 _MAX_IN_RUN = 1 << 16
-_MAX_RUN = 1 << 20
+_MAX_RUN = 1 << 22
 #: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
