@@ -115,6 +115,8 @@ def test_small_things(device: Device, server: dis.Server, client: dis.Client) ->
         assert sum(batch.num_rows for batch in client.read(name, device=device)) == table.num_rows
     with pytest.raises(SourceError, match="cannot publish"):
         server.publish("array", pa.array([1]))
+    with pytest.raises(SourceError, match="with options"):
+        server.publish("compressed", _last(device), options=dis.WriteOptions(codec="zstd"))
 
 
 def test_memory_goes_back_when_streams_of_others_have_read_it(

@@ -15,6 +15,7 @@ from dissociated.codec.device_split import DeviceSplitter, PlacedMessage
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.dlpack import import_columns
 from dissociated.codec.join import EncodedMessage, join
+from dissociated.codec.options import WriteOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.split import SplitMessage
 from dissociated.datasets.base import Dataset
@@ -70,8 +71,8 @@ class DeviceDataset(StreamedDataset):
         return join(self._encoded(), kind=StreamReader)
 
     def _encoded(self) -> Generator[EncodedMessage, None, None]:
-        for header, _, body in self.messages():
-            yield header, b"".join(body) if body is not None else None
+        for header, parsed, body in self.messages():
+            yield header, (body[0] if body else b"") if parsed.has_body else None
 
     def _copy_out(self, stream: Stream, header: bytes, parsed: Header, sent: Sequence[int]) -> pa.Buffer:
         """A body, in memory of this process."""
@@ -105,7 +106,7 @@ class DeviceDataset(StreamedDataset):
         return DeviceDataset(self.name, self.schema, self.segment, chosen)
 
 
-def as_device_dataset(name: str, source: Any) -> Dataset | None:
+def as_device_dataset(name: str, source: Any, options: WriteOptions | None = None) -> Dataset | None:
     """A dataset of what offers the Arrow C Device interface, a list of such, or columns that offer DLPack, by name.
 
     None for something else. What it lies in is copied once, from place to place on the device, into memory that can be
@@ -126,7 +127,9 @@ def as_device_dataset(name: str, source: Any) -> Dataset | None:
     where = names.pop() if names else None
     if where is None:
         batches = [pa.RecordBatch._import_from_c(ctypes.addressof(array.struct), schema) for array in arrays]
-        return TableDataset(name, pa.Table.from_batches(batches, schema))
+        return TableDataset(name, pa.Table.from_batches(batches, schema), options)
+    if options is not None:
+        raise SourceError(f"cannot publish {name!r} with options: what lies on a device is sent as it lies")
     return _place(name, schema, open_device(where), arrays)
 
 

@@ -89,7 +89,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
         from dissociated.datasets.device import as_device_dataset  # on first use: few need it
 
         with source_errors(name):
-            on_device = as_device_dataset(name, source)
+            on_device = as_device_dataset(name, source, options)
         if on_device is not None:
             return on_device
     if isinstance(source, pa.RecordBatchReader | Iterator):
