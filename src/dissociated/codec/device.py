@@ -18,7 +18,7 @@ import pyarrow as pa
 from dissociated.codec.cdevice import ArrowDeviceArray, check_request, export_array, export_stream, fill
 from dissociated.codec.dlpack import DeviceColumn
 from dissociated.codec.inplace import MappedReader
-from dissociated.codec.join import Messages, join
+from dissociated.codec.join import EncodedMessage, Messages, join
 from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.packing import by_position
 from dissociated.codec.reader import StreamReader
@@ -207,26 +207,28 @@ class _Seen:
         self._dictionaries: dict[int, DeviceMessage] = {}
         self._last: tuple[DeviceMessage, ...] = ()
 
-    @property
-    def messages(self) -> tuple[DeviceMessage, ...]:
-        """The schema, the dictionaries, and the batch that was read last."""
-        return (*self._begin, *self._dictionaries.values(), *self._last)
+    def take(self) -> tuple[DeviceMessage, ...]:
+        """The schema, the dictionaries, and the batch that was read last, which is forgotten: its memory is others'."""
+        last, self._last = self._last, ()
+        return (*self._begin, *self._dictionaries.values(), *last)
 
     def follow(self, messages: Generator[DeviceMessage, None, None]) -> Messages:
         """The same for libarrow. Raises DeviceError for a dictionary that grows: libarrow would put it together."""
         with closing(messages):
-            for message in messages:
-                match message.parsed.type:
-                    case HeaderType.SCHEMA:
-                        self._begin = (message,)
-                    case HeaderType.DICTIONARY_BATCH:
-                        number, delta = dictionary_of(message.header)
-                        if delta:
-                            raise DeviceError("a dictionary that grows cannot be put together on a device")
-                        self._dictionaries[number] = message
-                    case _:
-                        self._last = (message,)
-                yield message.header, message.body
+            yield from map(self._note, messages)  # and not in a loop, whose variable would hold a body
+
+    def _note(self, message: DeviceMessage) -> EncodedMessage:
+        match message.parsed.type:
+            case HeaderType.SCHEMA:
+                self._begin = (message,)
+            case HeaderType.DICTIONARY_BATCH:
+                number, delta = dictionary_of(message.header)
+                if delta:
+                    raise DeviceError("a dictionary that grows cannot be put together on a device")
+                self._dictionaries[number] = message
+            case _:
+                self._last = (message,)
+        return message.header, message.body
 
 
 def _batches(
@@ -234,8 +236,7 @@ def _batches(
 ) -> Generator[DeviceBatch, None, None]:
     with closing(source), suppress(StopIteration):
         while True:
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            yield DeviceBatch(device, batch, metadata, seen.messages)
+            yield DeviceBatch(device, *reader.read_next_batch_with_custom_metadata(), seen.take())
 
 
 def chain_on_device(device: Device, readers: Sequence[DeviceReader]) -> DeviceReader:
