@@ -41,7 +41,15 @@ _WORDS = {
 
 
 class _Help(argparse.HelpFormatter):
-    """Fills the paragraphs of a description, but leaves those as they are that are indented."""
+    """Fills the paragraphs of a description, but leaves those as they are that are indented.
+
+    Commands are a list like any other: argparse would indent them below a line of their own, and break long names off.
+    """
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._SubParsersAction):
+            return "".join(map(self._format_action, action._get_subactions()))
+        return super()._format_action(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
@@ -57,6 +65,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     top = argparse.ArgumentParser(
         prog="dissociated",
+        formatter_class=_Help,
         description="Move Apache Arrow data between processes and hosts, by shared memory where it can be shared.",
         epilog="To begin: dissociated put FILE NAME, then dissociated ls, dissociated head NAME. "
         "A dataset is NAME, of the catalog in DISSOCIATED_CATALOG or of your node on this host, or URI/NAME.",

@@ -25,10 +25,10 @@ DESCRIPTION = """\
 Publish files of one schema as one dataset, whole and at once. The node keeps a copy: the dataset stays when this
 command has ended, and when the files are gone.
 
-  Arrow IPC, Parquet          are known by what is in them
-  a directory                 of Parquet files alone; directories NAME=VALUE in it are a column each
-  CSV, .csv                   the types of its columns are guessed from the first 16 MB
-  JSON lines, .jsonl .ndjson  the same
+  Arrow IPC, Parquet  known by what is in them
+  a directory         of Parquet files alone
+  .csv                types are guessed from the first 16 MB
+  .jsonl .ndjson      the same
 
 "-" is the standard input: an Arrow IPC stream or file, Parquet, or what --format says.
 

@@ -11,6 +11,7 @@ from dissociated.datasets.filtered import FilterRefused
 from dissociated.datasets.registry import Registry
 from dissociated.errors import (
     AccessDenied,
+    ColumnNotFound,
     DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
@@ -162,7 +163,7 @@ class Connections:
         except ServerFull as error:
             outcome, why = "refused", str(error)
             self._activity.refuse(stats.listener)
-        except (AccessDenied, DatasetNotFound, FilterRefused) as error:
+        except (AccessDenied, ColumnNotFound, DatasetNotFound, FilterRefused) as error:
             outcome, why = "refused", str(error)
         except LocalProtocolError:
             why = self._complain(connection, stats)

@@ -285,7 +285,7 @@ class Server:
         served = [self.registry.find_name(name) for name in self.names()]
         rows = [[one.name, count(one.rows), size(one.nbytes), count(one.readers)] for one in served if one is not None]
         listed = html_table(["name", "rows", "size", "readers"], rows, right=(1, 2, 3)) if rows else "nothing published"
-        return html("Server, closed" if self._closed else "Server", self._places, listed)
+        return html("Server, closed", []) if self._closed else html("Server", self._places, listed)
 
     @property
     def _places(self) -> list[str]:
