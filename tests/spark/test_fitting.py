@@ -17,7 +17,7 @@ from dissociated.errors import DissociatedError, SourceError
 from dissociated.spark import publish, read
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.fitting import Fitting
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def ddl(text: str) -> Any:
 
 
 def fitting(catalog: str, frame: str, merge: bool = False) -> Fitting:
-    return Fitting.of(arrow_schema(ddl(frame)), Target(CatalogConfig(catalog), Publication("data", "append"), merge))
+    return Fitting.of(
+        arrow_schema(ddl(frame)), WriteTarget(CatalogConfig(catalog), Publication("data", "append"), merge)
+    )
 
 
 def test_numbers_are_widened_where_it_is_asked_for(catalog: str, client: dis.Client) -> None:

@@ -24,7 +24,7 @@ from dissociated.node.launch import running
 from dissociated.node.node import Node
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import Request
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def writing(uri: str, mode: str = "overwrite") -> DatasetWriter:
-    return DatasetWriter(Target(CatalogConfig(uri), Publication("x", mode)), SCHEMA)
+    return DatasetWriter(WriteTarget(CatalogConfig(uri), Publication("x", mode)), SCHEMA)
 
 
 def staged(stage: Path) -> list[str]:
@@ -337,7 +337,7 @@ def test_a_guarded_catalog_has_guarded_nodes_which_tasks_start(
     catalog = start("catalog", "--db", tmp_path / "db", "--listen", "grpc+tls://127.0.0.1:0", *protection)
     place = on_host("one")
     guarded = CatalogConfig(catalog.uri, str(token), certified.roots)
-    writer = DatasetWriter(Target(guarded, Publication("x")), SCHEMA)
+    writer = DatasetWriter(WriteTarget(guarded, Publication("x")), SCHEMA)
     with pytest.raises(StoreError, match=r"no node could be started for .* is not to be trusted"):
         run(writer, 1)
     where = ["--listen", "shm:", "--listen", "tls://127.0.0.1:0", "--flight", "grpc+tls://127.0.0.1:0"]

@@ -21,7 +21,7 @@ _MAX_PRECISION = 38  # digits of Spark's decimals
 _NANOSECONDS = "refuse", "truncate"
 _ADVICE = "read it as it is and cast it in Spark; or load it again, if it has been replaced"
 
-_WIDER = {
+_WIDENED = {
     pa.uint8(): pa.int16(),
     pa.uint16(): pa.int32(),
     pa.uint32(): pa.int64(),
@@ -29,7 +29,7 @@ _WIDER = {
     pa.float16(): pa.float32(),
     pa.date64(): pa.date32(),
 }
-_AS_THEY_ARE = (
+_UNCHANGED = (
     types.is_null,
     types.is_boolean,
     types.is_integer,
@@ -54,7 +54,7 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
 
     names = schema.names if columns is None else [*columns]
     fields = []
-    for index in _places(schema, names):
+    for index in _positions(schema, names):
         field = schema.field(index)
         try:
             fields.append(field.with_type(_spark_type(field.type)))
@@ -63,10 +63,10 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
                 f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
                 "leave the column out with the option columns, or publish it with another type"
             ) from None
-    made = from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)  # as Spark 4.2 does by itself
-    for ours, index in zip(made.fields, _places(schema, names), strict=True):
-        ours.dataType = kept_type(schema.field(index)) or ours.dataType
-    return made
+    spark = from_arrow_schema(pa.schema(fields), prefer_timestamp_ntz=True)  # as Spark 4.2 does by itself
+    for spark_field, index in zip(spark.fields, _positions(schema, names), strict=True):
+        spark_field.dataType = kept_type(schema.field(index)) or spark_field.dataType
+    return spark
 
 
 class Columns:
@@ -83,12 +83,13 @@ class Columns:
         self.names = wanted.fieldNames()
         self.schema = arrow_schema(wanted)
         self._truncate = nanoseconds == "truncate"
-        there = spark_schema(source, self.names)
+        available = spark_schema(source, self.names)
         self._to_convert = {name for name in self.names if not is_readable(source.field(name).type)}
-        for here, to, field, asked in zip(arrow_schema(there), self.schema, there, wanted, strict=True):
-            if not _fits(here, to):
+        fields = zip(arrow_schema(available), self.schema, strict=True)
+        for (arrow_field, to), field, other in zip(fields, available, wanted, strict=True):
+            if not _fits(arrow_field, to):
                 raise SourceError(
-                    f"column {here.name!r} is {_describe_field(field)}, not {_describe_field(asked)}: {_ADVICE}"
+                    f"column {to.name!r} is {_describe_field(field)}, not {_describe_field(other)}: {_ADVICE}"
                 )
 
     @property
@@ -113,8 +114,8 @@ class Columns:
             chosen.validate()
         except pa.ArrowInvalid as error:
             number = re.match(r"In column (\d+)", str(error))
-            which = f"column {self.names[int(number[1])]!r}" if number else "a batch"
-            raise SourceError(f"{which} is damaged: {error}") from None
+            damaged = f"column {self.names[int(number[1])]!r}" if number else "a batch"
+            raise SourceError(f"{damaged} is damaged: {error}") from None
         if not self._to_convert:
             return chosen
         arrays = [
@@ -136,14 +137,14 @@ class Columns:
             ) from None
 
     def _converted(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        here = array.type
-        if isinstance(here, pa.BaseExtensionType):
+        type_ = array.type
+        if isinstance(type_, pa.BaseExtensionType):
             return self._converted(array.storage, to)
-        if types.is_dictionary(here):
+        if types.is_dictionary(type_):
             if not len(array.dictionary):
                 return pa.nulls(len(array), to)
             return self._converted(array.dictionary, to).take(array.indices)
-        if types.is_run_end_encoded(here):
+        if types.is_run_end_encoded(type_):
             return self._converted(pc.run_end_decode(array), to)
         if types.is_map(to):
             return self._map(array, to)
@@ -151,9 +152,9 @@ class Columns:
             return self._list(array, to)
         if types.is_struct(to):
             return self._struct(array, to)
-        if types.is_time(here):
+        if types.is_time(type_):
             return self._cast(array, pa.time64("us")).cast(to)
-        return array if here.equals(to) else self._cast(array, to)
+        return array if type_.equals(to) else self._cast(array, to)
 
     def _cast(self, array: pa.Array, to: pa.DataType) -> pa.Array:
         if not self._truncate or getattr(array.type, "unit", None) != "ns":
@@ -163,7 +164,7 @@ class Columns:
         return array.cast(to, safe=False)
 
     def _list(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if _as_it_is(array.type, to):
+        if _is_unchanged(array.type, to):
             return array
         # Never a cast: pyarrow makes invalid lists of list views.
         lengths = pc.list_value_length(array).fill_null(0).cast(pa.int32())
@@ -173,7 +174,7 @@ class Columns:
         return pa.ListArray.from_arrays(offsets, values, type=to, mask=_nulls(array))
 
     def _map(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if _as_it_is(array.type, to):
+        if _is_unchanged(array.type, to):
             return array
         start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
         keys = self._converted(array.keys.slice(start, stop - start), to.key_type)
@@ -182,7 +183,7 @@ class Columns:
         return pa.MapArray.from_arrays(offsets, keys, items, type=to, mask=_nulls(array))
 
     def _struct(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if not to.num_fields or _as_it_is(array.type, to):
+        if not to.num_fields or _is_unchanged(array.type, to):
             return array
         children = [self._converted(child, field.type) for child, field in zip(array.flatten(), to, strict=True)]
         return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
@@ -198,7 +199,7 @@ class _UnsupportedType(Exception):
         return self.what
 
 
-def _places(schema: pa.Schema, names: Sequence[str]) -> list[int]:
+def _positions(schema: pa.Schema, names: Sequence[str]) -> list[int]:
     places = []
     for name in names:
         found = schema.get_all_field_indices(name)
@@ -210,67 +211,67 @@ def _places(schema: pa.Schema, names: Sequence[str]) -> list[int]:
     return places
 
 
-def _spark_type(here: pa.DataType) -> pa.DataType:
+def _spark_type(type_: pa.DataType) -> pa.DataType:
     """What Spark takes of a type. Raises _Untaken."""
-    if isinstance(here, pa.BaseExtensionType):
-        return _spark_type(here.storage_type)
-    if types.is_dictionary(here) or types.is_run_end_encoded(here):
-        return _spark_type(here.value_type)
-    if here in _WIDER:
-        return _WIDER[here]
-    if any(is_one(here) for is_one in _AS_THEY_ARE):
-        return here
+    if isinstance(type_, pa.BaseExtensionType):
+        return _spark_type(type_.storage_type)
+    if types.is_dictionary(type_) or types.is_run_end_encoded(type_):
+        return _spark_type(type_.value_type)
+    if type_ in _WIDENED:
+        return _WIDENED[type_]
+    if any(is_one(type_) for is_one in _UNCHANGED):
+        return type_
     for is_one, to in _ONE_VALUE:
-        if is_one(here):
+        if is_one(type_):
             return to
-    if types.is_timestamp(here):
-        return pa.timestamp("us", TIMEZONE if here.tz is not None else None)
-    if types.is_decimal(here):
-        digits = max(here.precision - min(here.scale, 0), here.scale)
+    if types.is_timestamp(type_):
+        return pa.timestamp("us", TIMEZONE if type_.tz is not None else None)
+    if types.is_decimal(type_):
+        digits = max(type_.precision - min(type_.scale, 0), type_.scale)
         if digits > _MAX_PRECISION:
             raise _UnsupportedType(f"decimals of {digits} digits, only of {_MAX_PRECISION}")
-        return pa.decimal128(digits, max(here.scale, 0))
-    if types.is_map(here):
-        return pa.map_(_spark_field(here.key_field, "key"), _spark_field(here.item_field, "value"))
-    if types.is_struct(here):
-        return pa.struct([_spark_field(field, field.name) for field in here])
-    if _is_list(here):
-        return pa.list_(_spark_field(here.value_field, "element"))
-    raise _UnsupportedType(str(here))
+        return pa.decimal128(digits, max(type_.scale, 0))
+    if types.is_map(type_):
+        return pa.map_(_spark_field(type_.key_field, "key"), _spark_field(type_.item_field, "value"))
+    if types.is_struct(type_):
+        return pa.struct([_spark_field(field, field.name) for field in type_])
+    if _is_list(type_):
+        return pa.list_(_spark_field(type_.value_field, "element"))
+    raise _UnsupportedType(str(type_))
 
 
 def _spark_field(field: pa.Field, name: str) -> pa.Field:
     return field.with_name(name).with_type(_spark_type(field.type))
 
 
-def _is_list(here: pa.DataType) -> bool:
+def _is_list(type_: pa.DataType) -> bool:
     return bool(
-        types.is_list(here)
-        or types.is_large_list(here)
-        or types.is_fixed_size_list(here)
-        or types.is_list_view(here)
-        or types.is_large_list_view(here)
+        types.is_list(type_)
+        or types.is_large_list(type_)
+        or types.is_fixed_size_list(type_)
+        or types.is_list_view(type_)
+        or types.is_large_list_view(type_)
     )
 
 
-def _as_it_is(here: pa.DataType, to: pa.DataType) -> bool:
+def _is_unchanged(type_: pa.DataType, to: pa.DataType) -> bool:
     """Whether values can stay as they are. A time may have nanoseconds, though its type is the one that Spark takes."""
-    return bool(here.equals(to)) and not _has_times(to)
+    return bool(type_.equals(to)) and not _has_times(to)
 
 
-def _has_times(here: pa.DataType) -> bool:
-    return types.is_time(here) or any(_has_times(here.field(index).type) for index in range(here.num_fields))
+def _has_times(type_: pa.DataType) -> bool:
+    return types.is_time(type_) or any(_has_times(type_.field(index).type) for index in range(type_.num_fields))
 
 
-def _fits(here: pa.Field, to: pa.Field) -> bool:
+def _fits(field: pa.Field, to: pa.Field) -> bool:
     """Whether two fields differ in nothing but that one may have nulls, which the other then does not have."""
-    if here.nullable > to.nullable:
+    if field.nullable > to.nullable:
         return False
     if not types.is_nested(to.type):
-        return bool(here.type.equals(to.type))
-    if here.type.id != to.type.id or here.type.num_fields != to.type.num_fields:
+        return bool(field.type.equals(to.type))
+    if field.type.id != to.type.id or field.type.num_fields != to.type.num_fields:
         return False
-    pairs = [(here.type.field(index), to.type.field(index)) for index in range(to.type.num_fields)]
+    pairs = [(field.type.field(index), to.type.field(index)) for index in range(to.type.num_fields)]
     return all(one.name == other.name and _fits(one, other) for one, other in pairs)
 
 

@@ -12,7 +12,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from dissociated.spark.reader import Request
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter
 
@@ -29,7 +29,8 @@ class DissociatedDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         return DatasetWriter(
-            Target.parse(self.options, "overwrite" if overwrite else "append", '.save("NAME")'), arrow_schema(schema)
+            WriteTarget.parse(self.options, "overwrite" if overwrite else "append", '.save("NAME")'),
+            arrow_schema(schema),
         )
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
@@ -38,7 +39,8 @@ class DissociatedDataSource(DataSource):
         )
 
         return DatasetStreamWriter(
-            Target.parse(self.options, "overwrite" if overwrite else "append", '.start("NAME")'), arrow_schema(schema)
+            WriteTarget.parse(self.options, "overwrite" if overwrite else "append", '.start("NAME")'),
+            arrow_schema(schema),
         )
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

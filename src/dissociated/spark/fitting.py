@@ -17,9 +17,9 @@ from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.spark.types import conform, kept_type, same_layout
 
 if TYPE_CHECKING:
-    from dissociated.spark.target import Target
+    from dissociated.spark.target import WriteTarget
 
-_MOST = 5  # columns that are named
+_MAX_NAMED = 5  # columns that are named
 _DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 _WIDER: dict[pa.DataType, tuple[pa.DataType, ...]] = {
     pa.int8(): (pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()),
@@ -48,7 +48,7 @@ class Fitting:
     without_nulls: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, frame: pa.Schema, target: Target) -> Fitting:
+    def of(cls, frame: pa.Schema, target: WriteTarget) -> Fitting:
         """What replaces a dataset, or begins one, brings its own schema. What is appended takes that which is there.
 
         Raises SourceError, naming columns and types, where it cannot.
@@ -61,19 +61,19 @@ class Fitting:
         with target.catalog.connect() as client:
             client.nodes()  # is it there at all?
             try:
-                there = client.describe(name).schema if append else frame
+                existing = client.describe(name).schema if append else frame
             except DatasetNotFound:
-                there = frame
-        if differences := [*_differences(frame, there, target.merge_schema)]:
-            more = [] if len(differences) <= _MOST else [f"and {len(differences) - _MOST} more"]
-            raise SourceError(f"this cannot be appended to {name!r}: {'; '.join(differences[:_MOST] + more)}")
-        places = tuple(frame.names.index(one) if one in frame.names else None for one in there.names)
+                existing = frame
+        if differences := [*_differences(frame, existing, target.merge_schema)]:
+            more = [] if len(differences) <= _MAX_NAMED else [f"and {len(differences) - _MAX_NAMED} more"]
+            raise SourceError(f"this cannot be appended to {name!r}: {'; '.join(differences[:_MAX_NAMED] + more)}")
+        places = tuple(frame.names.index(one) if one in frame.names else None for one in existing.names)
         stricter = tuple(
             number
             for number, place in enumerate(places)
-            if place is not None and _is_stricter(there.field(number), frame.field(place))
+            if place is not None and _is_stricter(existing.field(number), frame.field(place))
         )
-        return cls(name, there, places, stricter)
+        return cls(name, existing, places, stricter)
 
     def is_identity(self, frame: pa.Schema) -> bool:
         """Whether the values of a DataFrame with this schema are in memory what the dataset has."""
@@ -106,67 +106,67 @@ class Fitting:
             raise SourceError(f"a value does not fit into {self.name!r}: {error}") from None
 
 
-def _differences(frame: pa.Schema, there: pa.Schema, merge: bool) -> Iterator[str]:
+def _differences(frame: pa.Schema, existing: pa.Schema, merge: bool) -> Iterator[str]:
     """What keeps a DataFrame from being appended, for people."""
-    for name in dict.fromkeys(there.names):
-        if there.names.count(name) > 1:
+    for name in dict.fromkeys(existing.names):
+        if existing.names.count(name) > 1:
             yield f"it has more than one column {name!r}"
         elif name not in frame.names:
-            if not there.field(name).nullable:
+            if not existing.field(name).nullable:
                 yield f"there is no column {name!r}, which has no nulls there"
             elif not merge:
                 yield f'there is no column {name!r}: add it, or let .option("mergeSchema", "true") fill it with nulls'
-        elif why := _difference(frame.field(name), there.field(name), merge):
+        elif why := _difference(frame.field(name), existing.field(name), merge):
             yield why
     for name in frame.names:
-        if name not in there.names:
+        if name not in existing.names:
             yield (
                 f"it has no column {name!r}, and its columns stay as they are: drop it, or write the dataset anew, "
                 "overwriting it with read(...).unionByName(df, allowMissingColumns=True)"
             )
 
 
-def _difference(here: pa.Field, there: pa.Field, merge: bool) -> str | None:
-    kept, to_keep = kept_type(here), kept_type(there)
-    if _fits(here.type, there.type, merge) and (to_keep is None or to_keep == kept):
+def _difference(added: pa.Field, existing: pa.Field, merge: bool) -> str | None:
+    kept, to_keep = kept_type(added), kept_type(existing)
+    if _fits(added.type, existing.type, merge) and (to_keep is None or to_keep == kept):
         return None
     advice = "cast it"
-    if not merge and _fits(here.type, there.type, True):
+    if not merge and _fits(added.type, existing.type, True):
         advice += ', or let .option("mergeSchema", "true") widen it'
-    wanted = there.type if to_keep is None else to_keep.simpleString()
-    return f"column {here.name!r} is {here.type if kept is None else kept.simpleString()}, not {wanted}: {advice}"
+    wanted = existing.type if to_keep is None else to_keep.simpleString()
+    return f"column {added.name!r} is {added.type if kept is None else kept.simpleString()}, not {wanted}: {advice}"
 
 
-def _fits(here: pa.DataType, there: pa.DataType, widen: bool) -> bool:
-    """Whether every value of the type `here` is one of `there`: just that one, or when it is widened."""
-    if here.equals(there) or there in _ANOTHER_LAYOUT.get(here, ()):
+def _fits(added: pa.DataType, existing: pa.DataType, widen: bool) -> bool:
+    """Whether every value of the type `added` is one of `existing`: just that one, or when it is widened."""
+    if added.equals(existing) or existing in _ANOTHER_LAYOUT.get(added, ()):
         return True
-    if types.is_timestamp(here) and types.is_timestamp(there):
-        return bool(here.unit == there.unit and (here.tz is None) is (there.tz is None))
-    if types.is_nested(here):
+    if types.is_timestamp(added) and types.is_timestamp(existing):
+        return bool(added.unit == existing.unit and (added.tz is None) is (existing.tz is None))
+    if types.is_nested(added):
         return (
-            here.id == there.id
-            and here.num_fields == there.num_fields
+            added.id == existing.id
+            and added.num_fields == existing.num_fields
             and all(
-                (here.field(index).name == there.field(index).name or not types.is_struct(here))
-                and _fits(here.field(index).type, there.field(index).type, widen)
-                for index in range(here.num_fields)
+                (added.field(index).name == existing.field(index).name or not types.is_struct(added))
+                and _fits(added.field(index).type, existing.field(index).type, widen)
+                for index in range(added.num_fields)
             )
         )
     if not widen:
         return False
-    if types.is_decimal128(there) and (here in _DIGITS or types.is_decimal128(here)):
-        digits, scale = (_DIGITS[here], 0) if here in _DIGITS else (here.precision - here.scale, here.scale)
-        return bool(there.precision - there.scale >= digits and there.scale >= scale)
-    return types.is_null(here) or there in _WIDER.get(here, ())
+    if types.is_decimal128(existing) and (added in _DIGITS or types.is_decimal128(added)):
+        digits, scale = (_DIGITS[added], 0) if added in _DIGITS else (added.precision - added.scale, added.scale)
+        return bool(existing.precision - existing.scale >= digits and existing.scale >= scale)
+    return types.is_null(added) or existing in _WIDER.get(added, ())
 
 
-def _is_stricter(there: pa.Field, here: pa.Field) -> bool:
-    """Whether a null that `here` may have, at any depth, is none that `there` has."""
-    if here.nullable and not there.nullable:
+def _is_stricter(existing: pa.Field, added: pa.Field) -> bool:
+    """Whether a null that `added` may have, at any depth, is none that `existing` has."""
+    if added.nullable and not existing.nullable:
         return True
-    return types.is_nested(there.type) and any(
-        _is_stricter(there.type.field(index), here.type.field(index)) for index in range(there.type.num_fields)
+    return types.is_nested(existing.type) and any(
+        _is_stricter(existing.type.field(index), added.type.field(index)) for index in range(existing.type.num_fields)
     )
 
 

@@ -24,9 +24,9 @@ from dissociated.spark.cache import private_directory
 from dissociated.spark.java import java_home
 
 _SOURCES = Path(__file__).parent / "jvm"
-_TIMEOUT = 600.0  # seconds for the compiler, on a machine that is busy
+_COMPILE_TIMEOUT = 600.0  # seconds for the compiler, on a machine that is busy
 _PACKAGE = "org/apache/spark/sql/dissociated"
-_VERSION = f"{_PACKAGE}/spark-version"  # the release of Spark that it was compiled for
+_VERSION_ENTRY = f"{_PACKAGE}/spark-version"  # the release of Spark that it was compiled for
 #: Where Java looks for data sources by name.
 _SERVICES = {
     "META-INF/services/org.apache.spark.sql.sources.DataSourceRegister": "org.apache.spark.sql.dissociated.Source\n"
@@ -44,12 +44,12 @@ def jar() -> Path:
     digest = hashlib.sha256()
     for source in (*sources, Path(__file__)):  # which says what else is in the jar
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    made = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
-    if not made.is_file():
-        with _lock(made.parent / "jars.lock"):
-            if not made.is_file():
-                _make(made, version, jars, sources)
-    return made
+    path = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
+    if not path.is_file():
+        with _lock(path.parent / "jars.lock"):
+            if not path.is_file():
+                _make(path, version, jars, sources)
+    return path
 
 
 def _spark_home() -> Path:
@@ -76,20 +76,20 @@ def _lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make(made: Path, version: str, jars: Path, sources: list[Path]) -> None:
-    print(f"dissociated: compiling the data source for Spark {version}, once, into {made}", file=sys.stderr)
-    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=made.parent))
+def _make(path: Path, version: str, jars: Path, sources: list[Path]) -> None:
+    print(f"dissociated: compiling the data source for Spark {version}, once, into {path}", file=sys.stderr)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=path.parent))
     try:
         _compile(jars, sources, draft)
         packed = draft / "packed.jar"
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             for compiled in sorted(draft.rglob("*.class")):
                 archive.write(compiled, compiled.relative_to(draft))
-            for name, content in {**_SERVICES, _VERSION: version}.items():
+            for name, content in {**_SERVICES, _VERSION_ENTRY: version}.items():
                 archive.writestr(name, content)
-        packed.rename(made)  # whole or not at all
+        packed.rename(path)  # whole or not at all
     except OSError as error:
-        raise JarNotMade(f"{made} cannot be written: {error}") from error
+        raise JarNotMade(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -106,7 +106,7 @@ def _compile(jars: Path, sources: list[Path], into: Path) -> None:
     ]
     command += ["-usejavacp", "-deprecation:false", "-nowarn", "-d", str(into), *map(str, sources)]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT)
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JarNotMade(f"Spark's compiler did not run: {error}") from None
     if run.returncode:

@@ -50,9 +50,9 @@ class ArrayLayout:
             return cls("view", 0, None)
         return cls("unsigned" if types.is_unsigned_integer(type_) else "", 0, 2)
 
-    def told(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """For JSON."""
-        children = [child.told() for _, child in self.children]
+        children = [child.to_json() for _, child in self.children]
         return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children]
 
 

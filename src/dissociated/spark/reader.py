@@ -50,7 +50,7 @@ _OPTIONS = (
     *("columns", "filters", "version", "transport", "partitions", "nanoseconds"),
     *("startingOffsets", "maxRowsPerTrigger", "maxBytesPerTrigger", "rowsPerPartition"),
 )
-_FRESH = 10.0  # seconds
+_LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
 
 
@@ -106,18 +106,18 @@ class Request:
         return info
 
     def open(
-        self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, wanted: ReadRequest
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
     ) -> pa.RecordBatchReader:
         """What is wanted of an endpoint. Where the node that tasks have started on this host has ended, it is started
         again: its store is still there."""
         try:
-            return client.open_endpoint(info, endpoint, transport, wanted)
+            return client.open_endpoint(info, endpoint, transport, read_request)
         except (CatalogError, TransportError):
             if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
                 raise
             endpoints = self.describe(client, info.version or None).endpoints
             (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
-            return client.open_endpoint(info, endpoint, transport, wanted)
+            return client.open_endpoint(info, endpoint, transport, read_request)
 
     def reader(self, schema: StructType) -> DatasetReader:
         """A reader of the columns in `schema`. Raises OptionError where that contradicts the option `columns`."""
@@ -166,7 +166,7 @@ class DatasetReader(DataSourceReader):
         self.request = request
         self.schema = schema
         self.conditions = conditions
-        self._asked: _Asked | None = None
+        self._lookup: _Lookup | None = None
 
     def partitions(self, version: int = 0, slice_bytes: int = SLICE_BYTES) -> Sequence[EndpointPartition]:
         """One for each endpoint, or for each slice of one where those can be requested.
@@ -200,20 +200,20 @@ class DatasetReader(DataSourceReader):
     ) -> Generator[pa.RecordBatch, None, None]:
         """The same, in batches of at most so many rows; and `in_place`, with types as `Columns.select` leaves them."""
         with self.request.catalog.connect() as client:
-            knew = self._asked is not None
+            was_known = self._lookup is not None
             try:
                 reader, selected = self._open(client, partition)
             except DissociatedError:
-                self._asked = None
-                if not knew:
+                self._lookup = None
+                if not was_known:
                     raise
                 # It may have moved since.
                 reader, selected = self._open(client, partition)
         with closing(reader):
             for batch in portions(reader, max_rows):
-                some = selected.of(batch, in_place)
-                if some.num_rows:
-                    yield some
+                selected_batch = selected.of(batch, in_place)
+                if selected_batch.num_rows:
+                    yield selected_batch
 
     def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
         """In a task: the server that sends just the wanted rows, and how to ask it; None where there is none.
@@ -223,33 +223,33 @@ class DatasetReader(DataSourceReader):
         if self.request.filters is not None:
             return None
         with self.request.catalog.connect() as client:
-            asked, endpoint, wanted = self._request(client, partition)
-        return direct_request(asked.info, endpoint, self.request.transport, wanted)
+            lookup, endpoint, read_request = self._request(client, partition)
+        return direct_request(lookup.info, endpoint, self.request.transport, read_request)
 
     def readable(self, schema: pa.Schema) -> bool:
         """Whether Spark's JVM reads what is wanted of a stream with this schema as it is."""
         return Columns(schema, self.schema, self.request.nanoseconds).readable
 
     def _open(self, client: Client, partition: EndpointPartition) -> tuple[pa.RecordBatchReader, _BatchFilter]:
-        asked, endpoint, wanted = self._request(client, partition)
-        reader = self.request.open(client, asked.info, endpoint, self.request.transport, wanted)
-        return reader, asked.selected
+        lookup, endpoint, read_request = self._request(client, partition)
+        reader = self.request.open(client, lookup.info, endpoint, self.request.transport, read_request)
+        return reader, lookup.selected
 
-    def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Asked, Endpoint, ReadRequest]:
+    def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Lookup, Endpoint, ReadRequest]:
         """What is wanted of which endpoint, as the catalog knows it now."""
-        asked = self._asked
-        if asked is None or time.monotonic() > asked.until:
+        lookup = self._lookup
+        if lookup is None or time.monotonic() > lookup.until:
             info = wait_for_catalog(lambda: self._planned(client, partition.version))
             selected = _BatchFilter(self.request, self.schema, info.schema)
-            asked = _Asked(info, selected, certain(self.conditions, info.schema), time.monotonic() + _FRESH)
-            self._asked = asked
-        endpoint = partition.endpoint or asked.info.endpoints[partition.number]
-        wanted = replace(client.defaults, columns=asked.selected.requested)
+            lookup = _Lookup(info, selected, certain(self.conditions, info.schema), time.monotonic() + _LOOKUP_TTL)
+            self._lookup = lookup
+        endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
+        read_request = replace(client.defaults, columns=lookup.selected.requested)
         if partition.slice is not None:
-            wanted = partition.slice.of(wanted)
-        if partition.whole and asked.conditions:
-            wanted = replace(wanted, rows=None, filter=asked.conditions, exact=False)
-        return asked, endpoint, wanted
+            read_request = partition.slice.of(read_request)
+        if partition.whole and lookup.conditions:
+            read_request = replace(read_request, rows=None, filter=lookup.conditions, exact=False)
+        return lookup, endpoint, read_request
 
     def _planned(self, client: Client, version: int) -> DatasetInfo:
         """The version that was planned. Raises DatasetNotFound where it is there no more."""
@@ -266,9 +266,9 @@ class DatasetReader(DataSourceReader):
     ) -> Sequence[tuple[Slice | None, bool]]:
         """How to cut an endpoint, and whether at the ends of batches; where it cannot choose, it stays whole."""
         whole: list[tuple[Slice | None, bool]] = [(None, True)]
-        asked = self.request.partitions
-        wanted = asked or math.ceil((info.nbytes or 0) / slice_bytes)
-        if not info.rows or wanted <= 1:  # a reader that is published can be read once, and has no rows to be known
+        count = self.request.partitions
+        parts = count or math.ceil((info.nbytes or 0) / slice_bytes)
+        if not info.rows or parts <= 1:  # a reader that is published can be read once, and has no rows to be known
             return whole
         if not all(supports_selection(uri) for uris in locations(endpoint) for uri in uris):
             return whole
@@ -277,11 +277,11 @@ class DatasetReader(DataSourceReader):
         counting = client.defaults.without_columns()
         with closing(self.request.open(client, info, endpoint, transport, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
-        cut = slices(sizes, max(1, round(wanted * sum(sizes) / info.rows)))
+        cut = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)))
         return [(one, sum(sizes[one.first : one.stop]) == one.rows) for one in cut] or whole
 
 
-class _Asked(NamedTuple):
+class _Lookup(NamedTuple):
     """What the catalog said, which is good for a moment: it keeps what it is asked for again and again."""
 
     info: DatasetInfo
@@ -298,10 +298,10 @@ class _BatchFilter:
         self._filters = request.filters
         names = self._columns.names
         if self._filters is not None:
-            looked_at = self._filters.columns
-            self._decisive = Columns(source, spark_schema(source, looked_at), request.nanoseconds)
+            filter_columns = self._filters.columns
+            self._decisive = Columns(source, spark_schema(source, filter_columns), request.nanoseconds)
             self._filters.mask(pa.RecordBatch.from_pylist([], self._decisive.schema))  # can that be decided?
-            names = [*names, *looked_at]
+            names = [*names, *filter_columns]
         #: The columns to be requested; None for all there are.
         self.requested = None if {*names} == {*source.names} else names
 
@@ -321,11 +321,11 @@ def slices(sizes: Sequence[int], count: int) -> list[Slice]:
     ends = [0, *accumulate(sizes)]
     rows = ends[-1]
     cuts = {0, rows, *(_near(ends, rows * number // count, rows // (4 * count)) for number in range(1, count))}
-    made = []
+    found = []
     for begin, end in pairwise(sorted(cuts)):
         first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
-        made.append(Slice(first, stop, begin - ends[first], end - begin))
-    return made
+        found.append(Slice(first, stop, begin - ends[first], end - begin))
+    return found
 
 
 def _near(ends: Sequence[int], row: int, distance: int) -> int:

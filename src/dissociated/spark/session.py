@@ -19,7 +19,7 @@ from dissociated.host import machine_memory
 from dissociated.spark.catalog import VARIABLE, CatalogConfig
 from dissociated.spark.jar import jar
 from dissociated.spark.java import java_home
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def publish(
     from pyspark.sql.utils import is_remote
 
     config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
-    target = Target(config, Publication(name, mode, dict(tags or {}), ttl), merge_schema)
+    target = WriteTarget(config, Publication(name, mode, dict(tags or {}), ttl), merge_schema)
     if not is_remote():  # else the server of Spark Connect writes: this process may not even reach the catalog
         from dissociated.spark import writer
 
@@ -143,9 +143,9 @@ def read(
     return reader.load(name)
 
 
-def _catalog(spark: SparkSession, given: str | None) -> str:
-    told = given or spark.conf.get("spark.dissociated.catalog", None) or os.environ.get(VARIABLE, "")
-    return CatalogConfig.parse({"catalog": told}).uri
+def _catalog(spark: SparkSession, uri: str | None) -> str:
+    configured = uri or spark.conf.get("spark.dissociated.catalog", None) or os.environ.get(VARIABLE, "")
+    return CatalogConfig.parse({"catalog": configured}).uri
 
 
 def _settings(master: str) -> dict[str, str]:

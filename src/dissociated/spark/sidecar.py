@@ -54,8 +54,8 @@ _MAX_THREADS = 256  # tasks of one executor
 _MAX_READERS = 64
 _MAX_BATCHES = 64  # in one answer
 _SLICE_BYTES = 128 << 20  # of one partition: as many as of files, if Spark reads those
-_MAX_ROWS = 1 << 20  # of one batch
-_MAX_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
+_MAX_BATCH_ROWS = 1 << 20  # of one batch
+_MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
 _ALIGNMENT = 64
 
 
@@ -103,7 +103,7 @@ class Sidecar:
         with suppress(DissociatedError):  # which are told, or mended, where it is opened here
             if direct and (request := found.direct_request(wanted)) is not None:
                 return {"server": request}
-        stream = _Stream(found.batches(wanted, _MAX_ROWS, in_place=True))
+        stream = _Stream(found.batches(wanted, _MAX_BATCH_ROWS, in_place=True))
         with self._lock:
             self._opened += 1
             self._streams[self._opened] = stream
@@ -115,7 +115,7 @@ class Sidecar:
         if layouts is None or not self._reader(reader).readable(found):
             return None
         columns = [found.get_field_index(name) for name in self._reader(reader).schema.fieldNames()]
-        return {"layouts": [layout.told() for layout in layouts], "columns": columns}
+        return {"layouts": [layout.to_json() for layout in layouts], "columns": columns}
 
     def _reader(self, reader: str) -> DatasetReader:
         with self._lock:
@@ -171,7 +171,7 @@ class _Stream:
 
 def _portions(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     size = batch.get_total_buffer_size()  # `nbytes` would trust the offsets
-    step = batch.num_rows if size <= _MAX_BYTES else max(1, batch.num_rows * _MAX_BYTES // size)
+    step = batch.num_rows if size <= _MAX_BATCH_BYTES else max(1, batch.num_rows * _MAX_BATCH_BYTES // size)
     for first in range(0, batch.num_rows, step):
         yield batch.slice(first, step)
 
@@ -273,11 +273,11 @@ def _shared_mappings() -> Iterator[tuple[int, int, int, int, str]]:
 def _reopen(inode: int, path: str) -> int | None:
     """A new descriptor of a file that is mapped: Python keeps one for each mapping. None where that is not so."""
     for number in os.listdir("/proc/self/fd"):
-        here = f"/proc/self/fd/{number}"
+        link = f"/proc/self/fd/{number}"
         try:
-            if os.readlink(here) != path or os.stat(here).st_ino != inode:
+            if os.readlink(link) != path or os.stat(link).st_ino != inode:
                 continue
-            descriptor = os.open(here, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue  # it has been closed since; or it is another user's
         if os.fstat(descriptor).st_ino == inode and os.readlink(f"/proc/self/fd/{descriptor}") == path:
@@ -296,13 +296,13 @@ def main() -> None:
 
     def answer(request: Any) -> None:
         try:
-            said = {"result": sidecar.calls[request["call"]](**request["with"])}
+            reply = {"result": sidecar.calls[request["call"]](**request["with"])}
         except DissociatedError as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
+            reply = {"error": f"{type(error).__name__}: {error}"}
         except Exception as error:
-            said = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
+            reply = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
         with writing:
-            print(json.dumps({"id": request["id"], **said}), file=answers)
+            print(json.dumps({"id": request["id"], **reply}), file=answers)
 
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
         for line in sys.stdin:

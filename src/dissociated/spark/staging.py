@@ -25,7 +25,7 @@ from dissociated.node.local import stage_here
 from dissociated.oserrors import store_errors
 from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
 from dissociated.spark.pickled import pickled, unpickled
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.files import NewFile, StagedFile
@@ -64,15 +64,15 @@ class Writes:
         self.calls = {call.__name__: call for call in calls}
 
     def stage(self, writer: str, segment: str) -> Any:
-        made = _StagedSegment(unpickled(writer).target.catalog, segment)
+        staged = _StagedSegment(unpickled(writer).target.catalog, segment)
         with self._lock:
             wanted = segment not in self._unwanted
             if wanted:
-                self._segments[segment] = made
+                self._segments[segment] = staged
         if not wanted:
-            made.abort()
+            staged.abort()
             raise StoreError(f"the task that writes {segment} was killed")
-        return {"path": made.path, "room": made.reserve(0), "node": made.node}
+        return {"path": staged.path, "room": staged.reserve(0), "node": staged.node}
 
     def reserve(self, segment: str, size: int) -> int:
         return self._segments[segment].reserve(size)
@@ -129,7 +129,7 @@ class _StagedSegment:
 
 
 def write(options: Mapping[str, str], schema: str, mode: str) -> Any:
-    writer = DatasetWriter(Target.parse(options, mode, '.save("NAME")'), _arrow_schema(schema))
+    writer = DatasetWriter(WriteTarget.parse(options, mode, '.save("NAME")'), _arrow_schema(schema))
     return _plan(writer, writer.key)
 
 
@@ -144,7 +144,7 @@ def abort(writer: str) -> None:
 def write_stream(options: Mapping[str, str], schema: str, mode: str) -> Any:
     from dissociated.spark.streaming import DatasetStreamWriter  # needs Spark 4.2
 
-    return _plan(DatasetStreamWriter(Target.parse(options, mode, '.start("NAME")'), _arrow_schema(schema)), "")
+    return _plan(DatasetStreamWriter(WriteTarget.parse(options, mode, '.start("NAME")'), _arrow_schema(schema)), "")
 
 
 def commit_stream(writer: str, key: str, written: Sequence[Mapping[str, Any]]) -> None:
@@ -176,14 +176,14 @@ def _plan(writer: DatasetWriter | DatasetStreamWriter, key: str) -> Any:
     if not writer.fitting.is_identity(writer.schema):
         return {"fits": False}
     schema = writer.fitting.schema
-    known = [number for number, field in enumerate(schema) if _is_ordered(field.type)]
+    ordered = [number for number, field in enumerate(schema) if _is_ordered(field.type)]
     return {
         "fits": True,
         "writer": pickled(writer),
         "key": key,
         "schema": _message(schema),
-        "statistics": known,
-        "statistics_schema": _message(_statistics_schema(schema, known)),
+        "statistics": ordered,
+        "statistics_schema": _message(_statistics_schema(schema, ordered)),
     }
 
 

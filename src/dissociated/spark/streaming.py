@@ -39,7 +39,7 @@ from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import Request, portions
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import Written, commit, write_segment
 
 # Spark tells tasks which query and batch they work for, and nobody else.
@@ -60,7 +60,7 @@ class TaskCommit(WriterCommitMessage):
 class DatasetStreamWriter(DataSourceStreamArrowWriter):
     """Writes each micro-batch as one commit. Spark makes another one to commit or abort a batch."""
 
-    def __init__(self, target: Target, schema: pa.Schema) -> None:
+    def __init__(self, target: WriteTarget, schema: pa.Schema) -> None:
         self.target = target
         self.catalog = target.catalog
         self.schema = schema

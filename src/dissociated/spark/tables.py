@@ -16,7 +16,7 @@ from dissociated.catalog.publication import Publication
 from dissociated.errors import DatasetNotFound
 from dissociated.spark.catalog import CatalogConfig
 from dissociated.spark.reader import Request
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import commit
 
@@ -38,7 +38,7 @@ def table_schema(options: Mapping[str, str], name: str) -> str:
 
 def create_table(options: Mapping[str, str], name: str, schema: str) -> None:
     """It has no rows."""
-    target = Target(CatalogConfig.parse(options), Publication(name))
+    target = WriteTarget(CatalogConfig.parse(options), Publication(name))
     commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
 
 

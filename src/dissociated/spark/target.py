@@ -11,13 +11,13 @@ from dissociated.catalog.publication import Publication
 from dissociated.errors import OptionError
 from dissociated.spark.catalog import CatalogConfig, required
 
-_KNOWN = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl")
+_NAMES_OF_OPTIONS = ("catalog", "mergeSchema", "path", "tags", "token_file", "tls_roots", "ttl")
 _SPARKS_OWN = ("checkpointlocation", "queryname")
-_ALLOWED = {*(name.lower() for name in _KNOWN), *_SPARKS_OWN}
+_KNOWN_OPTIONS = {*(name.lower() for name in _NAMES_OF_OPTIONS), *_SPARKS_OWN}
 
 
 @dataclass(frozen=True)
-class Target:
+class WriteTarget:
     """A dataset of a catalog: its name, whether to replace it or to add to it, its tags and its end.
 
     With `merge_schema`, what is added may lack columns and have narrower numbers.
@@ -33,18 +33,18 @@ class Target:
 
         Raises CatalogError where they do not say where the data goes, and OptionError for what makes no sense.
         """
-        given = {name.lower(): value for name, value in options.items()}
-        for name in given:
-            if name not in _ALLOWED:
-                raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_KNOWN)}")
-        catalog = CatalogConfig.parse(given)
-        name = required(given, "path", f"the dataset goes: {advice}")
-        publication = Publication(name, mode, _tags(given.get("tags", "")), _seconds(given.get("ttl")))
-        return cls(catalog, publication, _flag("mergeSchema", given.get("mergeschema", "false")))
+        values = {name.lower(): value for name, value in options.items()}
+        for name in values:
+            if name not in _KNOWN_OPTIONS:
+                raise OptionError(f"there is no option {name!r} for writing; there are {', '.join(_NAMES_OF_OPTIONS)}")
+        catalog = CatalogConfig.parse(values)
+        name = required(values, "path", f"the dataset goes: {advice}")
+        publication = Publication(name, mode, _tags(values.get("tags", "")), _seconds(values.get("ttl")))
+        return cls(catalog, publication, _flag("mergeSchema", values.get("mergeschema", "false")))
 
     def options(self) -> dict[str, str]:
         """The same as options, but for its name and mode."""
-        given = {
+        values = {
             "catalog": self.catalog.uri,
             "token_file": self.catalog.token_file,
             "tls_roots": self.catalog.tls_roots,
@@ -52,7 +52,7 @@ class Target:
             "ttl": self.publication.ttl,
             "mergeSchema": "true" if self.merge_schema else None,
         }
-        return {name: str(value) for name, value in given.items() if value is not None}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _tags(text: str) -> Any:

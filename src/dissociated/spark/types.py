@@ -20,7 +20,7 @@ TIMEZONE = "UTC"
 """A Spark timestamp is an instant. Its batches carry the time zone of the session that made them, which is
 a matter of display, so all datasets have the same."""
 
-_KEPT = b"dissociated.spark.type"
+_TYPE_KEY = b"dissociated.spark.type"
 """In the metadata of a column: Spark's type of it as JSON, where Arrow's does not say as much."""
 
 _SPARKS_CLASSES = {f"spark.{package}.linalg.{kind}UDT" for package in ("ml", "mllib") for kind in ("Vector", "Matrix")}
@@ -53,11 +53,11 @@ def kept_type(field: pa.Field) -> DataType | None:
     """
     from pyspark.sql.types import StructField
 
-    told = (field.metadata or {}).get(_KEPT)
-    if told is None:
+    encoded = (field.metadata or {}).get(_TYPE_KEY)
+    if encoded is None:
         return None
     try:
-        plain = json.loads(told)
+        plain = json.loads(encoded)
         if _names_a_class(plain):
             return None
         found = StructField.fromJson(plain)
@@ -73,20 +73,20 @@ def _arrow_field(field: StructField) -> pa.Field:
 
     # Spark 4.1 knows no other instants than those in UTC.
     in_utc: dict[str, Any] = {} if pyspark.__version__.startswith("4.1.") else {"timezone": TIMEZONE}
-    (made,) = to_arrow_schema(StructType([field]), **in_utc)
-    return made
+    (arrow_field,) = to_arrow_schema(StructType([field]), **in_utc)
+    return arrow_field
 
 
-def _with_kept_type(made: pa.Field, field: StructField) -> pa.Field:
+def _with_kept_type(arrow_field: pa.Field, field: StructField) -> pa.Field:
     from pyspark.sql.pandas.types import from_arrow_type
 
     plain = field.jsonValue()
-    if from_arrow_type(made.type, prefer_timestamp_ntz=True) == field.dataType:
-        return made
+    if from_arrow_type(arrow_field.type, prefer_timestamp_ntz=True) == field.dataType:
+        return arrow_field
     if _names_a_class(plain):
-        _log.warning("column %r is of a user-defined type, and comes back as %s", field.name, made.type)
-        return made
-    return made.with_metadata({**(made.metadata or {}), _KEPT: json.dumps(plain).encode()})
+        _log.warning("column %r is of a user-defined type, and comes back as %s", field.name, arrow_field.type)
+        return arrow_field
+    return arrow_field.with_metadata({**(arrow_field.metadata or {}), _TYPE_KEY: json.dumps(plain).encode()})
 
 
 def _names_a_class(plain: Any) -> bool:
@@ -112,14 +112,14 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return batch.cast(schema)
 
 
-def same_layout(here: pa.DataType, there: pa.DataType) -> bool:
+def same_layout(one: pa.DataType, other: pa.DataType) -> bool:
     """Whether two types differ in nothing but time zones, names, nullability and metadata."""
-    if pa.types.is_timestamp(here) and pa.types.is_timestamp(there):
-        return bool(here.unit == there.unit)
-    if not pa.types.is_nested(here):
-        return bool(here == there)
-    return here.id == there.id and all(
-        same_layout(here.field(i).type, there.field(i).type) for i in range(here.num_fields)
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other):
+        return bool(one.unit == other.unit)
+    if not pa.types.is_nested(one):
+        return bool(one == other)
+    return one.id == other.id and all(
+        same_layout(one.field(i).type, other.field(i).type) for i in range(one.num_fields)
     )
 
 

@@ -29,7 +29,7 @@ from dissociated.errors import DissociatedError
 from dissociated.node.local import stage_here
 from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
 from dissociated.spark.fitting import Fitting
-from dissociated.spark.target import Target
+from dissociated.spark.target import WriteTarget
 from dissociated.spark.types import arrow_schema
 from dissociated.store.segment import SegmentWriter
 
@@ -76,7 +76,7 @@ def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: 
     return Written(partition, stage.node, segment, writer.rows, writer.nbytes)
 
 
-def commit(target: Target, key: str, schema: pa.Schema, messages: Sequence[WriterCommitMessage | None]) -> None:
+def commit(target: WriteTarget, key: str, schema: pa.Schema, messages: Sequence[WriterCommitMessage | None]) -> None:
     """On the driver: make what the tasks have written the dataset, on each host in order of the partitions.
 
     A repeated call does nothing, so a catalog that does not answer is asked again for a while. Where there are no rows
@@ -84,12 +84,14 @@ def commit(target: Target, key: str, schema: pa.Schema, messages: Sequence[Write
     """
     written = sorted((one for one in messages if isinstance(one, Written)), key=lambda one: one.partition)
     segments = [{"node": one.node, "segment": one.segment} for one in written if one.node and one.segment]
-    catalog, asked = target.catalog, target.publication
+    catalog, publication = target.catalog, target.publication
 
     def once() -> None:
-        there = segments or [{"node": stage_here(catalog.uri, catalog.connect).node, "segment": ""}]
+        placed = segments or [{"node": stage_here(catalog.uri, catalog.connect).node, "segment": ""}]
         with catalog.connect() as client:
-            client.commit(asked.name, there, asked.mode, schema, key=key, tags=asked.tags, ttl=asked.ttl)
+            client.commit(
+                publication.name, placed, publication.mode, schema, key=key, tags=publication.tags, ttl=publication.ttl
+            )
 
     wait_for_catalog(once)
 
@@ -110,7 +112,7 @@ class DatasetWriter(DataSourceArrowWriter):
     Made once, while Spark plans the write, then copied to every task and to the commit; all share `key`.
     """
 
-    def __init__(self, target: Target, schema: pa.Schema) -> None:
+    def __init__(self, target: WriteTarget, schema: pa.Schema) -> None:
         self.target = target
         self.schema = schema
         self.fitting = Fitting.of(schema, target)  # before any task runs in vain
@@ -129,7 +131,7 @@ class DatasetWriter(DataSourceArrowWriter):
         abort(self.target.catalog, self.key)
 
 
-def publish(frame: DataFrame, target: Target) -> None:
+def publish(frame: DataFrame, target: WriteTarget) -> None:
     """On the driver: write a DataFrame of this process's own Spark.
 
     By `mapInArrow`, whose only rows are those that tell what was written: Spark hands over its rows in less time there
