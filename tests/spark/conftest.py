@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 
+#: Whether Spark reads and writes in its JVM, as it does by itself, or by the data source in Python.
+IN_JVM = os.environ.get("DISSOCIATED_TEST_JVM", "true")
+
+if IN_JVM == "false":
+    collect_ignore = ["test_direct.py", "test_jvm.py", "test_jvm_writer.py"]
+
 
 @pytest.fixture(scope="package")
 def spark() -> Iterator[SparkSession]:
@@ -29,6 +35,7 @@ def spark() -> Iterator[SparkSession]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         settings: dict[str, Any] = {
+            "spark.dissociated.jvm": IN_JVM,
             "spark.log.level": "OFF",
             "spark.python.daemon.module": "warm",
             "spark.sql.session.timeZone": "America/New_York",
@@ -38,6 +45,13 @@ def spark() -> Iterator[SparkSession]:
         running = session("tests", "local[2,2]", **settings)
     yield running
     running.stop()
+
+
+@pytest.fixture
+def use_jvm(spark: SparkSession) -> Iterator[Callable[[bool], None]]:
+    """Says whether Spark reads and writes in its JVM from here on, or by the data source in Python."""
+    yield lambda wanted: spark.conf.set("spark.dissociated.jvm", str(wanted).lower())
+    spark.conf.set("spark.dissociated.jvm", IN_JVM)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ assert isinstance(df, DataFrame), "this is not Spark Connect"
 publish(df, "numbers", uri)
 there = read(spark, "numbers", uri, ["id"], [("id", ">=", 990)], partitions=2)
 assert [row.id for row in there.collect()] == [*range(990, 1000)]
+assert "BatchScan dissociated" in there._explain_string() and "Python" not in there._explain_string()
 by_name = spark.read.format("dissociated").option("catalog", uri).schema("text string").load("numbers")
 assert by_name.limit(1).collect() == [("text 0",)]
 assert spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch") == "2147483647"

@@ -87,11 +87,11 @@ def by_source(df: DataFrame, name: str, catalog: str, mode: str = "overwrite", *
     df.write.format("dissociated").option("catalog", catalog).options(**options).mode(mode).save(name)
 
 
-@pytest.fixture(params=[by_source, publish], ids=["source", "publish"])
-def write(request: pytest.FixtureRequest) -> Write:
-    """Both ways to publish."""
-    found: Write = request.param
-    return found
+@pytest.fixture(params=["JVM", "Python"])
+def write(request: pytest.FixtureRequest, use_jvm: Callable[[bool], None]) -> Write:
+    """Both ways to write: what `publish` does in Spark's JVM is the same as by the data source."""
+    use_jvm(request.param == "JVM")
+    return by_source if request.param == "JVM" else publish
 
 
 def test_a_dataset_arrives_whole_and_in_order_of_the_partitions(
@@ -318,21 +318,20 @@ def test_any_thread_may_write_and_read(spark: SparkSession, catalog: str, client
 
 
 def test_types_that_arrow_does_not_have_come_back(
-    spark: SparkSession, catalog: str, client: dis.Client, write: Write
+    spark: SparkSession, catalog: str, write: Write, use_jvm: Callable[[bool], None]
 ) -> None:
     df = spark.sql(
         """SELECT 'Ab' COLLATE UTF8_LCASE AS s, map('k', array('é' COLLATE UNICODE_CI)) AS m, INTERVAL '3' DAY AS d,
         named_struct('h', INTERVAL '5' HOUR) AS h, TIME'12:00:00' :: time(0) AS t, parse_json('{"a": [1, "x"]}') AS v"""
     ).withColumn("vector", array_to_vector(array(lit(1.5), lit(2.0))))
     write(df, "data", catalog)
-    for jvm in ("true", "false"):
-        spark.conf.set("spark.dissociated.jvm", jvm)
+    for jvm in (True, False):
+        use_jvm(jvm)
         found = read(spark, "data", catalog)
         assert found.schema == df.schema
         assert found.drop("v").collect() == df.drop("v").collect()
         assert found.selectExpr("to_json(v) AS v").first() == ('{"a":[1,"x"]}',)
         assert found.where("s = 'aB'").count() == 1
-    spark.conf.unset("spark.dissociated.jvm")
 
 
 def test_a_mode_that_is_none(spark: SparkSession, catalog: str) -> None:

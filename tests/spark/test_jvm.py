@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +37,6 @@ TABLE = pa.table(
 def server() -> Iterator[dis.Server]:
     with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
         yield server
-
-
-@pytest.fixture
-def in_python(spark: SparkSession) -> Iterator[None]:
-    """The data source in Python reads."""
-    spark.conf.set("spark.dissociated.jvm", "false")
-    yield
-    spark.conf.unset("spark.dissociated.jvm")
 
 
 def plan(df: DataFrame) -> str:
@@ -130,9 +122,11 @@ def test_a_field_within_a_struct_is_read(spark: SparkSession, server: dis.Server
     assert df.collect() == [(str(n), 2 * n) for n in range(10, ROWS)]
 
 
-@pytest.mark.usefixtures("in_python")
-def test_the_source_in_python_reads_where_it_is_asked_to(spark: SparkSession, server: dis.Server) -> None:
+def test_the_source_in_python_reads_where_it_is_asked_to(
+    spark: SparkSession, server: dis.Server, use_jvm: Callable[[bool], None]
+) -> None:
     server.publish("data", TABLE)
+    use_jvm(False)
     df = read(spark, "data", server.catalog_uri)
     assert "(Python)" in plan(df)
     assert df.toArrow().select(["n", "s"]) == TABLE.select(["n", "s"])

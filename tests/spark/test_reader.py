@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,13 +86,16 @@ def test_spark_finds_the_source_by_itself_and_sql_does(spark: SparkSession, serv
         spark.catalog.dropTempView("seen")
 
 
-def test_what_spark_wrote_it_reads_with_all_native_types(spark: SparkSession, server: dis.Server) -> None:
+def test_what_spark_wrote_it_reads_with_all_native_types(
+    spark: SparkSession, server: dis.Server, use_jvm: Callable[[bool], None]
+) -> None:
     present = [f"{value} AS {name}" for name, value in NATIVE.items()]
     nullable = [f"IF(id % 3 = 1, NULL, {value}) AS {name}_or_null" for name, value in NATIVE.items()]
     df = spark.range(0, 20, numPartitions=2).selectExpr(*present, *nullable)
     publish(df, "types", server.catalog_uri)
     written = [plain(row) for row in df.collect()]
-    for transport in ("shm", "tcp"):
+    for transport, jvm in (("shm", True), ("tcp", True), ("shm", False)):
+        use_jvm(jvm)
         there = read(spark, "types", server.catalog_uri, partitions=2, transport=transport)
         assert there.schema == df.schema
         assert [plain(row) for row in there.collect()] == written
