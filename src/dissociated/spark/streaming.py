@@ -23,24 +23,28 @@ from pyspark.sql.datasource import (
     InputPartition,
     WriterCommitMessage,
 )
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxBytes,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 from pyspark.sql.types import StructType
 
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.reader import Client
-from dissociated.errors import CatalogError, DatasetNotFound, OptionError, StoreError
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError, PySparkNotFound, StoreError
 from dissociated.spark.catalog import wait_for_catalog
 from dissociated.spark.columns import Columns
 from dissociated.spark.fitting import Fitting
 from dissociated.spark.reader import Request, portions
 from dissociated.spark.target import WriteTarget
 from dissociated.spark.writer import Written, commit, write_segment
+
+try:
+    from pyspark.sql.streaming.datasource import (
+        ReadAllAvailable,
+        ReadLimit,
+        ReadMaxBytes,
+        ReadMaxRows,
+        SupportsTriggerAvailableNow,
+    )
+except ImportError as error:
+    raise PySparkNotFound(f"streaming needs Spark 4.2 or later: {error}", name=error.name) from None
 
 # Spark tells tasks which query and batch they work for, and nobody else.
 _QUERY = "sql.streaming.queryId"
