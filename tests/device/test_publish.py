@@ -141,6 +141,28 @@ def test_memory_goes_back_when_streams_of_others_have_read_it(
         assert (np.frombuffer(target, np.int64) == expected).all()
 
 
+def test_an_address_goes_back_when_what_was_begun_there_is_done(
+    device: Device, server: dis.Server, client: dis.Client
+) -> None:
+    server.publish("numbers", on_device(device, [*pieces()]))
+    expected = next(pieces())["n"].to_numpy()
+    with client.read("numbers", device=device) as reader:
+        batch, other = reader.read_next_batch(), reader.read_next_batch()
+    held = server.status().leases
+    taken = consumer.Taken(batch)
+    address = taken.struct.array.children[0].contents.buffers[1]
+    stream, target, writer = device.stream(), pa.allocate_buffer(expected.nbytes), device.stream()
+    stream.copy(target.address, address, target.size)
+    del batch
+    taken.release()
+    wait_until(lambda: server.status().leases < held, "the addresses of one batch come back")
+    writer.clear(address, target.size)  # a server may use it again now
+    writer.synchronize()
+    stream.synchronize()
+    assert (np.frombuffer(target, np.int64) == expected).all()
+    del other
+
+
 def test_dlpack_columns_and_lists_of_batches(device: Device, server: dis.Server, client: dis.Client) -> None:
     batches = [*on_device(device, [*pieces()])]
     columns = {name: batches[0][name] for name in ("n", "f")}

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
+from dissociated.codec.device import to_device
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
@@ -175,6 +176,35 @@ def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: di
         assert list(reader) == []
     gc.collect()
     assert not connections_left(server)
+
+
+class Overwritten:
+    """Memory that somebody else uses as soon as nobody refers to it."""
+
+    def __init__(self, number: int) -> None:
+        self.values = np.full(10_000, number)
+
+    def __del__(self) -> None:
+        self.values[:] = -1
+
+
+def test_what_is_copied_stays_until_it_has_been(device: Device) -> None:
+    kept = [Overwritten(number) for number in range(8)]
+    addresses = [one.values.ctypes.data for one in kept]
+    schema = pa.schema({"n": pa.int64()})
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for address in addresses:
+            memory = pa.foreign_buffer(address, 80_000, kept.pop(0))
+            yield pa.record_batch([pa.Array.from_buffers(pa.int64(), 10_000, [None, memory])], schema)
+            del memory
+
+    arrays = [one.values for one in kept]  # they stay, and only change
+    arrived = [*to_device(pa.RecordBatchReader.from_batches(schema, batches()), device)]
+    gc.collect()
+    assert all((array == -1).all() for array in arrays), "nobody refers to it any more"
+    for number, batch in enumerate(arrived):
+        assert (batch.to_host()["n"].to_numpy() == number).all()
 
 
 def test_memory_goes_back_batch_by_batch(client: dis.Client, device: Device) -> None:
