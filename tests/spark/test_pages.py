@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RUN = [page for page in PAGES if any(block.is_spark and not block.not_run for block in blocks(page))]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_code_on_a_page_runs(page: Path, spark: SparkSession, memory: Path, tmp_path: Path) -> None:
     flights = spark.createDataFrame(
