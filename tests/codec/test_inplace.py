@@ -10,6 +10,12 @@ import pytest
 
 import dissociated as dis
 from dissociated.client import stream
+from dissociated.codec.inplace import InPlace
+from dissociated.format.encapsulated import walk
+from dissociated.format.message import buffer_extents
+from dissociated.memory.region import AddressSpace, Region
+from dissociated.protocol.bodies import AddressList
+from dissociated.protocol.delivery import Delivery
 from dissociated.store.segment import Segment, SegmentWriter
 
 
@@ -155,3 +161,39 @@ def test_small_bodies_may_come_inline_among_the_others() -> None:
     with dis.Server(["shm:"], catalog=None, inline_limit=100) as server:
         server.publish("mixed", content)
         assert read(server, "mixed").read_all().equals(content)
+
+
+BASE = 1 << 20
+
+
+def addressed(content: bytes) -> list[Delivery]:
+    """The messages of a stream that lies at BASE, each body by address, also where it has no bytes."""
+    deliveries = []
+    for number, (header, parsed, body_at) in enumerate(walk(memoryview(content))):
+        offsets, lengths = buffer_extents(header, parsed)
+        places = (BASE + body_at + offset if length else 0 for offset, length in zip(offsets, lengths, strict=True))
+        listed = AddressList(tuple(places), lengths) if parsed.has_body else None
+        deliveries.append(Delivery(number, header, parsed, None, listed))
+    return deliveries
+
+
+def test_what_has_no_bytes_lies_where_the_last_message_ended_or_is_not_in_place() -> None:
+    full = pa.record_batch({"n": range(10)})
+    empty = full.slice(0, 0)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, full.schema) as writer:
+        for batch in (full, empty, full):
+            writer.write_batch(batch)
+    region = Region(BASE, sink.getvalue())
+    space = AddressSpace()
+    space.add(region)
+    schema, *batches = addressed(region.memory.to_pybytes())
+    assert [len(one.leased) for one in batches] == [1, 0, 1]
+    place = InPlace(schema.header, space)
+    assert [one.accept(place) for one in batches] == [True] * 3
+    reader = place.reader(lambda memory, addresses: memory, None)
+    assert reader is not None
+    assert [*reader] == [full, empty, full]
+    for wrong in ([batches[1]], [batches[0], batches[2]], [batches[0], batches[1], batches[1]]):
+        place = InPlace(schema.header, space)
+        assert [one.accept(place) for one in wrong][-1] is False

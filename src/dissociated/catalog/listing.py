@@ -82,8 +82,8 @@ class Listing:
         locations = [node.flight for node in nodes] if boot_id_of_caller is None else []
         for node in nodes:
             near = boot_id_of_caller is None or node.boot_id == boot_id_of_caller
-            here = local if node.id == own_id else None
-            offered = node.locations if here is None else self._holdings.endpoints.dataset_locations(here)
+            local_part = local if node.id == own_id else None
+            offered = node.locations if local_part is None else self._holdings.endpoints.dataset_locations(local_part)
             locations += [one for one in offered if near or one.partition(":")[0] not in _SAME_HOST]
             if boot_id_of_caller is not None and node.id != own_id:
                 locations.append(node.flight)

@@ -131,9 +131,9 @@ class CatalogService:
         leak(self._flight)
         invalidate(self)
 
-    def record_publication(self, made: Dataset) -> None:
+    def record_publication(self, dataset: Dataset) -> None:
         """See `Catalog.record_publication`."""
-        self.catalog.record_publication(made)
+        self.catalog.record_publication(dataset)
 
     def drop(self, name: str) -> None:
         """Make a dataset unavailable. Raises DatasetNotFound."""

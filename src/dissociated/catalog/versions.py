@@ -66,8 +66,8 @@ class Versions:
         (row,) = self._tables.all("SELECT * FROM versions WHERE id = ?", version)
         sql = "SELECT max(id) AS id FROM versions WHERE name = ? AND id < ?"
         (previous,) = self._tables.all(sql, row["name"], version)
-        doing = "appends to" if append else "replaces"
-        why = "it is new" if previous["id"] is None else f"it {doing} version {previous['id']}"
+        verb = "appends to" if append else "replaces"
+        why = "it is new" if previous["id"] is None else f"it {verb} version {previous['id']}"
         self._change(row, "committed", why)
 
     def publish(

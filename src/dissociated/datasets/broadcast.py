@@ -103,7 +103,7 @@ def _messages(consumer: Consumer, woken: threading.Event) -> Messages:
             if not items:
                 woken.wait()
                 woken.clear()
-            for item in [one for some in items for one in some.each()]:
+            for item in [one for group in items for one in group.each()]:
                 body = None if item.body is None else b"".join(item.body)
                 consumer.free(item.addresses)
                 yield item.header, body

@@ -168,7 +168,7 @@ class Fanout:
             consumer = Consumer(self, wake, on_cut_off or wake)
             for item in (
                 LiveMessage.inline(self._schema),
-                *(one for some in self._dictionaries.values() for one in some),
+                *(one for items in self._dictionaries.values() for one in items),
             ):
                 consumer.enqueue(item)
             self._consumers.append(consumer)

@@ -108,7 +108,7 @@ def _local_address(catalog: str) -> str:
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(address)  # sends nothing
-            mine = str(sock.getsockname()[0])
+            own_address = str(sock.getsockname()[0])
     except OSError as error:
         raise CatalogError(f"{uri.host}, where the catalog is, cannot be reached: {error.strerror}") from None
-    return f"[{mine}]" if ":" in mine else mine
+    return f"[{own_address}]" if ":" in own_address else own_address

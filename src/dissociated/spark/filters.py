@@ -63,11 +63,11 @@ def certain(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
     return found
 
 
-def _value(told: Any, type_: pa.DataType) -> Any:
-    if isinstance(told, list):
-        return [_value(one, type_) for one in told]
+def _value(plain: Any, type_: pa.DataType) -> Any:
+    if isinstance(plain, list):
+        return [_value(one, type_) for one in plain]
     if types.is_date32(type_):
-        return date(1970, 1, 1) + timedelta(days=told)
+        return date(1970, 1, 1) + timedelta(days=plain)
     if types.is_timestamp(type_):
-        return datetime(1970, 1, 1, tzinfo=None if type_.tz is None else UTC) + timedelta(microseconds=told)
-    return told
+        return datetime(1970, 1, 1, tzinfo=None if type_.tz is None else UTC) + timedelta(microseconds=plain)
+    return plain

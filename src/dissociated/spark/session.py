@@ -175,8 +175,8 @@ def _writes_in_jvm(spark: SparkSession) -> bool:
     """Whether Spark has the data source for its JVM, and may use it."""
     assert spark._jvm is not None, "it is no Spark Connect"
     loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
-    there = loader.getResource("org/apache/spark/sql/dissociated/Source.class") is not None
-    return there and spark.conf.get("spark.dissociated.jvm", "true") == "true"
+    present = loader.getResource("org/apache/spark/sql/dissociated/Source.class") is not None
+    return present and spark.conf.get("spark.dissociated.jvm", "true") == "true"
 
 
 def _heap() -> int:

@@ -154,7 +154,7 @@ class _Stream:
                 ended = batch is None
                 if batch is not None and batch.num_rows:
                     self._held.append(batch)
-                    answer += [self._place(some) for some in _portions(batch)]
+                    answer += [self._place(portion) for portion in _portions(batch)]
             self._count = min(2 * self._count, _MAX_BATCHES)
             return {"regions": self._places.new_regions(), "batches": answer, "ended": ended}
 
