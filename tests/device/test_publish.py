@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
+from dissociated.codec.cdevice import pointer
 from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
 from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device
@@ -79,8 +81,15 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     taken = consumer.Taken(batches[2])
     assert not taken.struct.sync_event, "it was there before"
     with pytest.raises(BufferError, match="must not be written to"):
-        batches[0]["n"].__dlpack__()
+        batches[0]["n"].__dlpack__(copy=False)
     assert batches[0]["n"].__dlpack__(max_version=(1, 0))
+    assert (device.allocations, device.nbytes) == before
+    for options in ({}, {"copy": True}):  # what may be written to, or might be, is a copy
+        capsule = batches[0]["n"].__dlpack__(**options)
+        address = ctypes.c_uint64.from_address(pointer(capsule, b"dltensor")).value
+        assert device.allocations == before[0] + 1
+        assert np.frombuffer(consumer.fetched(device, address, 8 * 7_000, None), np.int64)[-1] == 6_999
+        del capsule
     assert to_host(iter(batches)) == NUMBERS
     server.drop("numbers")
     server.publish("numbers", on_device(device, [NUMBERS.slice(0, 5).to_batches()[0]]))

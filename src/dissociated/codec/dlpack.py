@@ -23,7 +23,7 @@ from dissociated.memory.device.registry import open_device
 
 _TENSOR, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _VERSION = 1, 0
-_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_READ_ONLY, _COPIED = 1, 2  # DLPACK_FLAG_BITMASK_...
 _INT, _UINT, _FLOAT = 0, 1, 2  # DLDataTypeCode
 _NO_SYNCHRONIZATION = -1
 _LEGACY_STREAM = 1
@@ -120,33 +120,40 @@ class DeviceColumn:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A tensor of one dimension, or of two for long decimals.
+        """A tensor of one dimension, or of two for long decimals. What cannot say that it is only read is a copy.
 
         Raises BufferError for a column that is not flat, and for what cannot be done.
         """
         code, bits, words = self._element()
-        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
-            raise BufferError(f"the column stays on {self.device.name}, where it is: nothing is copied")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"the column stays on {self.device.name}: it is copied to no other device")
         versioned = max_version is not None and max_version[0] >= _VERSION[0]
-        if self._shared and not versioned:
-            raise BufferError(
-                "the column lies in its server's memory, which must not be written to, and a DLPack without versions "
-                "cannot say so: use a library that asks for version 1, or the Arrow C Device interface"
-            )
-        if self._event is not None and stream != _NO_SYNCHRONIZATION:
-            self.device.wait_on(_LEGACY_STREAM if stream is None else stream, self._event)
+        read_only = self._shared and not copy
+        if read_only and not versioned:  # which could not be said
+            if copy is False:
+                raise BufferError(
+                    "the column lies in its server's memory, which must not be written to, and a DLPack without "
+                    "versions cannot say so: let it be copied, ask for version 1, or take it as Arrow"
+                )
+            copy, read_only = True, False
+        there = self._array, self._event, self._address(bits * words)
+        owner, event, address = self._copied(bits * words) if copy else there
+        if event is not None and stream == _NO_SYNCHRONIZATION and copy:
+            event.synchronize()  # nobody else knows of it
+        elif event is not None and stream != _NO_SYNCHRONIZATION:
+            self.device.wait_on(_LEGACY_STREAM if stream is None else stream, event)
         dimensions = (len(self),) if words == 1 else (len(self), words)
         shape = (ctypes.c_int64 * len(dimensions))(*dimensions)
         strides = (ctypes.c_int64 * len(dimensions))(*(words, 1)[-len(dimensions) :])
-        address = self._address(bits * words)
         kind, number = self.__dlpack_device__()
         tensor = _Tensor(address, kind, number, len(dimensions), code, bits, 1, shape, strides, 0)
         struct: _ManagedTensor | _VersionedTensor
         if versioned:
-            struct = _VersionedTensor(*_VERSION, None, _delete, _READ_ONLY if self._shared else 0, tensor)
+            flags = (_READ_ONLY if read_only else 0) | (_COPIED if copy else 0)
+            struct = _VersionedTensor(*_VERSION, None, _delete, flags, tensor)
         else:
             struct = _ManagedTensor(tensor, None, _delete)
-        _held[ctypes.addressof(struct)] = struct, shape, strides, self._array
+        _held[ctypes.addressof(struct)] = struct, shape, strides, owner
         name = _VERSIONED if versioned else _TENSOR
         return capsule(struct, name, _destroy[name])
 
@@ -189,6 +196,19 @@ class DeviceColumn:
             raise BufferError(f"the column has {self.null_count} nulls, which an array cannot: take it as Arrow")
         bits: int = type_.bit_width
         return code, min(bits, 64), max(1, bits // 64)
+
+    def _copied(self, bits: int) -> tuple[object, Event | None, int]:
+        """The values once more on the device: what owns them, when they are there, and where."""
+        length = len(self) * bits // 8
+        if not length:
+            return None, None, 0
+        stream = self.device.stream()
+        if self._event is not None:
+            stream.wait(self._event.pointer)
+        memory = self.device.allocate(length, stream)
+        stream.copy(memory.address, self._address(bits), length)
+        memory.event = stream.record()
+        return (memory, self._array), memory.event, memory.address
 
     def _address(self, bits: int) -> int:
         *_, values = self._array.buffers()

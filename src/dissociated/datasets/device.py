@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dissociated.buffers import metadata_too_long
 from dissociated.codec.cdevice import ImportedArray, device_name, import_batches, is_on_device
 from dissociated.codec.columns import select_fields
 from dissociated.codec.device_split import DeviceSplitter, PlacedMessage
@@ -53,6 +54,12 @@ class DeviceDataset(StreamedDataset):
     @property
     def packed_size(self) -> int | None:
         return self.nbytes
+
+    def check_metadata(self, limit: int) -> None:
+        for message in self.placed:
+            why = metadata_too_long(repr(self.name), len(message.header), limit)
+            if why is not None:
+                raise SourceError(why)
 
     def accept(self, visitor: SendVisitor[S]) -> S:
         return visitor.on_device(self)
