@@ -208,7 +208,8 @@ def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_pat
         version = client.describe("data").version
         publish(spark.range(1000, 1010, numPartitions=1), "data", node.uri)
         assert [row.id for row in df.collect()] == [*range(100)]
-        assert [row.id for row in read(spark, "data", node.uri).collect()] == [*range(1000, 1010)]
+        assert [row.id for row in read(spark, "data", node.uri, partitions=4).collect()] == [*range(1000, 1010)]
+        assert [row.id for row in df.collect()] == [*range(100)]
         pinned = read(spark, "data", node.uri, version=version)
         assert [row.id for row in pinned.collect()] == [*range(100)]
         client.drop("data")

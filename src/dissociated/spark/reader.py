@@ -238,10 +238,11 @@ class DatasetReader(DataSourceReader):
     def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Lookup, Endpoint, ReadRequest]:
         """What is wanted of which endpoint, as the catalog knows it now."""
         lookup = self._lookup
-        if lookup is None or time.monotonic() > lookup.until:
+        if lookup is None or not lookup.version == partition.version != 0 or time.monotonic() > lookup.until:
             info = wait_for_catalog(lambda: self._planned(client, partition.version))
             selected = _BatchFilter(self.request, self.schema, info.schema)
-            lookup = _Lookup(info, selected, certain(self.conditions, info.schema), time.monotonic() + _LOOKUP_TTL)
+            conditions = certain(self.conditions, info.schema)
+            lookup = _Lookup(partition.version, info, selected, conditions, time.monotonic() + _LOOKUP_TTL)
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
         read_request = replace(client.defaults, columns=lookup.selected.requested)
@@ -284,6 +285,7 @@ class DatasetReader(DataSourceReader):
 class _Lookup(NamedTuple):
     """What the catalog said, which is good for a moment: it keeps what it is asked for again and again."""
 
+    version: int
     info: DatasetInfo
     selected: _BatchFilter
     conditions: Sequence[Any]
