@@ -24,7 +24,7 @@ def count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Columns below their heads, those numbered in `right` flush right."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(head))]

@@ -13,7 +13,7 @@ import pyarrow as pa
 from dissociated._moved import Renamed
 from dissociated.codec.reader import check_field_names
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
-from dissociated.display import count, html, html_table, shorten, size, table
+from dissociated.display import count, html, html_table, plain_table, shorten, size
 from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
@@ -111,7 +111,9 @@ class DatasetInfo:
 
     def __repr__(self) -> str:
         head, rows = self._columns
-        return "\n".join([f"{shorten(self.name, 24)}{self._which}", *self._about, "", table(head, rows), *self._rest])
+        return "\n".join(
+            [f"{shorten(self.name, 24)}{self._which}", *self._about, "", plain_table(head, rows), *self._rest]
+        )
 
     def _repr_html_(self) -> str:
         return html(self.name, [f"{self._which.strip(', ')}", *self._about], html_table(*self._columns), *self._rest)
@@ -179,7 +181,7 @@ class DatasetList(list[DatasetInfo]):
     _RIGHT = (1, 2, 3, 4)
 
     def __repr__(self) -> str:
-        return "\n".join([table(self._HEAD, self._rows, self._RIGHT), *self._rest]) if self else "no datasets"
+        return "\n".join([plain_table(self._HEAD, self._rows, self._RIGHT), *self._rest]) if self else "no datasets"
 
     def _repr_html_(self) -> str:
         return html_table(self._HEAD, self._rows, self._RIGHT) + "".join(self._rest) if self else "no datasets"

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
             rows, nbytes = reading.to_stdout(found.reader, written, advance)
         else:
             with _atomic_file(path) as sink:
-                rows, nbytes = reading.copy(found.reader, sink, written, advance)
+                rows, nbytes = reading.write_batches(found.reader, sink, written, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
     print(f"{found.info.name}: {rows:,} rows, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s", file=sys.stderr)

@@ -97,7 +97,7 @@ def _count(total: int | None, rows: range | None) -> int | None:
     return total if total is None or rows is None else len(range(min(rows.start, total), min(rows.stop, total)))
 
 
-def copy(
+def write_batches(
     reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were."""
@@ -119,4 +119,4 @@ def to_stdout(
     """The same to the standard output. Raises OptionError for what is no text, where that is a terminal."""
     if not written.is_text and sys.stdout.isatty():
         raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
-    return copy(reader, sys.stdout.buffer, written, advance)
+    return write_batches(reader, sys.stdout.buffer, written, advance)

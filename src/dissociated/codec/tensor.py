@@ -32,7 +32,7 @@ from dissociated.format.tensor import (
     encode_tensor,
     parse_tensor,
     row_major,
-    width,
+    value_width,
 )
 
 #: pa.Tensor, or one of pyarrow's four sparse ones. pyarrow has no type hints.
@@ -150,7 +150,7 @@ def _levels(found: TensorHeader, buffers: Sequence[Buffer]) -> tuple[list[Array]
     shape, types = found.shape, (found.indptr_type, found.indices_type)
     if found.format is TensorFormat.CSF:
         axes = found.axis_order
-        counts = [length // width(types[1]) for length in found.lengths[len(axes) - 1 : -1]]
+        counts = [length // value_width(types[1]) for length in found.lengths[len(axes) - 1 : -1]]
         indices = [_array(buffers[len(axes) - 1 + level], types[1], (count,)) for level, count in enumerate(counts)]
         _check_indices(indices[0], shape[axes[0]])
         above, below = counts[:-1], indices[1:]

@@ -75,10 +75,10 @@ class TensorHeader(NamedTuple):
 
 def size_in_bytes(shape: Sequence[int], type_: str) -> int:
     """What so many values take, stored densely."""
-    return math.prod(shape) * width(type_)
+    return math.prod(shape) * value_width(type_)
 
 
-def width(type_: str) -> int:
+def value_width(type_: str) -> int:
     """How many bytes a value has."""
     return int(type_[2:])
 
@@ -86,7 +86,7 @@ def width(type_: str) -> int:
 def row_major(shape: Sequence[int], type_: str) -> tuple[int, ...]:
     """The strides of an array that lies row by row; where there are no values, those that libarrow computes."""
     if 0 in shape:
-        return (width(type_),) * len(shape)
+        return (value_width(type_),) * len(shape)
     return tuple(size_in_bytes(shape[axis + 1 :], type_) for axis in range(len(shape)))
 
 
@@ -94,7 +94,7 @@ def spanned(shape: Sequence[int], strides: Sequence[int], type_: str) -> int:
     """How many bytes an array reaches across."""
     if 0 in shape:
         return 0
-    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + width(type_)
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + value_width(type_)
 
 
 # Reading
@@ -199,7 +199,7 @@ def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) 
     indptr, indices = index.vector(1, _BUFFER_FORMAT), index.vector(3, _BUFFER_FORMAT)
     if levels < 2 or len(indices) != levels or len(indptr) != levels - 1:
         raise FormatError(f"a CSF index of {len(indptr)} and {len(indices)} buffers for {levels} dimensions")
-    for units in ((1, 1), (width(types[0]), width(types[1]))):
+    for units in ((1, 1), (value_width(types[0]), value_width(types[1]))):
         begins = [divmod(length, units[0]) for _, length in indptr]
         sizes = [divmod(length, units[1]) for _, length in indices]
         if sizes[-1] == (count, 0) and begins == [(size + 1, 0) for size, _ in sizes[:-1]]:
@@ -207,7 +207,7 @@ def _csf_buffers(index: Table, count: int, types: tuple[str, str], levels: int) 
     else:
         raise FormatError("a CSF index whose levels do not fit each other")
     return [
-        (offset, length // unit * width(type_))
+        (offset, length // unit * value_width(type_))
         for buffers, unit, type_ in zip((indptr, indices), units, types, strict=True)
         for offset, length in buffers
     ]
@@ -223,14 +223,14 @@ def _check(found: TensorHeader) -> None:
     if found.format is TensorFormat.DENSE:
         needed = [_strided(shape, found.strides, found.type)]
     else:
-        needed = [count * width(found.type)]
+        needed = [count * value_width(found.type)]
     if found.format is TensorFormat.COO:
         needed.insert(0, _strided((count, len(shape)), found.strides, found.indices_type))
     elif found.format in (TensorFormat.CSR, TensorFormat.CSC):
         if len(shape) != 2:
             raise FormatError(f"a sparse matrix of {len(shape)} dimensions")
         compressed = shape[0] if found.format is TensorFormat.CSR else shape[1]
-        needed[:0] = (compressed + 1) * width(found.indptr_type), count * width(found.indices_type)
+        needed[:0] = (compressed + 1) * value_width(found.indptr_type), count * value_width(found.indices_type)
     elif found.format is TensorFormat.CSF:
         if sorted(found.axis_order) != [*range(len(shape))]:
             raise FormatError(f"a CSF index whose levels are the dimensions {found.axis_order}")
@@ -329,7 +329,7 @@ def _put_csf(builder: Any, tensor: TensorHeader) -> int:
         types.append(_put_type(builder, type_))
         builder.StartVector(16, len(buffers), 8)
         for offset, length in reversed(buffers):
-            _put_struct(builder, offset, length // width(type_))  # in elements, as libarrow does it
+            _put_struct(builder, offset, length // value_width(type_))  # in elements, as libarrow does it
         vectors.append(builder.EndVector())
     order = _put_vector(builder, tensor.axis_order, 4, builder.PrependInt32)
     builder.StartObject(5)
@@ -348,7 +348,7 @@ def _put_type(builder: Any, type_: str) -> int:
         builder.PrependInt16Slot(0, _FLOATS.index(type_), 0)
     else:
         builder.StartObject(2)
-        builder.PrependInt32Slot(0, 8 * width(type_), 0)
+        builder.PrependInt32Slot(0, 8 * value_width(type_), 0)
         builder.PrependBoolSlot(1, type_[1] == "i", False)
     return int(builder.EndObject())
 

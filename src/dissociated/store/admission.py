@@ -11,7 +11,7 @@ from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
 from dissociated.oserrors import store_errors
 from dissociated.store.eviction import Eviction, Policy
-from dissociated.store.files import PARTIAL_SUFFIX, copy, open_regular
+from dissociated.store.files import PARTIAL_SUFFIX, copy_file, open_regular
 from dissociated.store.places import Places, Usage
 
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
@@ -67,7 +67,7 @@ class Quota:
         try:
             part.touch(0o600)
             self.reserve(part.name, source.stat().st_size, 0)
-            copy(source, part)
+            copy_file(source, part)
             part.rename(target)
         finally:
             part.unlink(missing_ok=True)

@@ -165,7 +165,7 @@ def claim_unused(path: Path) -> int | None:
     return None
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
     """Copy a file, and make the copy last. Raises OSError, and StoreError where it becomes shorter meanwhile."""
     with (
         source.open("rb") as read,

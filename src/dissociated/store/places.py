@@ -15,7 +15,7 @@ from dissociated.oserrors import store_errors
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, Version, file_name, sizes
-from dissociated.store.files import copy
+from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
 from dissociated.store.segment_cache import SegmentCache
 
@@ -126,7 +126,7 @@ class Places:
             with self.disk.draft(version) as draft:
                 for index, path in enumerate(place.files(version)):
                     file = draft / file_name(index)
-                    copy(path, file)
+                    copy_file(path, file)
                     os.chmod(file, 0o400)
             self.put(version, self.disk)
             self.cache.pop(version.id)
