@@ -15,6 +15,27 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 
 
+_rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", ctypes.pythonapi))
+
+
+class TakenTensor:
+    """What was in a capsule of `__dlpack__`, taken as its rules say. `delete` gives it back."""
+
+    _USED = b"used_dltensor"
+
+    def __init__(self, source: Any) -> None:
+        capsule = source.__dlpack__()
+        address = _pointer(capsule, b"dltensor")
+        assert address is not None
+        self._at: int = address
+        _rename(capsule, self._USED)
+        (self.data,) = (ctypes.c_uint64 * 1).from_address(address)
+
+    def delete(self) -> None:
+        deleter = ctypes.c_uint64.from_address(self._at + 56).value  # after DLTensor and manager_ctx
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(self._at)
+
+
 class Taken:
     """What was in a capsule of `__arrow_c_device_array__`, moved out of it. `release` gives it back."""
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
+from dissociated.codec import cdevice, dlpack
 from dissociated.codec.device import to_device
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device.base import Device
@@ -65,6 +66,20 @@ def test_other_libraries_take_it_where_it_lies_and_wait_for_it(client: dis.Clien
     assert device.allocations == allocations, "who has taken it holds it"
     consumer.same(device, taken.struct, expected)
     taken.release()
+
+
+def test_a_tensor_that_was_taken_is_held_until_it_is_deleted(client: dis.Client, device: Device) -> None:
+    column = client.read("numbers", device=device).read_next_batch()["n"]
+    left = len(cdevice._structs), len(dlpack._held)
+    taken = consumer.TakenTensor(column)
+    del column
+    gc.collect()
+    assert (np.frombuffer(consumer.fetched(device, taken.data, 80, None), np.int64) == range(10)).all()
+    assert device.allocations == 1
+    taken.delete()
+    gc.collect()
+    assert device.allocations == 0
+    assert (len(cdevice._structs), len(dlpack._held)) == left
 
 
 def test_nanoarrow_takes_it(client: dis.Client, device: Device) -> None:

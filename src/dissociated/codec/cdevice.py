@@ -88,24 +88,24 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 _is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 
 _Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-#: What capsules point to, until they are collected.
+#: What capsules point to, by their own addresses, until they are collected.
 _structs: dict[int, ctypes.Structure] = {}
 
 
 def capsule(struct: ctypes.Structure, name: bytes, destroy: Any) -> Any:
     """A capsule of that name around `struct`, for which `destroy` is called with the capsule's address at its end."""
-    address = ctypes.addressof(struct)
-    _structs[address] = struct
-    return _new_capsule(address, name, ctypes.cast(destroy, ctypes.c_void_p))
+    made = _new_capsule(ctypes.addressof(struct), name, ctypes.cast(destroy, ctypes.c_void_p))
+    _structs[id(made)] = struct
+    return made
 
 
 def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
     """What `capsule` takes: it calls `release` with the struct of a capsule that still has this name."""
 
     def destroy(address: int) -> None:
-        if not _is_capsule(address, name):  # somebody has taken it
-            return
-        release(_structs.pop(_capsule_pointer(address, name)))
+        struct = _structs.pop(address)
+        if _is_capsule(address, name):  # else somebody has taken it
+            release(struct)
 
     return _Destructor(destroy)
 

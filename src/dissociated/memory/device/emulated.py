@@ -61,6 +61,7 @@ class EmulatedDevice(Device):
         self._lost = lost
 
     def check(self) -> None:
+        """Raise DeviceError where it is lost."""
         if self._lost:
             raise DeviceError(f"the context of {self.name} is lost: nothing on it can be used any more")
 
@@ -141,12 +142,14 @@ class EmulatedDevice(Device):
         return mapping, address - mapping.address
 
     def read(self, address: int, length: int) -> bytes:
+        """What lies at an address now, on the device or on the host."""
         mapping, offset = self._find(address, length)
         if mapping is None:
             return ctypes.string_at(address, length)
         return os.pread(mapping.descriptor, length, offset)
 
     def write(self, address: int, content: bytes) -> None:
+        """Change it, on the device or on the host."""
         mapping, offset = self._find(address, len(content))
         if mapping is None:
             ctypes.memmove(address, content, len(content))
@@ -156,6 +159,7 @@ class EmulatedDevice(Device):
             os.pwrite(mapping.descriptor, content, offset)
 
     def event(self, pointer: int) -> _Event:
+        """The event that this is the pointer of."""
         number = ctypes.c_uint64.from_address(pointer).value
         try:
             return self._events[number]
