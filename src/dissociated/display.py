@@ -24,6 +24,11 @@ def count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
+def plural(number: int | None, what: str) -> str:
+    """A number of things: 1 row, 336,776 rows."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
+
+
 def plain_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Columns below their heads, those numbered in `right` flush right."""
     lines = [list(head), *map(list, rows)]

@@ -13,7 +13,7 @@ import pyarrow as pa
 from dissociated._moved import Renamed
 from dissociated.codec.reader import check_field_names
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
-from dissociated.display import count, html, html_table, plain_table, shorten, size
+from dissociated.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.errors import CatalogError, UriError
 from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
@@ -49,11 +49,11 @@ class Endpoint:
         )
 
     def __repr__(self) -> str:
-        rows = "" if self.rows is None else f" of {count(self.rows)} rows"
+        rows = "" if self.rows is None else f" of {plural(self.rows, 'row')}"
         return f"<Endpoint{rows} on {self._hosts}, at {', '.join(self._places) or 'no place now'}>"
 
     def _repr_html_(self) -> str:
-        rows = [] if self.rows is None else [f"{count(self.rows)} rows"]
+        rows = [] if self.rows is None else [plural(self.rows, "row")]
         return html("Endpoint", [*rows, f"on {self._hosts}"], html_table(["at"], [[one] for one in self._places]))
 
     @property

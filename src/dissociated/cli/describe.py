@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print_facts(info: DatasetInfo) -> None:
-    of = f"{text.count(info.rows)} rows" if info.tensors is None else text.plural(info.tensors.number, "tensor")
+    of = text.plural(info.rows, "row") if info.tensors is None else text.plural(info.tensors.number, "tensor")
     print(f"{text.printable(info.name)}: {of}, {text.size(info.nbytes)}")
     facts = []
     if info.version:

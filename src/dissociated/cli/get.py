@@ -62,7 +62,10 @@ def run(arguments: argparse.Namespace) -> None:
                 rows, nbytes = reading.write_batches(found.reader, sink, written, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
-    print(f"{found.info.name}: {rows:,} rows, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s", file=sys.stderr)
+    print(
+        f"{found.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
+        file=sys.stderr,
+    )
 
 
 @contextmanager

@@ -89,10 +89,10 @@ def _print(
     batches = [m for m in messages if m.entry.type is HeaderType.RECORD_BATCH]
     codecs = sorted({m.details.codec for m in messages if m.details.codec})
     if batches:
-        rows = text.count(sum(m.details.rows or 0 for m in batches))
+        rows = text.plural(sum(m.details.rows or 0 for m in batches), "row")
         batch_count = "1 record batch" if len(batches) == 1 else f"{text.count(len(batches))} record batches"
         compressed = f", compressed by {' and '.join(codecs)}" if codecs else ""
-        print(f"{rows} rows in {batch_count}, bodies of {text.size(index.body_size)}{compressed}")
+        print(f"{rows} in {batch_count}, bodies of {text.size(index.body_size)}{compressed}")
     if schema is not None:
         fields = [(field.name, str(field.type), "" if field.nullable else "not null") for field in schema]
         print()

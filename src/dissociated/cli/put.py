@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dissociated.cli import access, target
+from dissociated.cli import access, target, text
 from dissociated.cli.describe import tags
 from dissociated.cli.inputs import open_input
 from dissociated.cli.progress import progress
@@ -74,7 +74,10 @@ def run(arguments: argparse.Namespace) -> None:
                     advance(batch.num_rows, values_size(batch))
 
         rows = client.put(name, BatchReader(schema, pairs()), mode=mode, tags=publication.tags, ttl=publication.ttl)
-    print(f"{name}: {rows:,} rows in {time.perf_counter() - started:.2f} s, at {catalog}/{name}", file=sys.stderr)
+    print(
+        f"{name}: {text.plural(rows, 'row')} in {time.perf_counter() - started:.2f} s, at {catalog}/{name}",
+        file=sys.stderr,
+    )
 
 
 def _total(sources: Sequence[Dataset]) -> int | None:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from rich.cells import cell_len, set_cell_size
 
 from dissociated.display import count as count
+from dissociated.display import plural as plural
 from dissociated.display import size as size
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kKMGTP])(i?))?B?")
@@ -56,11 +57,6 @@ def until(seconds: float | None) -> str:
         return "-"
     left = seconds - time.time()
     return f"in {duration(left)}" if left > 0 else "now"
-
-
-def plural(number: int, what: str) -> str:
-    """A number of things: 1 row, 336,776 rows."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def printable(written: str) -> str:
