@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from benchmarks import device, fabric, ipc, live, many, spark, transfer, ucx
+from benchmarks import device, fabric, ipc, live, many, scaling, spark, transfer, ucx
 from dissociated.errors import DeviceNotFound
 
 PARTS = {
@@ -14,6 +15,7 @@ PARTS = {
     "live": "a stream through shared memory of a limited size, and one of batches of one row beside Flight.",
     "fabric": "fabric, by messages and by reading memory, tcp, Flight and fi_pingpong, fi_rma_bw.",
     "device": "onto a GPU from shm, tcp and Flight, beside pinned memory, and opening by handle what is there.",
+    "scaling": "opening, by how many batches, columns, bytes, datasets, consumers and versions there are.",
     "many": "commits, by how many datasets a node has already.",
     "spark": "publishing from Spark and reading into it, beside mapInArrow, toArrow, toPandas, Parquet and Flight.",
     "ucx": "ucx with both error modes, tcp, Flight and ucx_perftest.",
@@ -37,6 +39,9 @@ def main() -> None:
     parser.add_argument("--kind", choices=many.KINDS, action="append", help="many: of which node (default: all)")
     parser.add_argument("--filled", action="store_true", help="many: on top of a store that has as many already")
     parser.add_argument("--device", default="cuda:0", help="device: which (default: %(default)s)")
+    parser.add_argument("--most", type=int, default=10_000, help="scaling: of each (default: %(default)s)")
+    parser.add_argument("--curve", choices=scaling.CURVES, action="append", help="scaling: which (default: all)")
+    parser.add_argument("--into", type=Path, default=Path("build/scaling"), help="scaling: where curves are drawn")
     arguments = parser.parse_args()
     if arguments.part == "live":
         live.run(arguments.gigabytes, arguments.limit << 20, arguments.tcp)
@@ -46,6 +51,8 @@ def main() -> None:
             device.run(arguments.gigabytes, arguments.rounds, arguments.device)
         except DeviceNotFound as error:
             sys.exit(f"benchmarks: {error}")
+    elif arguments.part == "scaling":
+        scaling.run(arguments.most, arguments.into, arguments.curve or ())
     elif arguments.part == "many":
         many.run(arguments.datasets, arguments.kind or many.KINDS, arguments.filled)
     elif arguments.part == "spark":

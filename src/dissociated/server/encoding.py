@@ -16,8 +16,9 @@ from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
 _GROUP_SIZE = 512
-#: Of a dataset so many messages are kept encoded, for each kind of connection that asked.
-_MAX_CACHED_MESSAGES = 1 << 16
+#: Of a dataset so many messages are kept encoded, for each kind of connection that asked: to encode one again takes as
+#: long as to read it, and it takes a third of the memory that the message takes anyhow.
+_MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
 
 

@@ -1,0 +1,207 @@
+"""What opening costs by how much there is: batches, columns, bytes, datasets, consumers, versions.
+
+Each curve grows one of them and keeps the others. For each point: processor time of client and server together, the
+least of some readings, so that other work on the machine disturbs little; and what client and server grew by. The slope
+is that of the logarithms from the point before: 0 costs the same, 1 is linear. What is above that is a mistake.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+import dissociated as dis
+from dissociated.cli import text
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_READINGS = 5
+_LINEAR = 1.15  # the slope that noise alone may have
+_SHOWN = 2e-3  # seconds, below which a slope says nothing
+
+
+class Point(NamedTuple):
+    """What opening costs where there are so many: seconds of processor, and bytes that both sides grew by."""
+
+    number: int
+    seconds: float
+    client: int
+    server: int
+
+
+class Curve(NamedTuple):
+    """How to make so many of something, in the server's process, and what is opened then."""
+
+    counts: Sequence[int]
+    make: Callable[[dis.Server, int], None]
+    transport: str | None = None
+    together: bool = False  # whether as many are opened, and held, as there are
+
+
+def _batches(server: dis.Server, count: int) -> None:
+    batch = pa.record_batch({"a": np.arange(8), "b": np.arange(8)})
+    server.publish("t", pa.Table.from_batches([batch] * count), wait=True)
+
+
+def _columns(server: dis.Server, count: int) -> None:
+    batch = pa.record_batch({f"c{number}": np.arange(8) for number in range(count)})
+    server.publish("t", pa.Table.from_batches([batch] * 4), wait=True)
+
+
+def _megabytes(server: dis.Server, count: int) -> None:
+    batch = pa.record_batch({"a": np.zeros(1 << 17)})
+    server.publish("t", pa.Table.from_batches([batch] * count), wait=True)
+
+
+def _datasets(server: dis.Server, count: int) -> None:
+    for number in range(count):
+        server.publish(f"d{number}", pa.table({"n": [number]}))
+    server.publish("t", pa.table({"n": [1]}))
+
+
+def _versions(server: dis.Server, count: int) -> None:
+    for number in range(count):
+        server.publish("t", pa.table({"n": [number]}))
+
+
+def _consumers(server: dis.Server, count: int) -> None:
+    _batches(server, 100)
+
+
+CURVES = {
+    "batches, shm": Curve((10, 100, 1_000, 10_000, 100_000, 1_000_000), _batches, "shm"),
+    "batches, tcp": Curve((10, 100, 1_000, 10_000, 100_000, 1_000_000), _batches, "tcp"),
+    "columns, shm": Curve((1, 10, 100, 1_000, 5_000), _columns, "shm"),
+    "columns, tcp": Curve((1, 10, 100, 1_000, 5_000), _columns, "tcp"),
+    "megabytes, shm": Curve((16, 64, 256, 1_024, 4_096, 16_384), _megabytes, "shm"),
+    "datasets": Curve((10, 100, 1_000, 10_000, 100_000), _datasets),
+    "versions": Curve((10, 100, 1_000, 10_000), _versions),
+    "consumers, shm": Curve((1, 10, 100, 500), _consumers, "shm", together=True),
+    "consumers, tcp": Curve((1, 10, 100, 500), _consumers, "tcp", together=True),
+}
+
+
+def run(most: int, into: Path, names: Sequence[str]) -> None:
+    """Measure these curves up to so many of each, print them, and draw them as files of that directory."""
+    for name in names or CURVES:
+        points = [*_measure(CURVES[name], most)]
+        print(text.table((name.upper(), "MS", "CLIENT", "SERVER", "SLOPE", ""), _rows(points), right=(0, 1, 2, 3, 4)))
+        print(flush=True)
+        into.mkdir(parents=True, exist_ok=True)
+        (into / f"{name.replace(', ', '-')}.svg").write_text(_drawing(name, points))
+    print(f"drawn in {into}")
+
+
+def _rows(points: Sequence[Point]) -> Iterator[tuple[str, ...]]:
+    for before, point in zip([None, *points], points, strict=False):
+        slope = None if before is None else _slope(before, point)
+        steep = slope is not None and slope > _LINEAR and point.seconds > _SHOWN
+        yield (
+            f"{point.number:,}",
+            f"{point.seconds * 1e3:.2f}",
+            text.size(point.client),
+            text.size(point.server),
+            "" if slope is None else f"{slope:.2f}",
+            "worse than linear" if steep else "",
+        )
+
+
+def _slope(before: Point, point: Point) -> float:
+    return math.log(point.seconds / before.seconds) / math.log(point.number / before.number)
+
+
+def _measure(curve: Curve, most: int) -> Iterator[Point]:
+    for count in curve.counts:
+        if count > most:
+            return
+        ours, theirs = _CONTEXT.Pipe()
+        server = _CONTEXT.Process(target=_serve, args=(curve.make, count, theirs), daemon=True)
+        server.start()
+        try:
+            yield _point(curve, count, ours)
+            ours.send(None)
+            server.join(30)
+        finally:
+            server.kill()
+
+
+def _serve(make: Callable[[dis.Server, int], None], count: int, pipe: Connection) -> None:
+    with dis.Server(("shm:", "tcp://127.0.0.1:0"), max_connections=2000, retain=3600) as server:
+        server.publish("first", pa.table({"n": [1]}))  # for which much is loaded
+        before = _resident()
+        make(server, count)
+        pipe.send(server.catalog_uri)
+        while pipe.recv() is not None:
+            pipe.send((_processor(), _resident() - before))
+
+
+def _point(curve: Curve, count: int, pipe: Connection) -> Point:
+    def server() -> tuple[float, int]:
+        pipe.send(True)
+        used, grown = pipe.recv()
+        return float(used), int(grown)
+
+    with dis.connect(pipe.recv()) as client:
+        client.read("t", transport=curve.transport).read_all()  # what is made once is made
+        readings = []
+        grown = 0
+        for _ in range(_READINGS):
+            gc.collect()
+            memory, begin = _resident(), server()[0] + _processor()
+            held: list[Any] = [
+                client.read("t", transport=curve.transport).read_all() for _ in range(count if curve.together else 1)
+            ]
+            readings.append(server()[0] + _processor() - begin)
+            grown = max(grown, _resident() - memory)
+            del held
+        return Point(count, min(readings), grown, server()[1])
+
+
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _resident() -> int:
+    """Bytes of memory that are of this process alone."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+_WIDTH, _HEIGHT, _MARGIN = 480, 320, 48
+
+
+def _drawing(name: str, points: Sequence[Point]) -> str:
+    """The curve, both axes logarithmic, beside a dashed line that is linear."""
+    across = [math.log10(point.number) for point in points]
+    up = [math.log10(point.seconds * 1e3) for point in points]
+    left, right, bottom, top = across[0], across[-1], math.floor(min(up)), math.ceil(max(up))
+
+    def place(x: float, y: float) -> str:
+        at = _MARGIN + (x - left) / ((right - left) or 1) * (_WIDTH - 2 * _MARGIN)
+        return f"{at:.1f},{_HEIGHT - _MARGIN - (y - bottom) / ((top - bottom) or 1) * (_HEIGHT - 2 * _MARGIN):.1f}"
+
+    def label(x: float, y: float, words: str, anchor: str, down: int = 0) -> str:
+        at_x, at_y = place(x, y).split(",")
+        return f'<text x="{at_x}" y="{float(at_y) + down:.1f}" text-anchor="{anchor}">{words}</text>'
+
+    curve = " ".join(map(place, across, up))
+    reach = min(right, left + top - up[0])
+    linear = f"{place(left, up[0])} {place(reach, up[0] + reach - left)}"
+    labels = [label(x, bottom, f"{point.number:,}", "middle", 18) for x, point in zip(across, points, strict=True)]
+    labels += [label(left, y, f"{10.0**y:g} ms", "end") for y in range(bottom, top + 1)]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="11"><rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>'
+        f'<text x="{_WIDTH / 2}" y="20" text-anchor="middle">opening, by {name}</text>'
+        f'<polyline points="{linear}" fill="none" stroke="gray" stroke-dasharray="4"/>'
+        f'<polyline points="{curve}" fill="none" stroke="black" stroke-width="2"/>{"".join(labels)}</svg>\n'
+    )
