@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
@@ -57,6 +57,8 @@ _SLICE_BYTES = 128 << 20  # of one partition: as many as of files, if Spark read
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 _MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
 _ALIGNMENT = 64
+
+_Mapping: TypeAlias = tuple[int, int, int, int, str]
 
 
 class Sidecar:
@@ -160,6 +162,7 @@ class _Stream:
 
     def _place(self, batch: pa.RecordBatch) -> Any:
         self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types)]
+        self._places.look_again()
         return {"rows": batch.num_rows, "columns": [*map(self._places.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
@@ -186,6 +189,7 @@ class _Places:
         self._regions: dict[tuple[int, str], int] = {}  # by inode and path
         self._mapped: list[tuple[int, int, int, int]] = []  # first address, last, region, where in its file
         self._unmapped: set[int] = set()  # pages that are no mapping of a file
+        self._shared: list[_Mapping] | None = None  # what this process has mapped, as far as it was looked at
         self._memfd = -1
         self._memfd_region = 0
         self._size = 0
@@ -204,6 +208,14 @@ class _Places:
         """The files of the regions that have been added since this was asked last."""
         new, self._new = self._new, []
         return new
+
+    def look_again(self) -> None:
+        """Another batch may lie in what was mapped since.
+
+        To look takes milliseconds: it is done once for each batch, and no more where the first came another way, as all
+        others then do.
+        """
+        self._shared = None if self._regions or self._shared is None else []
 
     def forget(self) -> None:
         """Nobody looks at what was copied any more; and other memory may be where some was that is held no longer."""
@@ -229,7 +241,9 @@ class _Places:
 
     def _find(self, first: int, last: int) -> tuple[int, int, int, int] | None:
         """The shared mapping of a file that these addresses lie in, as a region. It stays while a buffer in it does."""
-        for begin, end, at, inode, path in _shared_mappings():
+        if self._shared is None:
+            self._shared = [*_shared_mappings()]
+        for begin, end, at, inode, path in self._shared:
             if begin <= first and last <= end:
                 region = self._regions.get((inode, path))
                 if region is None:
@@ -260,7 +274,7 @@ class _Places:
         return self._memfd_region, at
 
 
-def _shared_mappings() -> Iterator[tuple[int, int, int, int, str]]:
+def _shared_mappings() -> Iterator[_Mapping]:
     """What of files this process has mapped to share it: first address, last, where in the file, inode, path."""
     with open("/proc/self/maps") as lines:
         for line in lines:
