@@ -13,16 +13,17 @@ import pyarrow.compute as pc
 import pytest
 
 import dissociated as dis
-from dissociated.codec.cdevice import pointer
+from arrow_cases import ROWS
+from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, pointer
 from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
 from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import clients_end, connections_left, wait_until
+from helpers import case, clients_end, connections_left, wait_until
 
 from . import consumer
-from .cases import ALL_TYPES, NUMBERS, pieces
+from .cases import ALL_TYPES, NAMES, NUMBERS, pieces
 
 
 def on_device(device: Device, batches: list[pa.RecordBatch]) -> DeviceReader:
@@ -99,6 +100,50 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     taken.release()
     wait_until(lambda: not server.connections, "the last address comes back")
     wait_until(lambda: device.allocations == 1, "what was replaced is freed")
+
+
+class Exported:
+    """Rows of a batch that somebody has on a device. The columns, or the `struct` they are in, say where they begin;
+    none says how many nulls it has.
+
+    pyarrow's own slices would be counted when they are exported, and die.
+    """
+
+    def __init__(self, batch: DeviceBatch, first: int, length: int, struct: bool = False) -> None:
+        self.schema, self.array = batch.__arrow_c_device_array__()
+        whole = ArrowDeviceArray.from_address(pointer(self.array, b"arrow_device_array")).array
+        self._forget(whole)
+        whole.length = length
+        if struct:
+            whole.offset = first
+            return
+        for child in whole.children[: whole.n_children]:
+            child.contents.offset, child.contents.length = first, length
+
+    def _forget(self, array: ArrowArray) -> None:
+        if array.n_buffers and array.buffers[0]:
+            array.null_count = -1
+        for child in array.children[: array.n_children]:
+            self._forget(child.contents)
+        if array.dictionary:
+            self._forget(array.dictionary.contents)
+
+    def __arrow_c_device_array__(self, requested_schema: object = None, **options: object) -> tuple[object, object]:
+        return self.schema, self.array
+
+
+def test_slices_and_nulls_that_nobody_has_counted(device: Device, server: dis.Server, client: dis.Client) -> None:
+    runs = [name for name in NAMES if name.startswith("runs")]
+    whole = ALL_TYPES[0].drop_columns(runs)
+    batch = on_device(device, [whole]).read_next_batch()
+    for first, length in ((0, ROWS), (5, 9), (8, 11), (16, 3), (3, 0)):
+        with case(f"{length} rows from {first} on"):
+            for struct in (False, True):
+                server.publish("slice", Exported(batch, first, length, struct))
+                assert client.read("slice").read_all() == pa.Table.from_batches([whole.slice(first, length)])
+    with_runs = on_device(device, [ALL_TYPES[0].select(runs)]).read_next_batch()
+    with pytest.raises(SourceError, match="slice of run-end encoded"):
+        server.publish("slice", Exported(with_runs, 5, 9))
 
 
 def test_a_reader_that_stops_early_keeps_what_it_was_given(
