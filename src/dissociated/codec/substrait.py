@@ -27,8 +27,8 @@ _MAX_NODES = 512
 _MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
 
 #: Functions as Substrait calls them.
-_COMPARISONS = {"equal", "not_equal", "lt", "lte", "gt", "gte"}
-_FUNCTIONS = {*_COMPARISONS, "is_null", "is_not_null", "is_nan", "and", "or", "not"}
+_OF_COLUMNS = {"equal", "not_equal", "lt", "lte", "gt", "gte", "is_null", "is_not_null", "is_nan"}
+_FUNCTIONS = {*_OF_COLUMNS, "and", "or", "not"}
 #: That of a set of values, as pyarrow prints it. Where Substrait is read it becomes comparisons.
 _SET = "is_in"
 #: The same as pyarrow prints them, as far as they come back as they were.
@@ -123,9 +123,11 @@ def _check_sets(received: ReceivedFilter) -> None:
                     check(one)
             case Call("if_else", (_, then, _)):
                 check(then)
-            case Call(name, (ColumnRef(number), Value(value))) if name in _COMPARISONS:
-                if _is_null(value) or pa.types.is_floating(received.schema.field(number).type):
+            case Call("equal", (ColumnRef(number, nested), Value(value))):
+                if nested or _is_null(value) or pa.types.is_floating(received.schema.field(number).type):
                     raise FormatError("in a set null is a value, NaN is itself, and 0 is not -0")
+            case Call(name, parts) if name in _OF_COLUMNS and not any(isinstance(one, Call) for one in parts):
+                pass  # which no set is part of
             case _:
                 raise FormatError("what is asked of a set of values beside its rows would not be the same")
 
