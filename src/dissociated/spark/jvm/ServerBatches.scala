@@ -7,6 +7,7 @@ import scala.util.control.NonFatal
 
 import com.fasterxml.jackson.databind.JsonNode
 import org.apache.arrow.flatbuf.{Endianness, MessageHeader, RecordBatch, Schema}
+import org.apache.spark.internal.Logging
 
 /** Batches as their server sends them, in native memory. */
 final class ServerBatches(server: Server, messages: Messages, told: JsonNode, stream: JsonNode,
@@ -91,7 +92,7 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, st
   override def close(): Unit = messages.close()
 }
 
-object ServerBatches {
+object ServerBatches extends Logging {
   private val MaxRows = 1L << 20
   private val MaxSchema = 1L << 24 // bytes
   private val memory: Places = (_, at, _) => at // within its body, where it was looked for
@@ -106,7 +107,11 @@ object ServerBatches {
            found <- Option(sidecar.call("layouts", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
            first = messages.receive() if first.forall(one => batch(server, one._1).compression == null))
         yield new ServerBatches(server, messages, told, found, first)
-    } catch { case NonFatal(_) => None }
+    } catch {
+      case NonFatal(error) =>
+        logInfo(s"a partition is read by way of Python: $error")
+        None
+    }
     if (opened.isEmpty) messages.close()
     opened
   }
