@@ -15,7 +15,7 @@ import pytest
 import dissociated as dis
 from dissociated.codec import cdevice, dlpack
 from dissociated.codec.device import to_device
-from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
+from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound, OptionError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from helpers import connections_left
@@ -179,6 +179,21 @@ def test_columns_rows_and_filters_are_chosen_before(client: dis.Client, device: 
 def test_other_kinds_of_datasets(client: dis.Client, device: Device, name: str, transport: str) -> None:
     reader = client.read(name, transport=transport, device=device)
     assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
+
+
+def test_compressed_bodies_can_be_refused(client: dis.Client, server: dis.Server, device: Device) -> None:
+    for transport in ("shm", "tcp"):
+        with pytest.raises(DeviceError, match="publish the dataset without a codec"):
+            list(client.read("compressed", transport=transport, device=device, decompress=False))
+        reader = client.read("numbers", transport=transport, device=device, decompress=False)
+        assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
+    del reader
+    with pytest.raises(OptionError, match="Flight always decompresses"):
+        client.read("numbers", transport="grpc", device=device, decompress=False)
+    with pytest.raises(OptionError, match="with a device"):
+        client.read("numbers", decompress=False)  # type: ignore[call-overload]
+    gc.collect()
+    assert not connections_left(server)
 
 
 def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: dis.Server, device: Device) -> None:

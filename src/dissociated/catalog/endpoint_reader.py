@@ -24,7 +24,7 @@ from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import CatalogError, DeviceError, RemoteError, SourceError, TransportError
+from dissociated.errors import CatalogError, DeviceError, OptionError, RemoteError, SourceError, TransportError
 from dissociated.memory.device.base import Device
 from dissociated.protocol.request import REFUSED, Selection
 from dissociated.transport import registry
@@ -108,6 +108,8 @@ class EndpointReader:
         """What `request` wants of one endpoint. Raises as `Client.read_endpoint` does."""
         request = replace(request, schema=info.schema)
         if transport == "grpc":
+            if not request.decompress:
+                raise OptionError("Flight always decompresses: with decompress=False, take another transport than grpc")
             return self._do_get(info, endpoint, request)
         return self._open_nearest(info.name, endpoint, transport, request, read_stream)
 

@@ -67,6 +67,7 @@ class Client(CatalogClient):
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
         device: object,
+        decompress: bool = True,
     ) -> DeviceReader: ...
 
     @keyword_only("transport", "columns")
@@ -84,6 +85,7 @@ class Client(CatalogClient):
         max_body: int = MAX_BODY,
         allow_rma: bool = False,
         device: object = None,
+        decompress: bool = True,
     ) -> pa.RecordBatchReader | DeviceReader:
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it. It is read once:
         what `dataset` gives can be read again and again.
@@ -101,6 +103,7 @@ class Client(CatalogClient):
         - `options`: how batches are decoded.
         - `max_body`, `allow_rma`: as for `open_stream`.
         - `device`: where batches are to lie, as "cuda:0": then this gives a `DeviceReader`. See docs/device.md.
+        - `decompress`: False refuses bodies that come compressed for a `device`. They are decompressed on the host.
 
         Raises DatasetNotFound, ColumnNotFound, and what `open_stream` raises; with a `device`, DeviceNotFound,
         DeviceFull and DeviceError, too.
@@ -115,6 +118,7 @@ class Client(CatalogClient):
             max_body=max_body,
             allow_rma=allow_rma,
             device=None if device is None else open_device(device),
+            decompress=decompress,
         )
         describe = partial(self.describe, name, version)
         if request.device is not None:

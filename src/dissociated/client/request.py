@@ -26,7 +26,8 @@ class ReadRequest:
     `rows` are counted from the first of the `batches`, `filter` chooses among them, and `limit` counts what passes.
     Where that need not be `exact`, rows that do not pass are left out only as far as that costs nothing here.
     `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
-    `device` is where batches are to lie, if not in memory of this process.
+    `device` is where batches are to lie, if not in memory of this process; bodies that come compressed for it are
+    decompressed here first, or, without `decompress`, refused.
     Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
 
@@ -44,6 +45,7 @@ class ReadRequest:
     max_metadata: int = MAX_METADATA
     allow_rma: bool = False
     device: Device | None = None
+    decompress: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))
@@ -61,6 +63,8 @@ class ReadRequest:
             raise OptionError(f"rows is a range of positions that follow each other, not {self.rows}")
         if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 0):
             raise OptionError(f"limit is a number of rows, not {self.limit!r}")
+        if not isinstance(self.decompress, bool) or (not self.decompress and self.device is None):
+            raise OptionError(f"decompress is True, or False with a device, not {self.decompress!r}")
 
     @property
     def chooses_rows(self) -> bool:

@@ -12,7 +12,8 @@ from dissociated.client.arrivals import receiving
 from dissociated.client.bodies import Bodies
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
-from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.errors import DeviceError, DissociatedError, RemoteProtocolError
+from dissociated.format.message import is_compressed
 from dissociated.protocol.delivery import Delivered
 from dissociated.protocol.receiver import Receiver
 from dissociated.transport.base import Connection
@@ -30,6 +31,7 @@ class ClientSession:
         self._connections = connections
         self._timeout = request.timeout
         self.max_body = request.max_body
+        self._decompress = request.decompress
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
         self._leases = ClientLeases(connections[-1], free_data, request.timeout)
         self.bodies = Bodies(connections[-1], self._leases, request)
@@ -66,8 +68,16 @@ class ClientSession:
         self._leases.settle()
 
     def _account(self, item: Delivered) -> Delivered:
-        """Take note of what `item` leases. Raises RemoteProtocolError where a body is larger than is taken."""
+        """Take note of what `item` leases.
+
+        Raises RemoteProtocolError where a body is larger than is taken, DeviceError where one is refused.
+        """
         self._check_size(item.largest_body)
+        if not self._decompress and any(is_compressed(one.header) for one in item.expand()):
+            raise DeviceError(
+                "a body is compressed, and decompress=False has it refused: leave that out, and it is decompressed on "
+                "the host, or publish the dataset without a codec"
+            )
         self._leases.expect(item.lease_count)
         return item
 
