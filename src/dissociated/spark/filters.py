@@ -19,7 +19,7 @@ from dissociated.codec.conditions import Conditions
 from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 
-_MAX_VALUES = 8  # of a list
+_MAX_VALUES = 64  # of a list
 
 
 def parse_filters(text: str) -> Conditions:
