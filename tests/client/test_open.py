@@ -68,7 +68,7 @@ class Scripted:
 
     def open(self, **options: Any) -> Future[pa.RecordBatchReader]:
         uri = f"{self.listener.uri}?want_data={WANT}&free_data={FREE}"
-        opening = self._pool.submit(dis.open_stream, uri, b"the ticket", timeout=PATIENCE, **options)
+        opening = self._pool.submit(lambda: dis.open_stream(uri, b"the ticket", timeout=PATIENCE, **options))
         accepted = self.listener.accept()
         assert accepted is not None
         self.connection = accepted

@@ -53,8 +53,8 @@ def memfds(name: str) -> int:
     return len({os.fstat(number).st_ino for number, what in descriptors().items() if f"dissociated:{name}" in what})
 
 
-def open_shm(server: dis.Server, **options: object) -> pa.RecordBatchReader:
-    return dis.open_stream(server.locations("t")[0], server.ticket("t"), **options)  # type: ignore[arg-type]
+def open_shm(server: dis.Server, **options: Any) -> pa.RecordBatchReader:
+    return dis.open_stream(server.locations("t")[0], server.ticket("t"), **options)
 
 
 def read_until(reader: pa.RecordBatchReader, why: str) -> list[pa.RecordBatch]:
@@ -144,7 +144,7 @@ def test_what_is_there_is_read_before_the_rest_is(serve: Serve) -> None:
     assert is_sealed(copy)
 
 
-READS: dict[str, tuple[dict[str, object], Callable[[], pa.Table]]] = {
+READS: dict[str, tuple[dict[str, Any], Callable[[], pa.Table]]] = {
     "columns": ({"columns": ["s"]}, lambda: TABLE.select(["s"])),
     "batches": ({"batches": (17, 31)}, lambda: pa.Table.from_batches(TABLE.to_batches()[17:31])),
     "no batches": ({"batches": (3, 3)}, lambda: TABLE.slice(0, 0)),
@@ -159,7 +159,7 @@ def test_parts_of_what_is_being_copied(serve: Serve) -> None:
     for options, expected in READS.values():
         server.publish("t", TABLE)
         for uri in server.locations("t"):
-            assert dis.open_stream(uri, server.ticket("t"), **options).read_all() == expected()  # type: ignore[arg-type]
+            assert dis.open_stream(uri, server.ticket("t"), **options).read_all() == expected()
 
 
 def test_bodies_by_address_and_metadata_of_another_connection_count_alike(serve: Serve) -> None:

@@ -16,7 +16,7 @@ import dissociated as dis
 from arrow_cases import ROWS
 from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, pointer
 from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
-from dissociated.errors import SourceError
+from dissociated.errors import DeviceError, SourceError, UriError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
@@ -65,6 +65,28 @@ def test_every_type_goes_to_every_client(device: Device, server: dis.Server, cli
     gc.collect()
     clients_end()
     assert device.allocations == held
+
+
+def test_streams_are_opened_by_uri(device: Device, server: dis.Server, client: dis.Client) -> None:
+    server.publish("there", on_device(device, [*pieces()]))
+    server.publish("here", [*pieces()])
+    before = device.allocations
+    (there,), here = client.describe("there").endpoints, server.ticket("here")
+    (at,), ticket = [uri for uri in there.locations if "device=" in uri], there.ticket
+    batch = dis.open_stream(at, ticket, columns=["f"], batches=(2, 3), device=device).read_next_batch()
+    assert device.allocations == before, "it lies in the server's memory"
+    assert batch.to_host() == [*pieces()][2].select(["f"])
+    for wanted in ({"limit": 3}, {"filter": ("n", ">", 5)}):
+        with pytest.raises(DeviceError, match="another location"):
+            dis.open_stream(at, ticket, device=device, **wanted)
+    with pytest.raises(UriError, match="another location"):
+        dis.open_stream(at, ticket, device="test:1")
+    for uri in server.locations("here"):
+        reader = dis.open_stream(uri, here, filter=("n", ">", 20_000), limit=9, device=device)
+        assert reader.device is device
+        assert to_host(reader) == NUMBERS.slice(20_001, 9), uri
+    del batch, reader
+    clients_end()
 
 
 def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.Server, client: dis.Client) -> None:

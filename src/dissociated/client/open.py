@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import pyarrow as pa
 
@@ -13,11 +13,50 @@ from dissociated.client.asynchronous import asynchronous
 from dissociated.client.connect import parse_uris, request_stream, supports_selection
 from dissociated.client.request import TIMEOUT, ReadRequest
 from dissociated.codec.columns import select_columns, slice_batches, slice_rows
-from dissociated.codec.device import DeviceReader
+from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DeviceError, RemoteProtocolError, SourceError, WrongKind
+from dissociated.memory.device.registry import open_device
 from dissociated.protocol.request import REFUSED, Selection
+from dissociated.uri import DEVICE
+
+
+@overload
+def open_stream(
+    uri: str | Sequence[str],
+    ticket: bytes,
+    *,
+    columns: Sequence[str] | None = None,
+    batches: tuple[int, int] | None = None,
+    filter: Any = None,
+    limit: int | None = None,
+    options: ReadOptions | None = None,
+    timeout: float = TIMEOUT,
+    max_body: int = MAX_BODY,
+    max_metadata: int = MAX_METADATA,
+    allow_rma: bool = False,
+    device: None = None,
+) -> pa.RecordBatchReader: ...
+
+
+@overload
+def open_stream(
+    uri: str | Sequence[str],
+    ticket: bytes,
+    *,
+    columns: Sequence[str] | None = None,
+    batches: tuple[int, int] | None = None,
+    filter: Any = None,
+    limit: int | None = None,
+    options: ReadOptions | None = None,
+    timeout: float = TIMEOUT,
+    max_body: int = MAX_BODY,
+    max_metadata: int = MAX_METADATA,
+    allow_rma: bool = False,
+    device: object,
+    decompress: bool = True,
+) -> DeviceReader: ...
 
 
 def open_stream(
@@ -33,7 +72,9 @@ def open_stream(
     max_body: int = MAX_BODY,
     max_metadata: int = MAX_METADATA,
     allow_rma: bool = False,
-) -> pa.RecordBatchReader:
+    device: object = None,
+    decompress: bool = True,
+) -> pa.RecordBatchReader | DeviceReader:
     """Request the stream `ticket` at `uri`, or at a metadata URI and a data URI, in any order of arrival.
 
     Batches are read as they are asked for. Where bodies come by address, arrays lie in the server's memory. That memory
@@ -53,13 +94,16 @@ def open_stream(
     - `max_metadata`: the longest metadata of one message, in bytes. As much may wait for its body; at least 256 MiB.
     - `allow_rma`: this process may fetch from the server's memory where a URI has a remote_handle. The server could
       then write to ours.
+    - `device`, `decompress`: as for `Client.read`. Batches are copied onto the device, or stay where a URI says that
+      they lie on it.
 
     A server whose URI does not say that it can choose columns and batches sends everything, and the rest is dropped
     here.
 
     Raises UriError, TransportError and DeadlineExceeded where the server cannot be reached, RemoteError where it
     refuses, WrongKind where it holds tensors, ColumnNotFound, OptionError. Reading may raise these too,
-    RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow.
+    RemoteProtocolError, and FormatError where the schema nests deeper than `options` allow. With a `device` it raises
+    DeviceNotFound, DeviceFull and DeviceError, too.
     """
     request = ReadRequest(
         columns=columns,
@@ -71,8 +115,16 @@ def open_stream(
         max_body=max_body,
         max_metadata=max_metadata,
         allow_rma=allow_rma,
+        device=None if device is None else open_device(device),
+        decompress=decompress,
     )
-    return read_stream(uri, ticket, request)
+    if request.device is None:
+        return read_stream(uri, ticket, request)
+    if not any(DEVICE in one.parameters for one in parse_uris(uri)):
+        return to_device(read_stream(uri, ticket, request), request.device)
+    if request.chooses_rows:
+        raise DeviceError("rows are not chosen where they lie on a device: take another location for filter and limit")
+    return read_on_device(uri, ticket, request)
 
 
 open_stream_async = asynchronous(open_stream)
