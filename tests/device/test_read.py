@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import dissociated as dis
 from dissociated.codec import cdevice, dlpack
 from dissociated.codec.device import to_device
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound, OptionError
+from dissociated.ipc import async_batches
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from helpers import connections_left
@@ -194,6 +196,28 @@ def test_compressed_bodies_can_be_refused(client: dis.Client, server: dis.Server
         client.read("numbers", decompress=False)  # type: ignore[call-overload]
     gc.collect()
     assert not connections_left(server)
+
+
+def test_async_for_on_the_device(client: dis.Client, server: dis.Server, device: Device) -> None:
+    opened = server.locations("numbers")[0], server.ticket("numbers")
+
+    async def test() -> None:
+        with pytest.raises(
+            OptionError, match=r"read_async takes no device: give what read gives to ipc\.async_batches"
+        ):
+            await client.read_async("numbers", device=device)
+        with pytest.raises(OptionError, match="what open_stream gives"):
+            await dis.open_stream_async(*opened, device=device)
+        with client.read("numbers", transport="tcp", device=device) as reader:
+            arrived = [batch async for batch in async_batches(reader, readahead=2)]
+        assert [batch.to_host() for batch in arrived] == [*pieces()]
+        assert all(batch.get_total_buffer_size() >= batch.num_rows * 16 for batch in arrived), "reading ahead counts it"
+        with client.read("numbers", transport="shm", device=device) as reader:
+            batches = async_batches(reader)
+            assert (await anext(batches)).to_host() == next(pieces())
+            await batches.aclose()
+
+    asyncio.run(test())
 
 
 def test_a_reader_that_is_dropped_ends_its_stream(client: dis.Client, server: dis.Server, device: Device) -> None:

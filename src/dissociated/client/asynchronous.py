@@ -18,7 +18,7 @@ P = ParamSpec("P")
 
 
 def asynchronous(open_reader: Callable[P, pa.RecordBatchReader]) -> Callable[P, Coroutine[Any, Any, AsyncStreamReader]]:
-    """The same function for `async for`: it takes and raises the same, and blocks a thread in place of the loop."""
+    """The same function for `async for`, but for devices: it blocks a thread in place of the loop."""
 
     @wraps(open_reader)
     async def opened(*args: P.args, **kwargs: P.kwargs) -> AsyncStreamReader:
@@ -26,14 +26,17 @@ def asynchronous(open_reader: Callable[P, pa.RecordBatchReader]) -> Callable[P, 
         from dissociated.ipc.asynchronous import open_reader_async
 
         if kwargs.get("device") is not None:
-            raise OptionError("batches on a device are read by `read` alone: its copies are asynchronous themselves")
+            blocking = open_reader.__name__
+            raise OptionError(
+                f"{opened.__name__} takes no device: give what {blocking} gives to ipc.async_batches, for `async for`"
+            )
         return await open_reader_async(open_reader, *args, **kwargs)
 
     opened.__name__ = f"{open_reader.__name__}_async"
     opened.__qualname__ = f"{open_reader.__qualname__}_async"
     opened.__doc__ = (
         f"`{open_reader.__name__}` for `async for`: awaited, it gives an `AsyncStreamReader`.\n\n"
-        "It takes and raises the same, and blocks a thread in place of the event loop."
+        "It takes and raises the same, but for a `device`, and blocks a thread in place of the event loop."
     )
     signature = inspect.signature(open_reader)
     opened.__signature__ = signature.replace(return_annotation="AsyncStreamReader")  # type: ignore[attr-defined]

@@ -92,6 +92,10 @@ class DeviceBatch:
         body = self._messages[-1].body
         return 0 if body is None else int(body.size)
 
+    def get_total_buffer_size(self) -> int:
+        """The same, as pyarrow calls it: what reads ahead counts it."""
+        return self.nbytes
+
     def column(self, which: int | str) -> DeviceColumn:
         """A column by its position or name. Raises KeyError and IndexError as pyarrow does."""
         return DeviceColumn(self.device, self._batch.column(which), self._event, self._messages[-1].shared)

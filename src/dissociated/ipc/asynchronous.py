@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import pyarrow as pa
 
+from dissociated.codec.device import DeviceReader
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.stats import ReadStats
@@ -197,11 +198,13 @@ class AsyncStreamReader(_AsyncReader):
 class _RemainingBatches:
     """What is left of a reader, to be taken by one thread at a time."""
 
-    def __init__(self, reader: pa.RecordBatchReader) -> None:
+    def __init__(self, reader: pa.RecordBatchReader | DeviceReader) -> None:
         self._lock = threading.Lock()
         self._pairs: Iterator[BatchAndMetadata]
         if isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
             self._pairs = reader.iter_batches_with_custom_metadata()
+        elif isinstance(reader, DeviceReader):
+            self._pairs = ((batch, batch.metadata) for batch in reader)
         else:
             self._pairs = ((batch, None) for batch in reader)
 
@@ -216,7 +219,7 @@ class _RemainingBatches:
 
 
 def async_batches(
-    reader: pa.RecordBatchReader,
+    reader: pa.RecordBatchReader | DeviceReader,
     *,
     readahead: int = READAHEAD,
     readahead_bytes: int = READAHEAD_BYTES,
@@ -225,7 +228,7 @@ def async_batches(
     """`async for` over a reader that is open, as what `dissociated.open_stream` gives: see AsyncStreamReader.batches.
 
     It reads in a thread of its own, which ends with the last batch, or with `aclose`. The reader stays the caller's,
-    who does not read from it meanwhile.
+    who does not read from it meanwhile. Of a `DeviceReader`, batches are on its device.
     """
     readahead_options = ReadAheadOptions(readahead, readahead_bytes, custom_metadata)
     return AsyncBatches(
