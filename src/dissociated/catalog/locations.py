@@ -19,7 +19,7 @@ from dissociated.transport import registry
 from dissociated.uri import DEVICE, Uri
 
 _WIDTH = 60  # characters, of what is shown to people
-_MAX_SHOWN = 40  # columns
+_MAX_LINES = 40  # of a table that is shown
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,9 @@ class DatasetInfo:
     def _columns(self) -> tuple[list[str], list[list[str]]]:
         tensors = self.tensors
         if tensors is not None:
-            shapes = [[one.type, " x ".join(map(str, one.shape)), one.format] for one in tensors.first[:_MAX_SHOWN]]
+            shapes = [[one.type, " x ".join(map(str, one.shape)), one.format] for one in tensors.first[:_MAX_LINES]]
             return ["type", "shape", "format"], shapes
-        shown = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_SHOWN)))
+        shown = (self.schema.field(index) for index in range(min(len(self.schema), _MAX_LINES)))
         return ["column", "type"], [
             [shorten(one.name, 24), shorten(f"{one.type}{'' if one.nullable else ' not null'}", _WIDTH - 26)]
             for one in shown
@@ -165,7 +165,7 @@ class DatasetInfo:
     @property
     def _rest(self) -> list[str]:
         tensors = self.tensors
-        more = (len(self.schema) if tensors is None else tensors.number) - _MAX_SHOWN
+        more = (len(self.schema) if tensors is None else tensors.number) - _MAX_LINES
         return [f"and {count(more)} more"] if more > 0 else []
 
     @property
@@ -197,12 +197,12 @@ class DatasetList(list[DatasetInfo]):
                 count(info.version),
                 " ".join(info.schemes),
             ]
-            for info in self[:_MAX_SHOWN]
+            for info in self[:_MAX_LINES]
         ]
 
     @property
     def _rest(self) -> list[str]:
-        more = len(self) - _MAX_SHOWN
+        more = len(self) - _MAX_LINES
         return [f"and {count(more)} more"] if more > 0 else []
 
 

@@ -45,10 +45,10 @@ _DEEPEST = 50  # parentheses and "not" within each other
 
 def parse_condition(written: str, schema: pa.Schema) -> pc.Expression:
     """The rows of such a schema for which this is true. Raises OptionError and ColumnNotFound."""
-    return _Parser(written, schema).parse()
+    return _ConditionParser(written, schema).parse()
 
 
-class _Parser:
+class _ConditionParser:
     def __init__(self, written: str, schema: pa.Schema) -> None:
         self._written = written
         self._schema = schema

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from dissociated.cli import terminal, text
 from dissociated.cli.plain import plain_values
 
-_CHUNK = 1000  # rows, whose widths are those of the columns
+_CHUNK_ROWS = 1000  # rows, whose widths are those of the columns
 _WIDEST = 40  # columns of a terminal that a value may take, where somebody looks
 _GAP = "  "
 _MORE = "…"
@@ -31,8 +31,8 @@ class RowPrinter:
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
         """Print its rows."""
-        for start in range(0, batch.num_rows, _CHUNK):
-            chunk = batch.slice(start, _CHUNK)
+        for start in range(0, batch.num_rows, _CHUNK_ROWS):
+            chunk = batch.slice(start, _CHUNK_ROWS)
             self._print([[_cell(value) for value in plain_values(column)] for column in chunk.columns], chunk.num_rows)
 
     def close(self) -> None:

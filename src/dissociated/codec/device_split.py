@@ -21,7 +21,7 @@ from dissociated.format.message import Header, parse_header
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.memory.device.base import Stream
 
-_ALIGNMENT = 64
+_DEVICE_ALIGNMENT = 64
 _VIEW_SIZE = 16  # bytes
 
 
@@ -74,7 +74,7 @@ class _Walk:
         placed, end = [], 0
         for _, length in self._buffers:
             placed.append((end, length))
-            end += length + -length % _ALIGNMENT
+            end += length + -length % _DEVICE_ALIGNMENT
         header = encode_record_batch(num_rows, self._nodes, placed, self._variadic, end, dictionary)
         return PlacedMessage(header, parse_header(header), self._buffers, self._kept)
 

@@ -22,7 +22,7 @@ from dissociated.memory.device.base import Device, DeviceType, Event
 from dissociated.memory.device.registry import open_device
 
 _TENSOR, _VERSIONED = b"dltensor", b"dltensor_versioned"
-_VERSION = 1, 0
+_DLPACK_VERSION = 1, 0
 _READ_ONLY, _COPIED = 1, 2  # DLPACK_FLAG_BITMASK_...
 _INT, _UINT, _FLOAT = 0, 1, 2  # DLDataTypeCode
 _NO_SYNCHRONIZATION = -1
@@ -127,7 +127,7 @@ class DeviceColumn:
         code, bits, words = self._element()
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"the column stays on {self.device.name}: it is copied to no other device")
-        versioned = max_version is not None and max_version[0] >= _VERSION[0]
+        versioned = max_version is not None and max_version[0] >= _DLPACK_VERSION[0]
         read_only = self._shared and not copy
         if read_only and not versioned:  # which could not be said
             if copy is False:
@@ -150,7 +150,7 @@ class DeviceColumn:
         struct: _ManagedTensor | _VersionedTensor
         if versioned:
             flags = (_READ_ONLY if read_only else 0) | (_COPIED if copy else 0)
-            struct = _VersionedTensor(*_VERSION, None, _delete, flags, tensor)
+            struct = _VersionedTensor(*_DLPACK_VERSION, None, _delete, flags, tensor)
         else:
             struct = _ManagedTensor(tensor, None, _delete)
         _held[ctypes.addressof(struct)] = struct, shape, strides, owner
@@ -226,13 +226,13 @@ def _is_moment(type_: pa.DataType) -> bool:
 # In
 
 
-_TYPES = {
+_ARROW_TYPES = {
     **{(_INT, width): getattr(pa, f"int{width}")() for width in (8, 16, 32, 64)},
     **{(_UINT, width): getattr(pa, f"uint{width}")() for width in (8, 16, 32, 64)},
     **{(_FLOAT, width): getattr(pa, f"float{width}")() for width in (16, 32, 64)},
 }
 #: What others call memory of the host: plain, or pinned by CUDA.
-_HOST = (DeviceType.CPU, 3)
+_HOST_DEVICE = (DeviceType.CPU, 3)
 _batches: dict[int, object] = {}
 _numbers = itertools.count(1)
 
@@ -256,7 +256,7 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
         raise SourceError("columns of one dataset lie on one device, and these on several")
     ((kind, number),) = places
     struct = ArrowDeviceArray()
-    if kind in _HOST:
+    if kind in _HOST_DEVICE:
         batch = pa.record_batch({name: pa.array(np.from_dlpack(column)) for name, column in columns.items()})
         batch._export_to_c(ctypes.addressof(struct))
         struct.device_type = DeviceType.CPU
@@ -281,7 +281,7 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
     whole.private_data = next(_numbers)
     _batches[whole.private_data] = capsules, arrays, children, whole, event
     struct.array, struct.device_type, struct.device_id, struct.sync_event = whole, kind, number, event.pointer
-    schema = pa.schema([(name, _TYPES[one.code, one.bits]) for name, one in zip(columns, tensors, strict=True)])
+    schema = pa.schema([(name, _ARROW_TYPES[one.code, one.bits]) for name, one in zip(columns, tensors, strict=True)])
     return schema, [ImportedArray(struct)]
 
 
@@ -293,7 +293,7 @@ def _array(length: int, buffers: Any) -> ArrowArray:
 
 def _capsule(column: Any, stream: int | None) -> Any:
     try:
-        return column.__dlpack__(stream=stream, max_version=_VERSION)
+        return column.__dlpack__(stream=stream, max_version=_DLPACK_VERSION)
     except TypeError:  # it knows no versions
         return column.__dlpack__(stream=stream)
 
@@ -305,6 +305,6 @@ def _tensor(name: str, capsule: Any) -> _Tensor:
     else:
         tensor = _ManagedTensor.from_address(pointer(capsule, _TENSOR)).tensor
     flat = tensor.ndim == 1 and tensor.lanes == 1 and (not tensor.strides or tensor.strides[0] == 1)
-    if not flat or (tensor.code, tensor.bits) not in _TYPES:
+    if not flat or (tensor.code, tensor.bits) not in _ARROW_TYPES:
         raise SourceError(f"the column {name!r} is not of one dimension, contiguous, and of integers or floats")
     return tensor  # type: ignore[no-any-return]  # ctypes' fields are Any

@@ -22,7 +22,7 @@ from dissociated.errors import FormatError
 
 #: Bytes of an expression.
 MAX_SIZE = 1 << 14
-_MAX_DEPTH = 16
+_MAX_FILTER_DEPTH = 16
 _MAX_NODES = 512
 _MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
 
@@ -201,8 +201,8 @@ class _Parser:
 
     def _node(self, fields: _Fields, depth: int) -> FilterNode:
         self._nodes += 1
-        if depth > _MAX_DEPTH or self._nodes > _MAX_NODES:
-            raise FormatError(f"the filter has more than {_MAX_NODES} parts, or nests deeper than {_MAX_DEPTH}")
+        if depth > _MAX_FILTER_DEPTH or self._nodes > _MAX_NODES:
+            raise FormatError(f"the filter has more than {_MAX_NODES} parts, or nests deeper than {_MAX_FILTER_DEPTH}")
         if len(fields) != 1 or not _is_bytes(fields[0][1]):
             raise FormatError("the filter cannot be read")
         number, content = fields[0]

@@ -9,7 +9,7 @@ from dissociated.errors import FormatError
 from dissociated.format.flatbuffer import Table, root
 from dissociated.format.message import Header, HeaderType
 
-_CODECS = {0: "lz4", 1: "zstd"}
+_CODEC_NAMES = {0: "lz4", 1: "zstd"}
 
 
 class Details(NamedTuple):
@@ -48,5 +48,5 @@ def _batch(found: Details, batch: Table) -> Details:
     codec = None
     if batch.fields[3]:
         number = batch.table(3, 1).scalar(0, "b")
-        codec = _CODECS.get(number, f"codec {number}")
+        codec = _CODEC_NAMES.get(number, f"codec {number}")
     return found._replace(rows=batch.scalar(0, "q"), codec=codec)

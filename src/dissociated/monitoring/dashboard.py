@@ -23,7 +23,7 @@ from dissociated.monitoring.status import DatasetStatus, ServerStatus
 
 _SAMPLE_INTERVAL = 1.0  # seconds
 _SAMPLES = 300
-_MAX_SHOWN = 500  # datasets and consumers
+_MAX_ENTRIES = 500  # datasets and consumers
 _LARGEST_SHARE = 0.05  # of a core, for making the status; many datasets make it slow
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -114,8 +114,8 @@ class Throttled:
 
 def _shown(status: ServerStatus) -> dict[str, Any]:
     """The status, with those datasets and consumers that matter most, and how many there are."""
-    datasets = sorted(status.datasets, key=_importance)[:_MAX_SHOWN]
-    consumers = sorted(status.consumers, key=lambda one: -one.bytes)[:_MAX_SHOWN]
+    datasets = sorted(status.datasets, key=_importance)[:_MAX_ENTRIES]
+    consumers = sorted(status.consumers, key=lambda one: -one.bytes)[:_MAX_ENTRIES]
     return status.plain() | {
         "datasets": [vars(one) for one in datasets],
         "consumers": [vars(one) for one in consumers],

@@ -17,7 +17,7 @@ T = TypeVar("T")
 #: Where the catalog is, for whoever is not told otherwise.
 VARIABLE = "DISSOCIATED_CATALOG"
 _RETRY_TIMEOUT = 60.0  # seconds for a catalog that was killed to be there again
-_RETRY_DELAY = 0.5
+_CATALOG_RETRY_DELAY = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def wait_for_catalog(call: Callable[[], T]) -> T:
         except (CatalogUnreachable, DeadlineExceeded):
             if time.monotonic() >= deadline:
                 raise
-        time.sleep(_RETRY_DELAY)
+        time.sleep(_CATALOG_RETRY_DELAY)
 
 
 def required(options: Mapping[str, str], key: str, advice: str) -> str:

@@ -19,7 +19,7 @@ from dissociated.codec.conditions import Conditions
 from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 
-_MAX_VALUES = 64  # of a list
+_MAX_LISTED_VALUES = 64  # of a list
 
 
 def parse_filters(text: str) -> Conditions:
@@ -39,7 +39,7 @@ def shortened(conditions: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for condition in conditions:
         column, operator, *values = condition
-        if operator != "in" or len(values[0]) <= _MAX_VALUES:
+        if operator != "in" or len(values[0]) <= _MAX_LISTED_VALUES:
             found.append(condition)
         elif all(type(value) is int for value in values[0]):
             found += [column, ">=", min(values[0])], [column, "<=", max(values[0])]

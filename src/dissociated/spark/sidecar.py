@@ -56,9 +56,9 @@ _MAX_BATCHES = 64  # in one answer
 _SLICE_BYTES = 128 << 20  # of one partition: as many as of files, if Spark reads those
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 _MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
-_ALIGNMENT = 64
+_COLUMN_ALIGNMENT = 64
 
-_Mapping: TypeAlias = tuple[int, int, int, int, str]
+_MapEntry: TypeAlias = tuple[int, int, int, int, str]
 
 
 class Sidecar:
@@ -189,7 +189,7 @@ class _Places:
         self._regions: dict[tuple[int, str], int] = {}  # by inode and path
         self._mapped: list[tuple[int, int, int, int]] = []  # first address, last, region, where in its file
         self._unmapped: set[int] = set()  # pages that are no mapping of a file
-        self._shared: list[_Mapping] | None = None  # what this process has mapped, as far as it was looked at
+        self._shared: list[_MapEntry] | None = None  # what this process has mapped, as far as it was looked at
         self._memfd = -1
         self._memfd_region = 0
         self._size = 0
@@ -265,7 +265,7 @@ class _Places:
             self._memfd = create_memfd("spark")
             self._memfd_region = self._add(self._memfd)
         at = self.copied
-        self.copied = -(-(at + buffer.size) // _ALIGNMENT) * _ALIGNMENT
+        self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
         self._size = max(self._size, self.copied)
         os.ftruncate(self._memfd, self._size)
         rest = memoryview(buffer)
@@ -274,7 +274,7 @@ class _Places:
         return self._memfd_region, at
 
 
-def _shared_mappings() -> Iterator[_Mapping]:
+def _shared_mappings() -> Iterator[_MapEntry]:
     """What of files this process has mapped to share it: first address, last, where in the file, inode, path."""
     with open("/proc/self/maps") as lines:
         for line in lines:

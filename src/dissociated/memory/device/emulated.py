@@ -26,7 +26,7 @@ from dissociated.memory.shared import create_memfd
 COUNT = 2
 
 
-class _Mapping:
+class _EmulatedMapping:
     """Memory that is mapped without permission, and the descriptor that copies go through."""
 
     def __init__(self, descriptor: int, size: int, writable: bool) -> None:
@@ -50,11 +50,11 @@ class EmulatedDevice(Device):
         super().__init__(f"test:{number}", number, f"test-{number}")
         self.limit = 1 << 32
         self._lost = False
-        self._mappings: dict[int, _Mapping] = {}
-        self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
+        self._mappings: dict[int, _EmulatedMapping] = {}
+        self._streams: weakref.WeakSet[_EmulatedStream] = weakref.WeakSet()
         #: Bytes of the host memory that is registered, and how often some was.
         self.registered = self.registrations = 0
-        self._events: weakref.WeakValueDictionary[int, _Event] = weakref.WeakValueDictionary()
+        self._events: weakref.WeakValueDictionary[int, _EmulatedEvent] = weakref.WeakValueDictionary()
 
     def lose(self, lost: bool = True) -> None:
         """Fail from now on."""
@@ -67,7 +67,7 @@ class EmulatedDevice(Device):
 
     def stream(self) -> Stream:
         self.check()
-        stream = _Stream(self)
+        stream = _EmulatedStream(self)
         self._streams.add(stream)
         return stream
 
@@ -94,7 +94,7 @@ class EmulatedDevice(Device):
             raise DeviceFull(f"{self.name} has no {size} bytes left: {self.nbytes} of {self.limit} are in use")
         descriptor = create_memfd(self.name)
         os.ftruncate(descriptor, size)
-        return self._map(_Mapping(descriptor, size, True))
+        return self._map(_EmulatedMapping(descriptor, size, True))
 
     def _export(self, memory: DeviceMemory) -> bytes:
         mapping, _ = self._find(memory.address, memory.size)
@@ -113,9 +113,9 @@ class EmulatedDevice(Device):
         if found.st_ino != inode or found.st_size < size:
             os.close(descriptor)
             raise DeviceError(f"memory of a peer on {self.name} cannot be opened: it is other memory now")
-        return self._map(_Mapping(descriptor, size, False))
+        return self._map(_EmulatedMapping(descriptor, size, False))
 
-    def _map(self, mapping: _Mapping) -> tuple[int, Callable[[], None]]:
+    def _map(self, mapping: _EmulatedMapping) -> tuple[int, Callable[[], None]]:
         with self.lock:
             self._mappings[mapping.address] = mapping
 
@@ -126,7 +126,7 @@ class EmulatedDevice(Device):
 
         return mapping.address, release
 
-    def _find(self, address: int, length: int) -> tuple[_Mapping, int] | tuple[None, int]:
+    def _find(self, address: int, length: int) -> tuple[_EmulatedMapping, int] | tuple[None, int]:
         """The memory that an address lies in, and where in it; None for what is no memory of this device.
 
         Raises DeviceError for what leaves it.
@@ -158,7 +158,7 @@ class EmulatedDevice(Device):
         else:
             os.pwrite(mapping.descriptor, content, offset)
 
-    def event(self, pointer: int) -> _Event:
+    def event(self, pointer: int) -> _EmulatedEvent:
         """The event that this is the pointer of."""
         number = ctypes.c_uint64.from_address(pointer).value
         try:
@@ -170,8 +170,8 @@ class EmulatedDevice(Device):
 _numbers = itertools.count(1)
 
 
-class _Event(Event):
-    def __init__(self, stream: _Stream, position: int) -> None:
+class _EmulatedEvent(Event):
+    def __init__(self, stream: _EmulatedStream, position: int) -> None:
         self._stream = stream
         self._position = position
         number = next(_numbers)
@@ -183,7 +183,7 @@ class _Event(Event):
         self._stream.run_to(self._position)
 
 
-class _Stream(Stream):
+class _EmulatedStream(Stream):
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
         self._lock = device.lock  # one for all: whoever collects memory, at any point, runs all of them
@@ -199,7 +199,7 @@ class _Stream(Stream):
     def record(self) -> Event:
         self.device.check()
         with self._lock:
-            return _Event(self, self._done + len(self._due))
+            return _EmulatedEvent(self, self._done + len(self._due))
 
     def wait(self, pointer: int) -> None:
         event = self.device.event(pointer)
