@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -74,6 +76,20 @@ def little_space() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def pinned(memory: pa.Buffer) -> Iterator[None]:
+    """The kernel holds the first page of it, as it does for a device that reads there, or a socket that sends it."""
+    piece = (ctypes.c_void_p * 2)(memory.address, 1)
+    ends = os.pipe()
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.vmsplice(ends[1], ctypes.byref(piece), ctypes.c_size_t(1), 0) == 1
+        yield
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def copy_of(server: dis.Server) -> Any:
@@ -201,6 +217,45 @@ def test_a_copy_ahead_that_fails_is_made_when_it_is_asked_for(serve: Serve, capl
         server.publish("t", pa.concat_tables([TABLE, TABLE]))
         wait_until(lambda: "no space left" in caplog.text, "the copy to fail")
     assert open_shm(server).read_all() == pa.concat_tables([TABLE, TABLE])
+
+
+@pytest.mark.usefixtures("on_demand")
+def test_who_has_pages_of_a_copy_pinned_keeps_nobody_from_reading(serve: Serve) -> None:
+    """Memory cannot be sealed for as long."""
+    server = serve("shm:")
+    server.publish("t", TABLE)
+    copy = copy_of(server)
+    copy.wait(copy.region.base + 1)
+    with pinned(copy.region.memory):
+        for _ in range(2):
+            assert open_shm(server).read_all() == TABLE
+        assert not copy.missing
+        assert not is_sealed(copy)
+    assert is_sealed(copy)
+    assert open_shm(server).read_all() == TABLE
+
+
+def test_tables_that_are_copied_ahead_leave_memory_free(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When each is published there is room for it, and not for all."""
+    server = serve("shm:")
+    free = 5 * TABLE.nbytes
+    published = threading.Event()
+
+    def available() -> int:
+        if not threading.current_thread().name.startswith("copy"):
+            return free
+        assert published.wait(PATIENCE)
+        files = [os.stat(f"/proc/self/fd/{number}") for number, what in descriptors().items() if ":t" in what]
+        return free - sum({file.st_ino: file.st_blocks * 512 for file in files}.values())
+
+    monkeypatch.setattr(table, "available_memory", available)
+    for number in range(10):
+        server.publish(f"t{number}", TABLE)
+    published.set()
+    for number in range(10):
+        server.dataset(f"t{number}").wait_closed(PATIENCE)
+    copies = [server.dataset(name)._segment for name in server.names()]  # type: ignore[attr-defined]
+    assert 0 < sum(not copy.missing for copy in copies) < 5
 
 
 def test_to_wait_is_to_publish_what_is_copied(serve: Serve) -> None:

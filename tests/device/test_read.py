@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ import pytest
 
 import dissociated as dis
 from dissociated.codec import cdevice, dlpack
-from dissociated.codec.device import to_device
+from dissociated.codec.device import LAYOUT, DeviceMessage, Mover, join_on_device, to_device
+from dissociated.codec.split import Splitter
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound, OptionError
+from dissociated.format.message import parse_header
+from dissociated.format.record_batch import encode_record_batch
 from dissociated.ipc import async_batches
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
@@ -67,6 +71,23 @@ def test_other_libraries_take_it_where_it_lies_and_wait_for_it(client: dis.Clien
     gc.collect()
     assert device.allocations == allocations, "who has taken it holds it"
     consumer.same(device, taken.struct, expected)
+    taken.release()
+
+
+def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) -> None:
+    """libarrow keeps no validity of what has no nulls. Here it keeps nothing, and so nothing would keep an event."""
+    splitter = Splitter(pa.schema([("s", pa.struct([]))]), LAYOUT)
+    validity = pa.py_buffer(b"\xff" * 64)
+    header = encode_record_batch(8, [(8, 0)], [(0, 1)], [], 64, None)
+
+    def messages() -> Generator[DeviceMessage, None, None]:
+        yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
+        with closing(Mover(device)) as mover:
+            yield mover.move(header, parse_header(header), [validity.address], validity)
+
+    taken = consumer.Taken(join_on_device(device, messages()).read_next_batch())
+    assert taken.struct.array.length == 8
+    assert not taken.struct.sync_event
     taken.release()
 
 

@@ -241,3 +241,21 @@ def test_what_tells_how_to_read_a_header_must_not_vary() -> None:
     for row in range(2):
         struct.pack_into("<I", untagged, row * run.untagged_size + 5 + nodes, 200)  # would span all that follows
     assert recognise(as_run(2, bytes(untagged), bytes(run.tags), bytes(run.tagged)), 1) is None
+
+
+def test_a_message_that_has_to_wait_does_not_keep_its_run() -> None:
+    memory = bytearray(b"".join(map(body, [numbers(5)] * 3)))
+    headers = batch_headers([numbers(5)] * 3)
+    untagged = b"".join(struct.pack("<BI", 1, number) + head for number, head in zip([1, 2, 9], headers, strict=True))
+    tags = struct.pack("<3Q", 1, 2, 9)
+    run = Run(3, memoryview(untagged), len(untagged) // 3, memoryview(tags), memoryview(memory), len(memory) // 3)
+    receiver = begun()
+    receiver.receive(run)
+    del run
+    assert [delivery.sequence for delivery in iter(receiver.next, None)] == [1, 2]
+    expected = bytes(memory[-len(memory) // 3 :])
+    memory.clear()  # which nobody looks at any more: BufferError otherwise
+    receiver._next = 9
+    last = receiver.next()
+    assert last is not None
+    assert last.body == expected

@@ -122,15 +122,26 @@ class DeviceBatch:
     def __arrow_c_device_array__(self, requested_schema: object = None, **options: Any) -> tuple[Any, Any]:
         """The same for other libraries, which need not wait: they are told what their streams wait for."""
         check_request(requested_schema, self.schema, options)
-        return export_array(self._batch, self.device, self._pointer)
+        return export_array(self._batch, self.device, self._awaited())
 
     def fill(self, struct: ArrowDeviceArray) -> None:
         """Make `struct` this batch."""
-        fill(struct, self._batch, self.device, self._pointer)
+        fill(struct, self._batch, self.device, self._awaited())
 
-    @property
-    def _pointer(self) -> int | None:
-        return None if self._event is None else self._event.pointer
+    def _awaited(self) -> int | None:
+        """The event that others wait for, which is there for as long as the memory of the body.
+
+        libarrow keeps no validity where nothing is null. Where it has kept nothing else either, nothing keeps the
+        event: then it is waited for here.
+        """
+        if self._event is None:
+            return None
+        body = self._messages[-1].body
+        buffers = (buffer for column in self._batch.columns for buffer in column.buffers() if buffer is not None)
+        if body is not None and any(0 <= buffer.address - body.address < body.size for buffer in buffers):
+            return self._event.pointer
+        self._event.synchronize()
+        return None
 
     def __repr__(self) -> str:
         return f"<DeviceBatch of {self.num_rows} rows and {self.num_columns} columns on {self.device.name}>"

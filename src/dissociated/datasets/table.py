@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 #: A Table of so many bytes is copied into shared memory before anybody asks. To copy less takes no time that shows.
 _MIN_AHEAD = 1 << 24
+#: Who copies ahead, of all Tables; by process, since a forked child's copy may be held by a thread that it has not.
+_turns: dict[int, threading.Lock] = {}
 
 
 class TableDataset(StaticDataset):
@@ -90,11 +93,23 @@ class TableDataset(StaticDataset):
         """Copy until it is dropped. Nobody depends on this: those who need more of the copy write it."""
         try:
             self.mapped()
-            if self._segment is not None:
-                self._segment.write(lambda: not self._dropped)
+            while self._copy_more():
+                pass
         except DissociatedError as error:
             why = str(error)  # and not the error: its traceback has this, and logs keep it
             _log.warning("copying %r into shared memory: %s; it is tried again when somebody asks", self.name, why)
+
+    def _copy_more(self) -> bool:
+        """Copy a step more. False where all is copied, nobody wants it, or there is not twice the memory for the rest.
+
+        One Table at a time does, so that each sees what the others have taken.
+        """
+        segment = self._segment
+        with _turns.setdefault(os.getpid(), threading.Lock()):
+            if segment is None or self._dropped or not 0 < segment.missing <= available_memory() // 2:
+                return False
+            segment.advance()
+        return True
 
     def wait_closed(self, timeout: float) -> None:
         if self._thread is not None:

@@ -131,8 +131,11 @@ class Receiver:
             )
         self._headers[sequence] = header, parsed
 
-    def receive_body(self, tag: int, body: Buffer) -> None:
-        """Take a tagged message. Raises RemoteProtocolError where it breaks the protocol."""
+    def receive_body(self, tag: int, body: Buffer, of_run: bool = False) -> None:
+        """Take a tagged message. Raises RemoteProtocolError where it breaks the protocol.
+
+        One `of_run` is copied where it has to wait: it would keep all of its run, which is not counted.
+        """
         kind, wire_sequence = parse_body_tag(tag)
         if self._schema_known and unwrap(wire_sequence, self._next) == 0:
             return self._take_spare(kind, body)
@@ -144,7 +147,7 @@ class Receiver:
                 f"bodies of {self._waiting_bytes} bytes wait for message {self._next}; "
                 f"the cap is {self._max_waiting_bytes} (max_body)"
             )
-        self._bodies[sequence] = kind, body
+        self._bodies[sequence] = kind, bytes(body) if of_run and sequence != self._next else body
         return None
 
     def _take_body(self, sequence: int) -> tuple[BodyKind, Buffer]:
@@ -210,7 +213,10 @@ class Receiver:
             message = next(self._rest)
             if not self._left:
                 self._rest = iter(())  # so that nothing keeps the run
-            self.receive(message)
+            if message.tag is None:
+                self.receive_metadata(message.data)
+            else:
+                self.receive_body(message.tag, message.data, of_run=True)
         return delivery
 
     def _deliver(self) -> Delivery | None:

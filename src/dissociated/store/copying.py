@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 from dissociated.buffers import Buffer
 from dissociated.fork import bind_to_process, invalidate
@@ -24,7 +24,7 @@ class CopiedSegment:
     """An IPC stream of these messages in a memfd, which is sealed when all of it has been written.
 
     Where everything will lie is known at once, and `wait` waits until it is there. Whoever waits writes what is
-    missing, unless somebody does so already: so a thread may go ahead with `write`, and nobody depends on it. What
+    missing, unless somebody does so already: so a thread may go ahead with `advance`, and nobody depends on it. What
     cannot be written is an error for who tried, and the next one tries again. Safe to use from many threads.
     Raises StoreError where there is no memory for it.
     """
@@ -81,18 +81,23 @@ class CopiedSegment:
     @property
     def backing(self) -> Backing:
         """Sealed when everything is there; before that it is still written, though never punched."""
-        return Backing.LIVE if self._close.alive else Backing.SEALED
+        with self._changed:
+            self._seal()
+            return Backing.LIVE if self._close.alive else Backing.SEALED
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are still to be written."""
+        return self.region.size - self._starts[self._written]
 
     def wait(self, until: int) -> None:
         """Wait until everything is there that lies below this address. Raises StoreError."""
         while not self._is_written(until):
             self._advance(until)
 
-    def write(self, wanted: Callable[[], bool]) -> None:
-        """Write everything, as long as it is `wanted`. Raises StoreError."""
-        end = self.region.base + self.region.size
-        while wanted() and not self._is_written(end):
-            self._advance(end)
+    def advance(self) -> None:
+        """Write up to STEP bytes more, or wait until somebody else has. Raises StoreError."""
+        self._advance(self.region.base + self._starts[self._written] + 1)
 
     def _is_written(self, until: int) -> bool:
         return self.region.base + self._starts[self._written] >= until
@@ -121,8 +126,18 @@ class CopiedSegment:
             last += 1
         with store_errors(f"shared memory for {self._name}"):
             write_parts(self._writable, parts, start)
-            if last == len(self._pieces):
+        self._written = last
+        if last == len(self._pieces):
+            self._pieces = []
+            with self._changed:
+                self._seal()
+
+    def _seal(self) -> None:
+        """Once all is written. The kernel refuses while a device or a socket of a client's has pages of it pinned.
+
+        It is tried again for the next client, and is not written any more in any case.
+        """
+        if self._close.alive and not self._pieces:
+            with suppress(OSError):
                 seal(self._writable, Backing.SEALED)
                 self._close()
-                self._pieces = []
-        self._written = last

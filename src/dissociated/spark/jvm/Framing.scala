@@ -1,5 +1,6 @@
 package org.apache.spark.sql.dissociated
 
+import java.io.IOException
 import java.net.{InetSocketAddress, StandardSocketOptions}
 import java.nio.{ByteBuffer, ByteOrder}
 import java.nio.channels.{SelectionKey, Selector, SocketChannel}
@@ -88,7 +89,7 @@ final case class Frame(kind: Int, tag: Long, payload: Part)
 /** A connection, which waits for no longer than the server may be silent. */
 final class Wire(server: Server, pool: Pool) extends AutoCloseable {
   private val channel = SocketChannel.open()
-  private val selector = Selector.open()
+  private val selector = try Selector.open() catch { case error: IOException => channel.close(); throw error }
   private val ahead = pool.take(Wire.Ahead)
   private val arrived = ahead.buffer.limit(0) // and not taken yet
   private val head = pool.take(16)
@@ -217,10 +218,8 @@ final class Messages(server: Server) extends AutoCloseable {
 
   def request(): Unit = wire.request()
 
-  /** The flatbuffer of the next message, and its body; both are good until this is called again. None at the end. */
+  /** The flatbuffer of the next message, and its body; both are good until another is given. None at the end. */
   def receive(): Option[(Part, Option[Part])] = {
-    current.foreach(pool.give)
-    current = Nil
     while (!end.contains(next)) {
       val found = headers.get(next).map(header => (header, Messages.parsed(header)))
       val hasBody = found.exists { case (_, message) => message.headerType != MessageHeader.Schema }
@@ -228,6 +227,7 @@ final class Messages(server: Server) extends AutoCloseable {
         val header = headers.take(next)
         val body = if (hasBody) Some(bodies.take(next)) else None
         if (body.exists(_.size != found.get._2.bodyLength)) server.broke(s"the body of message $next has another length")
+        giveBack()
         current = header +: body.toSeq
         next += 1
         return Some((header, body))
@@ -235,6 +235,12 @@ final class Messages(server: Server) extends AutoCloseable {
       if (run.hasNext) run.next() else take()
     }
     None
+  }
+
+  /** What was given last. The end of the stream takes nothing back: somebody may still look at the last message. */
+  private def giveBack(): Unit = {
+    current.foreach(pool.give)
+    current = Nil
   }
 
   private def take(): Unit = wire.receive(largest) match {
@@ -249,8 +255,12 @@ final class Messages(server: Server) extends AutoCloseable {
 
   private def largest(kind: Int, tag: Long): Long = kind match {
     case Wire.Untagged => server.maxMetadata + 5
-    case Wire.Tagged => headers.get(tag.toInt).map(Messages.parsed(_).bodyLength).foldLeft(server.maxBody)(_ min _)
-    case Wire.Run => 1L << 26
+    case Wire.Tagged =>
+      giveBack() // the next body may lie where the last one lay
+      headers.get(tag.toInt).map(Messages.parsed(_).bodyLength).foldLeft(server.maxBody)(_ min _)
+    case Wire.Run =>
+      giveBack()
+      1L << 26
     case Wire.Abort => 1L << 16
     case _ => server.broke(s"a frame of kind $kind")
   }
@@ -262,7 +272,7 @@ final class Messages(server: Server) extends AutoCloseable {
     told.get(0) match {
       case 1 =>
         check(number)
-        headers.add(number, Part(message.block, message.at + 5, message.size - 5))
+        headers.add(number, own(number, Part(message.block, message.at + 5, message.size - 5)))
       case 0 if message.size == 5 && number != 0 && number - next >= 0 && end.isEmpty =>
         end = Some(number)
         (headers.numbers ++ bodies.numbers).foreach(check)
@@ -276,8 +286,16 @@ final class Messages(server: Server) extends AutoCloseable {
     else if (tag == 0 && message.size == 0) pool.give(message) // of the schema
     else {
       check(tag.toInt)
-      bodies.add(tag.toInt, message)
+      bodies.add(tag.toInt, own(tag.toInt, message))
     }
+
+  /** What has to wait holds no more memory than is counted: it is taken out of its run. */
+  private def own(number: Int, part: Part): Part = if (number == next || part.block.holders == 1) part else {
+    val copy = pool.take(part.size)
+    Platform.copyMemory(null, part.address, null, copy.address, part.size)
+    pool.give(part)
+    copy
+  }
 
   /** Whether a message of this number may still come. Numbers begin anew after the last. */
   private def check(number: Int): Unit =
@@ -300,10 +318,7 @@ final class Messages(server: Server) extends AutoCloseable {
     }
   }
 
-  override def close(): Unit = {
-    wire.close()
-    pool.close()
-  }
+  override def close(): Unit = try wire.close() finally pool.close()
 }
 
 object Messages {

@@ -96,10 +96,10 @@ final class Offsets(address: Long, length: Int, wide: Boolean, place: ArrayPlace
   private var wrong = first < 0
   private var index = 0
   while (index < length) {
-    wrong |= apply(index + 1) < apply(index)
+    wrong |= apply(index + 1) < apply(index) || apply(index + 1) - apply(index) > Int.MaxValue
     index += 1
   }
-  if (wrong) place.damaged("its offsets do not ascend")
+  if (wrong) place.damaged("its offsets do not ascend, or one value has 2 GiB")
 
   /** The same as numbers of values, which Spark counts by Int. */
   def from: Int = if (first + count <= Int.MaxValue) first.toInt else place.damaged(s"${first + count} values")
