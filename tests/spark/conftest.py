@@ -25,6 +25,13 @@ if IN_JVM == "false":
     collect_ignore = ["test_direct.py", "test_jvm.py", "test_jvm_writer.py"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first of them begins Spark, and may have to compile its source: beside a neighbour, that takes minutes."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))
+
+
 @pytest.fixture(scope="package")
 def spark() -> Iterator[SparkSession]:
     """Two cores; a task that fails gets a second attempt; workers begin as forks of warm.py."""
