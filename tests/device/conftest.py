@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+import dissociated as dis
 from dissociated.errors import DeviceNotFound
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
+from helpers import clients_end
 
 
 @pytest.fixture(params=["test:0", "cuda:0"])
@@ -38,3 +40,12 @@ def emulated() -> Iterator[EmulatedDevice]:
     found.lose(False)
     gc.collect()
     assert not found.allocations
+
+
+@pytest.fixture
+def client(server: dis.Server) -> Iterator[dis.Client]:
+    """Of the module's server. What it has read is given back at its end."""
+    with dis.connect(server.catalog_uri) as client:
+        yield client
+        gc.collect()
+        clients_end()

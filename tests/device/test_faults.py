@@ -77,14 +77,6 @@ def server() -> Iterator[dis.Server]:
             server.drop(name)
 
 
-@pytest.fixture
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as client:
-        yield client
-        gc.collect()
-        clients_end()
-
-
 def test_a_server_that_is_killed_while_its_memory_is_open(device: Device) -> None:
     before = device.allocations
     with process(PUBLISHES, device.name) as (killed, uri), dis.connect(uri) as client:

@@ -44,14 +44,6 @@ def server() -> Iterator[dis.Server]:
             server.drop(name)
 
 
-@pytest.fixture
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as client:
-        yield client
-        gc.collect()
-        clients_end()
-
-
 def test_every_type_goes_to_every_client(device: Device, server: dis.Server, client: dis.Client) -> None:
     server.publish("types", on_device(device, ALL_TYPES))
     held = device.allocations
