@@ -86,14 +86,14 @@ class Receiver:
         """The stream was requested."""
         self._machine.move(Step.WANT, LocalProtocolError)
 
-    def receive(self, arrived: Incoming | Run) -> None:
+    def receive(self, arrived: Incoming | Run, of_run: bool = False) -> None:
         """Take what arrived. Raises RemoteProtocolError where it breaks the protocol; for a run, `next` does."""
         if isinstance(arrived, Run):
             self._runs.append(arrived)
         elif arrived.tag is None:
             self.receive_metadata(arrived.data)
         else:
-            self.receive_body(arrived.tag, arrived.data)
+            self.receive_body(arrived.tag, arrived.data, of_run)
 
     def receive_metadata(self, message: bytes) -> None:
         """Take an untagged message. Raises RemoteProtocolError where it breaks the protocol."""
@@ -213,10 +213,7 @@ class Receiver:
             message = next(self._rest)
             if not self._left:
                 self._rest = iter(())  # so that nothing keeps the run
-            if message.tag is None:
-                self.receive_metadata(message.data)
-            else:
-                self.receive_body(message.tag, message.data, of_run=True)
+            self.receive(message, of_run=True)
         return delivery
 
     def _deliver(self) -> Delivery | None:
