@@ -220,9 +220,10 @@ def test_polars_gets_what_it_would_filter_itself() -> None:
             "i": pa.array([1, 2, 3, None, 5], pa.int16()),
             "t": pa.array([0, 1, 2, 3, None], pa.timestamp("us", "UTC")),
             "d": pa.array([0, 1, None, 3, 4], pa.date32()),
+            "r": pa.array([0.1, 0.2, nan, None, 1.0], pa.float32()),
         }
     )
-    f, s, i, t, d = map(pl.col, table.column_names)
+    f, s, i, t, d, r = map(pl.col, table.column_names)
     with dis.Server() as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", table)
         here = pl.DataFrame(table)
@@ -243,6 +244,10 @@ def test_polars_gets_what_it_would_filter_itself() -> None:
                 d >= pl.lit(1).cast(pl.Date),
                 s.str.starts_with("a"),
                 (i + 1 > 3) & f.is_nan(),
+                r <= 0.1,
+                (r == 0.2) | (r > pl.lit(1.0, pl.Float64)),
+                r == 0.2,
+                r.is_between(0.1, 0.2),
             ):
                 for columns in (["s"], ["f", "i"], table.column_names):
                     expected = here.lazy().filter(predicate).select(columns).collect()

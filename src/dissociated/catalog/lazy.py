@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 from polars.io.plugins import register_io_source
@@ -16,7 +17,7 @@ from dissociated.errors import DissociatedError
 
 _POLARS_OPERATORS = {"Gt": ">", "GtEq": ">=", "Lt": "<", "LtEq": "<=", "Eq": "=", "NotEq": "!="}
 _FLIPPED = {"Gt": "Lt", "GtEq": "LtEq", "Lt": "Gt", "LtEq": "GtEq", "Eq": "Eq", "NotEq": "NotEq"}
-_SCALAR_TYPES = {"Boolean": bool, "String": str, "Float32": float, "Float64": float}
+_SCALAR_TYPES = {"Boolean": bool, "String": str, "Float64": float}
 _EPOCH = datetime(1970, 1, 1)
 
 
@@ -117,6 +118,8 @@ def _value(literal: Any) -> Any:
         case {"Scalar": {"Datetime": [int(ticks), "Microseconds", zone]}}:
             moment = _EPOCH + timedelta(microseconds=ticks)
             return moment if zone is None else moment.replace(tzinfo=UTC)
+        case {"Scalar": {"Float32": float(value)}}:  # the shortest text that stands for it
+            return float(np.float32(value))
         case {"Scalar": dict(scalar)} if len(scalar) == 1:
             kind, plain = next(iter(scalar.items()))
             wanted = int if kind.startswith(("Int", "UInt")) else _SCALAR_TYPES.get(kind)
