@@ -78,7 +78,7 @@ def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) ->
     """libarrow keeps no validity of what has no nulls. Here it keeps nothing, and so nothing would keep an event."""
     splitter = Splitter(pa.schema([("s", pa.struct([]))]), LAYOUT)
     validity = pa.py_buffer(b"\xff" * 64)
-    header = encode_record_batch(8, [(8, 0)], [(0, 1)], [], 64, None)
+    header = encode_record_batch(8, [(8, 0)], [(0, 1)], [], 64)
 
     def messages() -> Generator[DeviceMessage, None, None]:
         yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)

@@ -7,7 +7,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.ipc.decoder import Listener, StreamDecoder
+from dissociated.ipc import Listener, StreamDecoder
 
 from .conftest import Serve
 

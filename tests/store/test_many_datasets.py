@@ -14,8 +14,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.access import Unsigned
-from dissociated.catalog.backend import CommitRequest, StoreBackend
+from dissociated.catalog.backend import CommitRequest
 from dissociated.catalog.service import CatalogService
+from dissociated.catalog.store_backend import StoreBackend
 from dissociated.datasets.registry import Registry
 from dissociated.errors import DatasetNotFound, DissociatedError
 from dissociated.node.node import Node

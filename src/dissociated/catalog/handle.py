@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from dissociated.catalog.locations import DatasetInfo
+from dissociated.catalog.scanner import Scanner
 from dissociated.client.request import ReadRequest
-from dissociated.codec.batches import BatchReader
-from dissociated.codec.device import DeviceReader, to_device
+from dissociated.codec.device import DeviceReader
 from dissociated.codec.inplace import MappedReader
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
@@ -37,30 +37,35 @@ _IGNORED_OPTIONS = {
     "memory_pool",
 }
 
-
 _UNREADABLE_SIZE = 1 << 20  # bytes; with fewer than a file has, pyarrow would not try to read it
 
 
 class HandleClient(Protocol):
-    """What a handle asks of its client."""
+    """What a handle asks of its client, a `Client`."""
 
     defaults: ReadRequest
 
-    def describe(self, name: str, version: int | None = None) -> DatasetInfo: ...
+    def describe(self, name: str, version: int | None = None) -> DatasetInfo:
+        """See `Client.describe`."""
 
-    def versions(self, name: str) -> Sequence[dict[str, Any]]: ...
+    def versions(self, name: str) -> Sequence[dict[str, Any]]:
+        """See `Client.versions`."""
 
-    def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader: ...
+    def read_version(self, info: DatasetInfo, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
+        """See `Client.read_version`."""
 
     def read_version_on_device(
         self, info: DatasetInfo, transport: str | None, request: ReadRequest, device: Device
-    ) -> DeviceReader: ...
+    ) -> DeviceReader:
+        """See `Client.read_version_on_device`."""
 
     def read_part(
         self, info: DatasetInfo, number: int, transport: str | None, request: ReadRequest
-    ) -> pa.RecordBatchReader: ...
+    ) -> pa.RecordBatchReader:
+        """See `Client.read_part`."""
 
-    def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool: ...
+    def is_mapped(self, info: DatasetInfo, number: int, transport: str | None) -> bool:
+        """See `Client.is_mapped`."""
 
 
 class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no type hints
@@ -85,15 +90,17 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     @property
     def name(self) -> str:
+        """The name of the dataset."""
         return self.info.name
 
     @property
     def schema(self) -> pa.Schema:
+        """The schema of all its columns."""
         return self.info.schema
 
     @property
     def num_rows(self) -> int | None:
-        """None where the catalog does not know; `count_rows` finds out."""
+        """How many rows the version has; None where the catalog does not know. `count_rows` finds out."""
         return self.info.rows
 
     @property
@@ -113,7 +120,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     @property
     def tags(self) -> Mapping[str, str]:
-        """As they were given to `Client.put`."""
+        """The tags that were given to `Client.put`."""
         return self.info.tags
 
     @property
@@ -147,7 +154,8 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         - `device`: where batches are to lie, as for `Client.read`: `to_reader` then gives a DeviceReader, and
           `to_batches` its batches. Whatever gives a Table, or counts, does not go by it.
 
-        What pyarrow's own scanners take beside these is taken, and means nothing here.
+        What pyarrow's own scanners take beside these is taken, and means nothing here. Raises OptionError for anything
+        else, and DeviceNotFound where there is no such device.
         """
         if unknown := tuning.keys() - _IGNORED_OPTIONS:
             raise OptionError(
@@ -156,7 +164,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         return Scanner(self, columns, filter, limit, batch_size, None if device is None else open_device(device))
 
     def filter(self, expression: Any) -> ds.Dataset:
-        """Not for handles: give the filter to what reads."""
+        """Raises OptionError: a handle has no filter of its own. Give `filter` to what reads."""
         raise OptionError("a handle has no filter of its own: give filter= to to_table, to_reader or scanner")
 
     def to_table(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.Table:
@@ -235,123 +243,6 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
             return None
         reader = self.read_part(number, lambda defaults: defaults)
         return reader if isinstance(reader, MappedReader) else None
-
-
-class Scanner:
-    """Some columns and rows of a handle, with the methods of pyarrow's Scanner. It can be read again and again."""
-
-    def __init__(
-        self,
-        dataset: DatasetHandle,
-        columns: Sequence[str] | Mapping[str, Any] | None,
-        filter: Any,
-        limit: int | None,
-        batch_size: int | None,
-        device: Device | None = None,
-    ) -> None:
-        if isinstance(columns, str):
-            raise OptionError(f"columns is a list of names: [{columns!r}]")
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
-            raise OptionError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
-        self._dataset = dataset
-        self._columns = columns
-        self._expressions = {**columns} if isinstance(columns, Mapping) else None
-        self._names = None if self._expressions is not None or columns is None else [*columns]
-        self._filter = filter
-        self._limit = limit
-        self._batch_size = batch_size
-        self._device = device
-
-    @property
-    def dataset_schema(self) -> pa.Schema:
-        """The schema of the whole dataset."""
-        return self._dataset.schema
-
-    @property
-    def projected_schema(self) -> pa.Schema:
-        """The schema of what is read: the chosen columns, in their order."""
-        if self._expressions is not None:
-            return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
-        return _ordered(self.dataset_schema, self._names)
-
-    def to_reader(self) -> Any:
-        """A reader over what is chosen, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
-        if self._device is None:
-            return self._to_reader()
-        return self._to_device_reader(self._device)
-
-    def _to_device_reader(self, device: Device) -> DeviceReader:
-        chosen = [name for name in self.dataset_schema.names if self._names is None or name in self._names]
-        if self._expressions is not None or self._batch_size is not None or self.projected_schema.names != chosen:
-            return to_device(self._to_reader(), device)
-        return self._dataset._open_on_device(self._requested(self._names), device)
-
-    def _to_reader(self) -> pa.RecordBatchReader:
-        reader = self._read(self._names)
-        if self._expressions is not None:
-            return self._project(reader, self._expressions)
-        schema = _ordered(reader.schema, self._names)
-        if schema.names == reader.schema.names and self._batch_size is None:
-            return reader
-        positions = [reader.schema.get_field_index(name) for name in schema.names]
-        return BatchReader(schema, ((piece.select(positions), None) for piece in self._pieces(reader)))
-
-    def to_batches(self) -> Iterator[Any]:
-        """The record batches of `to_reader`, one by one."""
-        return iter(self.to_reader())
-
-    def to_table(self) -> pa.Table:
-        """A table of everything that is chosen."""
-        return self._to_reader().read_all()
-
-    def head(self, num_rows: int = 10) -> pa.Table:
-        """A table of the first `num_rows` rows."""
-        return self._limited(num_rows).to_table()
-
-    def take(self, indices: Any) -> pa.Table:
-        """A table of the rows at these positions, counted from 0. Reads all rows that are chosen."""
-        return self.to_table().take(indices)
-
-    def count_rows(self) -> int:
-        """How many rows there are."""
-        known = self._dataset.num_rows
-        if self._filter is None and known is not None:
-            return known if self._limit is None else min(known, self._limit)
-        return sum(batch.num_rows for batch in self._read([]))
-
-    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
-        return self._to_reader().__arrow_c_stream__(requested_schema)
-
-    def __arrow_c_schema__(self) -> Any:
-        return self.projected_schema.__arrow_c_schema__()
-
-    def _limited(self, rows: int) -> Scanner:
-        limit = rows if self._limit is None else min(rows, self._limit)
-        return Scanner(self._dataset, self._columns, self._filter, limit, self._batch_size)
-
-    def _read(self, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-        return self._dataset._open(self._requested(columns))
-
-    def _requested(self, columns: Any) -> Callable[[ReadRequest], ReadRequest]:
-        return lambda defaults: replace(defaults, columns=columns, filter=self._filter, limit=self._limit)
-
-    def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
-        """Expressions of the columns, as pyarrow computes them."""
-        return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
-
-    def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        for batch in reader:
-            size = self._batch_size or max(1, batch.num_rows)
-            for at in range(0, batch.num_rows, size):
-                yield batch.slice(at, size)
-
-
-def _ordered(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
-    """The fields in the order in which they are named. What is not there is an error of who reads."""
-    if columns is None:
-        return schema
-    fields = [schema.field(name) for name in dict.fromkeys(columns) if name in schema.names]
-    return pa.schema(fields, schema.metadata)
 
 
 class _UnreadableFile(io.RawIOBase):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import logging
 import secrets
 import threading
 import time
@@ -22,21 +20,17 @@ from dissociated.catalog.backend import CommitRequest, Prepared
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.database import FOREVER, Database
 from dissociated.catalog.descriptors import first_field, parse_criteria, parse_get
-from dissociated.catalog.flight_streams import upload
 from dissociated.catalog.holdings import Holdings
 from dissociated.catalog.listing import Listing, earliest_expiry
+from dissociated.catalog.members import Members
 from dissociated.catalog.messages import announced_from_json, node_from_json, node_to_json, part_from_json
-from dissociated.catalog.peer import Peer
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, VersionRecord
-from dissociated.codec.batches import BatchReader
-from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.base import Dataset
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError
+from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
 from dissociated.store.directory import Version
-
-_log = logging.getLogger(__name__)
 
 
 class LocalCatalog(Catalog):
@@ -55,6 +49,7 @@ class LocalCatalog(Catalog):
         self._publishing = threading.Lock()
         self._latest: dict[str, float] = {}  # while the store is read: when a name was published last
         self._listing = Listing(holdings)
+        self._members = Members(database, node, security)
         if self._backend.has_stage:
             self._database.register(node, [], "", FOREVER, serial=-1)
 
@@ -106,28 +101,9 @@ class LocalCatalog(Catalog):
 
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
         record, part = self._database.find_by_ticket(identifier)
-        for node in part.nodes:
-            if node.alive and node.id != self.node.id:
-                reader = self._open_on_node(node, ticket)
-                self.holdings.activity.flight()
-                return reader
-        silent = ", ".join(node.host for node in part.nodes)
-        raise CatalogError(
-            f"a part of {record.name!r} is on {silent}, which says nothing any more: is its node running?"
-        )
-
-    def _open_on_node(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
-        peer = Peer(node.flight, self.security)
-        reader = peer.do_get(ticket)
-        validator = Validator(reader.schema)
-
-        def pairs() -> Iterator[BatchAndMetadata]:
-            with peer:
-                for batch, metadata in batches(reader):
-                    validator.check(batch, full=True)  # it may be another's mistake, and would end this process
-                    yield batch, metadata
-
-        return BatchReader(reader.schema, pairs())
+        reader = self._members.open(record.name, part, ticket)
+        self.holdings.activity.flight()
+        return reader
 
     # Publishing
 
@@ -227,12 +203,10 @@ class LocalCatalog(Catalog):
 
     def _commit_distributed(self, request: CommitRequest, by_node: Mapping[str, Sequence[str]]) -> None:
         """Each node prepares its part; the catalog's transaction is the commit."""
-        nodes = {node.id: node for node in self._database.nodes()}
+        nodes = self._members.find(by_node)
         parts = []
         encoded_schemas = set()
         for number, (node, staged) in enumerate(by_node.items()):
-            if node not in nodes:
-                raise CatalogError(f"no node {node!r} has registered at this catalog")
             body = {
                 "name": request.name,
                 "key": request.key,
@@ -241,11 +215,7 @@ class LocalCatalog(Catalog):
                 "tags": dict(request.tags),
                 "ttl": request.ttl,
             }
-            if node == self.node.id:
-                prepared = self.prepare(body)
-            else:
-                with Peer(nodes[node].flight, self.security) as peer:
-                    prepared = peer.do_action("prepare", body)
+            prepared = self.prepare(body) if node == self.node.id else self._members.prepare(nodes[node], body)
             parts.append(replace(part_from_json(prepared["part"]), number=number))
             encoded_schemas.add(base64.b64decode(prepared["schema"]))
         if len(encoded_schemas) > 1:
@@ -266,42 +236,12 @@ class LocalCatalog(Catalog):
         self._database.acknowledge_parts(published)
 
     def _put(self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> dict[str, Any]:
-        return (
-            super()._put(command, schema, pairs)
-            if self._backend.has_stage
-            else self._put_on_node(command, schema, pairs)
-        )
-
-    def _put_on_node(
-        self, command: Mapping[str, Any], schema: pa.Schema, pairs: Iterator[BatchAndMetadata]
-    ) -> dict[str, Any]:
-        node = self._choose_node({})
-        descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
-        with Peer(node.flight, self.security) as peer:
-            answer = peer.forward(lambda client: upload(client, descriptor, schema, pairs))
-            try:
-                self._commit_put(command, schema, {"node": node.id, "segment": answer["segment"]})
-            except BaseException:
-                with suppress(DissociatedError):
-                    peer.discard([answer["segment"]])
-                raise
-        return answer
+        if self._backend.has_stage:
+            return super()._put(command, schema, pairs)
+        return self._members.put(command, schema, pairs, lambda written: self._commit_put(command, schema, written))
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
-        if self._backend.has_stage:
-            return super().stage(caller)
-        node = self._choose_node(caller)
-        with Peer(node.flight, self.security) as peer:
-            return peer.do_action("stage", dict(caller))
-
-    def _choose_node(self, caller: Mapping[str, Any]) -> NodeRecord:
-        nodes = [node for node in self._database.nodes() if node.alive and node.flight != self.node.flight]
-        for node in nodes:
-            if node.boot_id == caller.get("boot_id"):
-                return node
-        if not nodes:
-            raise CatalogError("no node has registered at this catalog: start one, dissociated node --catalog URI")
-        return nodes[0]
+        return super().stage(caller) if self._backend.has_stage else self._members.stage(caller)
 
     # What nodes tell
 

@@ -75,7 +75,7 @@ class _Walk:
         for _, length in self._buffers:
             placed.append((end, length))
             end += length + -length % _DEVICE_ALIGNMENT
-        header = encode_record_batch(num_rows, self._nodes, placed, self._variadic, end, dictionary)
+        header = encode_record_batch(num_rows, self._nodes, placed, self._variadic, end, dictionary=dictionary)
         return PlacedMessage(header, parse_header(header), self._buffers, self._kept)
 
     def visit(self, type_: Any, array: ArrowArray, offset: int, length: int) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import NamedTuple
 
 from dissociated.buffers import Buffer, slicer
 from dissociated.errors import FormatError, RemoteProtocolError
-from dissociated.format.flatbuffer import Builder, Table, follow, root
+from dissociated.format.flatbuffer import Table, follow, root
 from dissociated.format.layout import SchemaLayout, dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, parse_header
+from dissociated.format.record_batch import encode_record_batch
 
 
 class BodySlice(NamedTuple):
@@ -156,46 +156,25 @@ def _encode(
     body_length: int,
 ) -> bytes:
     """The message of a record batch anew, with these nodes and buffers; the rest is as in `batch` and `message`."""
-    reference = ("I", 0)
-    builder = Builder()
-    pairs = message.tables(4, 2)
-    _, _, header, _, metadata = builder.table(
-        0,
-        [
-            ("h", message.scalar(0, "h")),
-            ("B", HeaderType.RECORD_BATCH),
-            reference,
-            ("q", body_length),
-            reference if pairs else None,
-        ],
-    )
-    compressed = batch.fields[3] != 0
-    _, nodes_at, buffers_at, compression, variadic_at = builder.table(
-        header,
-        [
-            ("q", batch.scalar(0, "q")),
-            reference,
-            reference,
-            reference if compressed else None,
-            reference if variadic else None,
-        ],
-    )
-    for at, structs in ((nodes_at, nodes), (buffers_at, buffers)):
-        builder.vector(at, len(structs), struct.pack(f"<{2 * len(structs)}q", *chain.from_iterable(structs)))
-    if compressed:
+    compression = None
+    if batch.fields[3]:
         encoding = batch.table(3, 2)
-        builder.table(compression, [("b", encoding.scalar(0, "b")), ("b", encoding.scalar(1, "b"))])
-    if variadic:
-        builder.vector(variadic_at, len(variadic), struct.pack(f"<{len(variadic)}q", *variadic))
-    if pairs:
-        at = builder.vector(metadata, len(pairs), bytes(4 * len(pairs)))
-        for number, pair in enumerate(pairs):
-            present = [pair.fields[field] != 0 for field in range(2)]
-            places = builder.table(at + 4 * number, [reference if one else None for one in present])
-            for field in range(2):
-                if present[field]:
-                    builder.text(places[field], pair.content(field))
-    return builder.finish()
+        compression = encoding.scalar(0, "b"), encoding.scalar(1, "b")
+    return encode_record_batch(
+        batch.scalar(0, "q"),
+        nodes,
+        buffers,
+        variadic,
+        body_length,
+        compression=compression,
+        custom_metadata=[(_text(pair, 0), _text(pair, 1)) for pair in message.tables(4, 2)],
+        version=message.scalar(0, "h"),
+    )
+
+
+def _text(pair: Table, field: int) -> bytes | None:
+    """Key or value of custom metadata; None where it is left out."""
+    return pair.content(field) if pair.fields[field] else None
 
 
 @contextmanager

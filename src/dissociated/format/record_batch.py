@@ -1,4 +1,4 @@
-"""The metadata of record batches and dictionaries whose buffers nobody here may look into."""
+"""Writes the metadata of record batches and dictionaries, whatever lies in their buffers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,58 @@ def encode_record_batch(
     buffers: Sequence[tuple[int, int]],
     variadic: Sequence[int],
     body_length: int,
+    *,
     dictionary: int | None = None,
+    compression: tuple[int, int] | None = None,
+    custom_metadata: Sequence[tuple[bytes | None, bytes | None]] = (),
+    version: int = _V5,
 ) -> bytes:
-    """The message of a record batch, or of the `dictionary` of that id: length and null count of each node, offset and
-    length of each buffer, and how many buffers each column of views has beside its own."""
+    """The flatbuffer of a record batch message, or of one with the values of a dictionary.
+
+    - `nodes`: length and null count of each node.
+    - `buffers`: offset and length of each buffer, in bytes.
+    - `variadic`: how many data buffers each column of views has.
+    - `body_length`: bytes of the body, padding included.
+    - `dictionary`: the id of the dictionary, for such a message.
+    - `compression`: codec and method, as `BodyCompression` of Message.fbs numbers them. None: it is not compressed.
+    - `custom_metadata`: keys and values; None where a pair leaves one out.
+    - `version`: the MetadataVersion of Schema.fbs.
+    """
     builder = Builder()
     type_ = HeaderType.RECORD_BATCH if dictionary is None else HeaderType.DICTIONARY_BATCH
-    _, _, header, _ = builder.table(0, [("h", _V5), ("B", type_), _REFERENCE, ("q", body_length)])
+    _, _, header, _, metadata = builder.table(
+        0,
+        [("h", version), ("B", type_), _REFERENCE, ("q", body_length), _REFERENCE if custom_metadata else None],
+    )
     if dictionary is not None:
         _, header = builder.table(header, [("q", dictionary), _REFERENCE])
-    _, nodes_at, buffers_at, _, variadic_at = builder.table(
-        header, [("q", num_rows), _REFERENCE, _REFERENCE, None, _REFERENCE if variadic else None]
+    _, nodes_at, buffers_at, compression_at, variadic_at = builder.table(
+        header,
+        [
+            ("q", num_rows),
+            _REFERENCE,
+            _REFERENCE,
+            None if compression is None else _REFERENCE,
+            _REFERENCE if variadic else None,
+        ],
     )
     for at, structs in ((nodes_at, nodes), (buffers_at, buffers)):
         builder.vector(at, len(structs), struct.pack(f"<{2 * len(structs)}q", *chain.from_iterable(structs)))
+    if compression is not None:
+        codec, method = compression
+        builder.table(compression_at, [("b", codec), ("b", method)])
     if variadic:
         builder.vector(variadic_at, len(variadic), struct.pack(f"<{len(variadic)}q", *variadic))
+    if custom_metadata:
+        _add_custom_metadata(builder, metadata, custom_metadata)
     return builder.finish()
+
+
+def _add_custom_metadata(builder: Builder, reference: int, pairs: Sequence[tuple[bytes | None, bytes | None]]) -> None:
+    """Write the vector of `KeyValue` tables that the offset at `reference` refers to."""
+    at = builder.vector(reference, len(pairs), bytes(4 * len(pairs)))
+    for number, pair in enumerate(pairs):
+        places = builder.table(at + 4 * number, [None if text is None else _REFERENCE for text in pair])
+        for place, text in zip(places, pair, strict=True):
+            if text is not None:
+                builder.text(place, text)

@@ -1,4 +1,4 @@
-"""Arrow IPC: libarrow on one side, plain (header, buffers) on the other."""
+"""Arrow IPC files and streams: the readers, writers and decoders of the C++ API."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.stats import ReadStats, WriteStats
 from dissociated.codec.writer import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter
-from dissociated.ipc.decoder import CollectListener, DissociatedDecoder, Listener, StreamDecoder
+from dissociated.ipc.decoder import DissociatedDecoder, StreamDecoder
 from dissociated.ipc.files import FileReader, open_file, open_stream
+from dissociated.ipc.listener import CollectListener, Listener
 from dissociated.ipc.tensors import read_tensor, write_tensor
 
 if TYPE_CHECKING:

@@ -1,233 +1,31 @@
 """Event-driven reading: data is pushed into a decoder as it comes, which calls a listener with what it decodes.
 
-The decoders find out what is whole; libarrow decodes it. It is only asked for a batch when the message of one is
-there, so it never waits: messages lie in a queue until then, dictionaries before their batch.
+The decoders here find out which messages are whole. What becomes of those is in `dissociated.ipc.decoding`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import pyarrow as pa
 
 from dissociated._moved import renamed
 from dissociated.buffers import MAX_BODY, MAX_METADATA, Buffer
 from dissociated.codec.attach import attach
-from dissociated.codec.join import Messages, join
-from dissociated.codec.options import ReadOptions, check_options
+from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import PeerReader, StreamReader
-from dissociated.codec.stats import ReadStats
-from dissociated.errors import DissociatedError, FormatError, OptionError, RemoteProtocolError
-from dissociated.format.encapsulated import encapsulate
-from dissociated.format.message import HeaderType
+from dissociated.errors import FormatError, OptionError, RemoteProtocolError
+from dissociated.ipc.decoding import Decoder
+from dissociated.ipc.listener import Listener
 from dissociated.ipc.parser import END, InputChunk, StreamParser, as_bytes
 from dissociated.memory.leases import AddressSink, leased_buffer
 from dissociated.memory.region import AddressSpace
 from dissociated.protocol.receiver import Receiver
 
-_NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
-_REENTERED = "a listener cannot feed the decoder that has called it"
-_FAILED = "this stream has failed before: reset the decoder, and feed it another from the beginning"
 
-
-class Listener:
-    """What a decoder calls. Override what is of interest; what a method raises comes out of the decoder as it is.
-
-    A method may call `reset` of the decoder; what is fed after that is another stream. It must not feed it.
-    """
-
-    def on_schema_decoded(self, schema: pa.Schema, filtered_schema: pa.Schema) -> None:
-        """The schema, and the one that the batches have: only of the fields that are included."""
-
-    def on_record_batch_decoded(self, batch: pa.RecordBatch) -> None:
-        """A record batch, if `on_record_batch_with_metadata_decoded` is not overridden."""
-        raise NotImplementedError(f"{type(self).__name__} has no on_record_batch_decoded")
-
-    def on_record_batch_with_metadata_decoded(
-        self, batch: pa.RecordBatch, custom_metadata: pa.KeyValueMetadata | None
-    ) -> None:
-        """A record batch, and the metadata of its own, None without any."""
-        self.on_record_batch_decoded(batch)
-
-    def on_eos(self) -> None:
-        """The end of the stream."""
-
-
-class CollectListener(Listener):
-    """Keeps everything that was decoded."""
-
-    def __init__(self) -> None:
-        self.schema: pa.Schema | None = None
-        self.filtered_schema: pa.Schema | None = None
-        self.batches: list[pa.RecordBatch] = []
-        #: of each batch, None where it has none
-        self.custom_metadata: list[pa.KeyValueMetadata | None] = []
-        self.ended = False
-
-    def on_schema_decoded(self, schema: pa.Schema, filtered_schema: pa.Schema) -> None:
-        self.schema, self.filtered_schema = schema, filtered_schema
-
-    def on_record_batch_with_metadata_decoded(
-        self, batch: pa.RecordBatch, custom_metadata: pa.KeyValueMetadata | None
-    ) -> None:
-        self.batches.append(batch)
-        self.custom_metadata.append(custom_metadata)
-
-    def on_eos(self) -> None:
-        self.ended = True
-
-
-class _Decoding:
-    """One stream of whole messages in order: libarrow's reader of it, and the listener that it is decoded for."""
-
-    def __init__(
-        self,
-        listener: Listener,
-        options: ReadOptions,
-        max_metadata: int,
-        max_body: int,
-        kind: type[StreamReader],
-        error_type: type[DissociatedError],
-    ) -> None:
-        self._listener = listener
-        self._options = options
-        self._max_waiting = max_metadata + max_body
-        self._max_body = max_body
-        self._kind = kind
-        self._error_type = error_type
-        self._reader: StreamReader | None = None
-        self._waiting: deque[tuple[Buffer, Buffer | None]] = deque()
-        self._waiting_bytes = 0
-        self._stats = _NOTHING_READ
-        self.schema: pa.Schema | None = None
-
-    @property
-    def stats(self) -> ReadStats:
-        return self._stats if self._reader is None else self._reader.stats
-
-    def add(self, type_: HeaderType | None, header: Buffer, body: Buffer | None, body_length: int) -> None:
-        """Take the next message, and tell the listener what has become whole by it."""
-        self._waiting.append((header, body))
-        if self._reader is None:
-            self._begin(header)
-        elif type_ is HeaderType.DICTIONARY_BATCH:
-            self._waiting_bytes += len(header) + body_length
-            if self._waiting_bytes > self._max_waiting:
-                raise self._error_type(
-                    f"dictionaries of {self._waiting_bytes} bytes wait for a batch; at most {self._max_waiting} may, "
-                    "which is max_metadata and max_body together"
-                )
-        else:
-            decoded = self._read()
-            if decoded is None:
-                raise self._error_type("libarrow cannot read this: it takes a message for the end of the stream")
-            self._waiting_bytes = 0
-            self._listener.on_record_batch_with_metadata_decoded(*decoded)
-
-    def end(self) -> None:
-        """There are no more messages."""
-        if self._reader is None:
-            raise self._error_type("the stream ended before its schema")
-        if self._read() is not None:
-            raise self._error_type("libarrow cannot read this: it has a batch after the last message")
-        self.drop()
-        self._listener.on_eos()
-
-    def drop(self) -> None:
-        """Let go of what was decoded and of what waits; `schema` and `stats` stay."""
-        self._stats = self.stats
-        self._reader = None
-        self._waiting.clear()
-
-    def _begin(self, header: Buffer) -> None:
-        options = self._options
-        whole = None
-        if options.included_fields:
-            message = pa.py_buffer(encapsulate(bytes(header)))
-            whole = self._kind(message, ReadOptions(ensure_native_endian=options.ensure_native_endian)).schema
-            options.check_fields(whole)
-        self._reader = join(_drain(self._waiting), options, self._kind, self._max_body)
-        self.schema = self._reader.schema
-        self._listener.on_schema_decoded(whole or self.schema, self.schema)
-
-    def _read(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None] | None:
-        assert self._reader is not None
-        try:
-            return self._reader.read_next_batch_with_custom_metadata()
-        except StopIteration:
-            return None
-
-
-def _drain(waiting: deque[tuple[Buffer, Buffer | None]]) -> Messages:
-    """What `join` reads. It knows nothing but the queue: libarrow owns it, where no garbage collector looks."""
-    while waiting:
-        yield waiting.popleft()
-
-
-class _Decoder(ABC):
-    """What both decoders share: a listener, one stream at a time, and no more of it after an error."""
-
-    def __init__(
-        self,
-        listener: Listener,
-        options: ReadOptions | None,
-        max_metadata: int,
-        max_body: int,
-        kind: type[StreamReader],
-        error_type: type[DissociatedError],
-    ) -> None:
-        self._options = check_options(options, ReadOptions)
-        self._max_metadata = max_metadata
-        self._max_body = max_body
-        self._decoding_of_stream = partial(_Decoding, listener, self._options, max_metadata, max_body, kind, error_type)
-        self._refusal: str | None = None
-        self.reset()
-
-    @property
-    def schema(self) -> pa.Schema | None:
-        """The schema that the batches have, only of the fields that are included; None until it is decoded."""
-        return self._decoding.schema
-
-    @property
-    def stats(self) -> ReadStats:
-        """What has been decoded of this stream so far. A dictionary counts when the batch after it is decoded."""
-        return self._decoding.stats
-
-    def reset(self) -> None:
-        """Begin anew: what is fed next is the beginning of another stream. What was fed of this one is let go."""
-        if self._refusal is not _REENTERED:
-            self._refusal = None
-        self._decoding = self._decoding_of_stream()
-        self._clear()
-
-    @abstractmethod
-    def finish(self) -> None: ...
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Forget what was fed and is not whole."""
-
-    def _work(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Do it, unless this stream has failed. If anything is raised, it has."""
-        if self._refusal is not None:
-            raise FormatError(self._refusal)
-        self._refusal = _REENTERED
-        try:
-            step(*arguments)
-        except BaseException:
-            self._refusal = _FAILED
-            self._decoding.drop()
-            self._clear()
-            raise
-        self._refusal = None
-
-
-class StreamDecoder(_Decoder):
+class StreamDecoder(Decoder):
     """Decodes an IPC stream that is pushed in pieces ("IPC Streaming Format"), and calls `listener` with it.
 
     It takes what libraries wrote before 0.15, a stream whose end is marked with 8 bytes, with 4, or not at all, and
@@ -255,7 +53,7 @@ class StreamDecoder(_Decoder):
 
         What is fed in pieces of just this size, or in larger ones, is not copied. Smaller pieces are joined, once.
         """
-        return 0 if self._refusal is _FAILED else self._parser.required
+        return 0 if self._failed else self._parser.required
 
     def consume(self, data: Buffer) -> None:
         """Take the next bytes of the stream, from one to all of it, and decode what has become whole.
@@ -289,7 +87,7 @@ class StreamDecoder(_Decoder):
         self._parser = StreamParser(self._max_metadata, self._max_body, self._options.memory_pool)
 
 
-class DissociatedDecoder(_Decoder):
+class DissociatedDecoder(Decoder):
     """Decodes the messages of a dissociated stream, which come in any order, and calls `listener` with it.
 
     Bodies by address lie in the regions of `address_space`. The addresses of a message go to `returns.put`, as one

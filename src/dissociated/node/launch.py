@@ -20,7 +20,8 @@ from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.oserrors import store_errors
 from dissociated.store.eviction import Policy
 
-_ADDRESS_FILE = "node.json"
+#: The file in a store that says where its node answers.
+ADDRESS_FILE = "node.json"
 _LOG_FILE = "node.log"
 _ANSWER_TIMEOUT = 5.0  # seconds, for a node that is there to say so
 
@@ -41,7 +42,7 @@ def default_store() -> Path:
 def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:
     """The node that owns the store in `directory` and answers within so many seconds, if there is one."""
     try:
-        address = NodeAddress(**json.loads((Path(directory) / _ADDRESS_FILE).read_text()))
+        address = NodeAddress(**json.loads((Path(directory) / ADDRESS_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
     try:

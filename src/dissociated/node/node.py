@@ -13,11 +13,11 @@ from types import TracebackType
 from dissociated._moved import renamed
 from dissociated.access import Authorize, security
 from dissociated.buffers import MAX_METADATA
-from dissociated.catalog.backend import StoreBackend
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
+from dissociated.catalog.store_backend import StoreBackend
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.node.launch import _ADDRESS_FILE, NodeAddress
+from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store
@@ -108,7 +108,7 @@ class Node:
             self.server.use_catalog(self.service)
             undo.pop_all()
         place = NodeAddress(self.service.uri, os.getpid())
-        address = store.directory / _ADDRESS_FILE
+        address = store.directory / ADDRESS_FILE
         draft = address.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(place)))
         draft.rename(address)
@@ -140,12 +140,12 @@ class Node:
 
     def drain(self, timeout: float) -> bool:
         """Take nothing new, and wait up to `timeout` seconds for those who read. Returns whether all have ended."""
-        (self.store.directory / _ADDRESS_FILE).unlink(missing_ok=True)
+        (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
         return self.server.drain(timeout)
 
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""
-        (self.store.directory / _ADDRESS_FILE).unlink(missing_ok=True)
+        (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
         self._handover.close()
         self.server.close()
 

@@ -1,0 +1,108 @@
+"""The nodes that belong to a catalog, and what the catalog calls them for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from dissociated.access import Security
+from dissociated.catalog.database import Database
+from dissociated.catalog.flight_streams import upload
+from dissociated.catalog.peer import Peer
+from dissociated.catalog.records import NodeRecord, ReplicatedPart
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.split import BatchAndMetadata, Validator, batches
+from dissociated.errors import CatalogError, DissociatedError
+
+
+class Members:
+    """The nodes that have registered in `database`. `own` is the process of the catalog itself, which is not called.
+
+    What a node raises comes out of each call. Safe to use from many threads.
+    """
+
+    def __init__(self, database: Database, own: NodeRecord, security: Security) -> None:
+        self._database = database
+        self._own = own
+        self._security = security
+
+    def find(self, ids: Iterable[str]) -> dict[str, NodeRecord]:
+        """The nodes with these ids. Raises CatalogError for one that has not registered."""
+        known = {node.id: node for node in self._database.nodes()}
+        for id in ids:
+            if id not in known:
+                raise CatalogError(f"no node {id!r} has registered at this catalog")
+        return known
+
+    def open(self, name: str, part: ReplicatedPart, ticket: bytes) -> pa.RecordBatchReader:
+        """The stream of `ticket`, a part of the dataset `name`, by Flight from the first node that has it and lives.
+
+        Every batch is validated in full. Raises CatalogError where no such node lives.
+        """
+        for node in part.nodes:
+            if node.alive and node.id != self._own.id:
+                return self._open_on(node, ticket)
+        silent = ", ".join(node.host for node in part.nodes)
+        raise CatalogError(f"a part of {name!r} is on {silent}, which says nothing any more: is its node running?")
+
+    def _open_on(self, node: NodeRecord, ticket: bytes) -> pa.RecordBatchReader:
+        peer = Peer(node.flight, self._security)
+        reader = peer.do_get(ticket)
+        validator = Validator(reader.schema)
+
+        def pairs() -> Iterator[BatchAndMetadata]:
+            with peer:
+                for batch, metadata in batches(reader):
+                    validator.check(batch, full=True)  # it may be another's mistake, and would end this process
+                    yield batch, metadata
+
+        return BatchReader(reader.schema, pairs())
+
+    def prepare(self, node: NodeRecord, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a node make segments ready to be published. Returns its part: see `Catalog.prepare`."""
+        with Peer(node.flight, self._security) as peer:
+            return peer.do_action("prepare", body)
+
+    def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
+        """The stage of a node: see `Catalog.stage`. Raises CatalogError where there is no node."""
+        with Peer(self._nearest(caller).flight, self._security) as peer:
+            return peer.do_action("stage", dict(caller))
+
+    def put(
+        self,
+        command: Mapping[str, Any],
+        schema: pa.Schema,
+        pairs: Iterator[BatchAndMetadata],
+        commit: Callable[[Mapping[str, str]], None],
+    ) -> dict[str, Any]:
+        """Have a node write a stream that a Flight client sends, and `commit` what it wrote: node and segment.
+
+        Returns what the node answers. Where `commit` raises, the node discards the segment. Raises CatalogError where
+        there is no node.
+        """
+        node = self._nearest({})
+        descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
+        with Peer(node.flight, self._security) as peer:
+            answer = peer.forward(lambda client: upload(client, descriptor, schema, pairs))
+            try:
+                commit({"node": node.id, "segment": answer["segment"]})
+            except BaseException:
+                with suppress(DissociatedError):
+                    peer.discard([answer["segment"]])
+                raise
+        return answer
+
+    def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:
+        """A node that lives: one on the caller's host if there is one."""
+        nodes = [node for node in self._database.nodes() if node.alive and node.flight != self._own.flight]
+        for node in nodes:
+            if node.boot_id == caller.get("boot_id"):
+                return node
+        if not nodes:
+            raise CatalogError("no node has registered at this catalog: start one, dissociated node --catalog URI")
+        return nodes[0]

@@ -1,0 +1,158 @@
+"""Some columns and rows of a dataset, to be read in any of the ways of pyarrow's Scanner.
+
+Importing this imports pyarrow.dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from dissociated.client.request import ReadRequest
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.device import DeviceReader, to_device
+from dissociated.errors import OptionError
+from dissociated.memory.device.base import Device
+
+
+class Scannable(Protocol):
+    """What a scanner reads: a handle on one version of a dataset. A `request` makes of the client's defaults a read."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of all columns."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows there are; None where that is not known."""
+
+    def _open(self, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:
+        """A reader in memory of this process."""
+
+    def _open_on_device(self, request: Callable[[ReadRequest], ReadRequest], device: Device) -> DeviceReader:
+        """A reader on this device."""
+
+
+class Scanner:
+    """Some columns and rows of a handle, with the methods of pyarrow's Scanner. It can be read again and again.
+
+    `DatasetHandle.scanner` makes it, and says what the parameters mean. Raises OptionError for values that make no
+    sense. Every method that reads raises what `Client.read` raises.
+    """
+
+    def __init__(
+        self,
+        dataset: Scannable,
+        columns: Sequence[str] | Mapping[str, Any] | None,
+        filter: Any,
+        limit: int | None,
+        batch_size: int | None,
+        device: Device | None = None,
+    ) -> None:
+        if isinstance(columns, str):
+            raise OptionError(f"columns is a list of names: [{columns!r}]")
+        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+            raise OptionError(f"batch_size is a number of rows, 1 or more, not {batch_size!r}")
+        self._dataset = dataset
+        self._columns = columns
+        self._expressions = {**columns} if isinstance(columns, Mapping) else None
+        self._names = None if self._expressions is not None or columns is None else [*columns]
+        self._filter = filter
+        self._limit = limit
+        self._batch_size = batch_size
+        self._device = device
+
+    @property
+    def dataset_schema(self) -> pa.Schema:
+        """The schema of the whole dataset."""
+        return self._dataset.schema
+
+    @property
+    def projected_schema(self) -> pa.Schema:
+        """The schema of what is read: the chosen columns, in their order."""
+        if self._expressions is not None:
+            return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
+        return _ordered(self.dataset_schema, self._names)
+
+    def to_reader(self) -> Any:
+        """A reader over what is chosen, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
+        if self._device is None:
+            return self._to_reader()
+        return self._to_device_reader(self._device)
+
+    def _to_device_reader(self, device: Device) -> DeviceReader:
+        chosen = [name for name in self.dataset_schema.names if self._names is None or name in self._names]
+        if self._expressions is not None or self._batch_size is not None or self.projected_schema.names != chosen:
+            return to_device(self._to_reader(), device)
+        return self._dataset._open_on_device(self._requested(self._names), device)
+
+    def _to_reader(self) -> pa.RecordBatchReader:
+        reader = self._read(self._names)
+        if self._expressions is not None:
+            return self._project(reader, self._expressions)
+        schema = _ordered(reader.schema, self._names)
+        if schema.names == reader.schema.names and self._batch_size is None:
+            return reader
+        positions = [reader.schema.get_field_index(name) for name in schema.names]
+        return BatchReader(schema, ((piece.select(positions), None) for piece in self._pieces(reader)))
+
+    def to_batches(self) -> Iterator[Any]:
+        """The record batches of `to_reader`, one by one."""
+        return iter(self.to_reader())
+
+    def to_table(self) -> pa.Table:
+        """A table of everything that is chosen."""
+        return self._to_reader().read_all()
+
+    def head(self, num_rows: int = 10) -> pa.Table:
+        """A table of the first `num_rows` rows."""
+        return self._limited(num_rows).to_table()
+
+    def take(self, indices: Any) -> pa.Table:
+        """A table of the rows at these positions, counted from 0. Reads all rows that are chosen."""
+        return self.to_table().take(indices)
+
+    def count_rows(self) -> int:
+        """How many rows there are."""
+        known = self._dataset.num_rows
+        if self._filter is None and known is not None:
+            return known if self._limit is None else min(known, self._limit)
+        return sum(batch.num_rows for batch in self._read([]))
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        return self._to_reader().__arrow_c_stream__(requested_schema)
+
+    def __arrow_c_schema__(self) -> Any:
+        return self.projected_schema.__arrow_c_schema__()
+
+    def _limited(self, rows: int) -> Scanner:
+        limit = rows if self._limit is None else min(rows, self._limit)
+        return Scanner(self._dataset, self._columns, self._filter, limit, self._batch_size)
+
+    def _read(self, columns: Sequence[str] | None) -> pa.RecordBatchReader:
+        return self._dataset._open(self._requested(columns))
+
+    def _requested(self, columns: Any) -> Callable[[ReadRequest], ReadRequest]:
+        return lambda defaults: replace(defaults, columns=columns, filter=self._filter, limit=self._limit)
+
+    def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
+        """Expressions of the columns, as pyarrow computes them."""
+        return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
+
+    def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        for batch in reader:
+            size = self._batch_size or max(1, batch.num_rows)
+            for at in range(0, batch.num_rows, size):
+                yield batch.slice(at, size)
+
+
+def _ordered(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """The fields in the order in which they are named. Those that are not there are left out: reading says so."""
+    if columns is None:
+        return schema
+    fields = [schema.field(name) for name in dict.fromkeys(columns) if name in schema.names]
+    return pa.schema(fields, schema.metadata)

@@ -1,0 +1,178 @@
+"""The backend of a node: versions in a store, which outlive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from dissociated.catalog.backend import Backend, CommitRequest, Prepared
+from dissociated.codec.options import WriteOptions
+from dissociated.datasets.registry import Registry
+from dissociated.datasets.static import SegmentsDataset, StoredDataset
+from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
+from dissociated.store.directory import Version
+from dissociated.store.places import Usage
+from dissociated.store.segment import SegmentWriter
+from dissociated.store.store import Store
+
+T = TypeVar("T")
+
+
+class StoreBackend(Backend):
+    """Versions in a store, opened when they are read. What is served of them is in `registry`."""
+
+    limited = True
+
+    def __init__(self, store: Store, registry: Registry) -> None:
+        self.id = store.id
+        self._store = store
+        self._registry = registry
+        store.eviction.in_use = self._in_use
+        store.eviction.on_evicted = self._on_evicted
+        store.eviction.on_spilled = self._on_spilled
+
+    @property
+    def directory(self) -> Path:
+        return self._store.staging
+
+    def writer(self, name: str, schema: pa.Schema, options: WriteOptions | None = None) -> SegmentWriter:
+        return self._store.writer(name, schema, options, self.reserve)
+
+    def reserve(self, name: str, size: int, wish: int) -> int:
+        return self._retry_when_full(lambda: self._store.reserve(name, size, wish))
+
+    def ensure_room(self, name: str, size: int) -> None:
+        self._retry_when_full(lambda: self._store.ensure_room(name, size))
+
+    def _retry_when_full(self, operation: Callable[[], T]) -> T:
+        """What needs room, and once more where there was none: what may go is known as of the last look only."""
+        try:
+            return operation()
+        except StoreFull:
+            with suppress(DissociatedError):  # a catalog that does not answer has nothing new
+                self.reconcile()  # not within the store, which others use meanwhile
+            return operation()
+
+    def prepare(self, request: CommitRequest) -> Prepared:
+        previous = request.previous if request.append else None
+        if previous is not None and self._store.by_key(request.key) is None:
+            current = self._store.current(request.name)
+            if current is None or self.load_version(current).dataset is not previous:
+                previous.appendable()  # which may say why not
+                raise StoreError(f"{request.name!r} does not lie in this store, so nothing can be appended to it")
+        committed = self._store.by_key(request.key)
+        version = self._store.commit(
+            request.name,
+            request.staged,
+            key=request.key,
+            schema=request.schema,
+            append=previous is not None,
+            prepared=not request.whole,
+            tags=request.tags,
+            ttl=request.ttl,
+            max_metadata=self.max_metadata,
+        )
+        try:
+            self._open_version(version)  # nothing is published that nobody could read
+        except DissociatedError:
+            if version != committed:
+                self._store.remove(version)
+            raise
+        return self.load_version(version)
+
+    def load_version(self, version: Version) -> Prepared:
+        """A version, to be served; it is opened when it is read.
+
+        Raises SourceError where what an older library wrote cannot be read: its schema is in its segments alone.
+        """
+        dataset = self._registry.lookup_part(version.id)
+        if dataset is None:
+            stored = StoredDataset(
+                version.name, self._schema(version), version.rows, version.nbytes, partial(self._open_version, version)
+            )
+            stored.ticket = version.ticket
+            dataset = self._registry.serve(version.id, stored)
+            if self._store.version(version.id) is None:  # it was removed meanwhile
+                self._registry.withdraw_parts([version.id])
+        return Prepared(version.id, dataset, version.number)
+
+    def _schema(self, version: Version) -> pa.Schema:
+        if not version.schema:
+            return self._open_version(version).schema
+        return pa.ipc.read_schema(pa.py_buffer(version.schema))
+
+    def _open_version(self, version: Version) -> SegmentsDataset:
+        """What is read of a version. Raises SourceError where it cannot be, DatasetNotFound where it is gone."""
+        try:
+            opened = self._store.segments(version)
+            return opened.serve_once(lambda: SegmentsDataset(version.name, [*opened]))
+        except StoreError as error:
+            if self._store.version(version.id) is None:
+                raise DatasetNotFound(f"{version.name!r} was dropped or replaced just now: look it up again") from None
+            raise SourceError(f"{version.name!r} cannot be read: {error}") from error
+
+    def versions(self) -> list[Version]:
+        return self._store.versions()
+
+    def unconfirmed(self) -> list[Version]:
+        return self._store.prepared()
+
+    @property
+    def changes(self) -> int:  # type: ignore[override]  # which nobody writes
+        return self._store.changes
+
+    def changed(self, since: int) -> list[str] | None:
+        return self._store.changed(since)
+
+    def version(self, id: str) -> Version | None:
+        return self._store.version(id)
+
+    def serial(self) -> int:
+        return self._store.serial()
+
+    def usage(self) -> Usage:
+        return self._store.usage()
+
+    def hand_over(self, descriptor: int) -> str:
+        """See Store.hand_over."""
+        return self._retry_when_full(lambda: self._store.hand_over(descriptor))
+
+    def staged(self) -> list[str]:
+        return self._store.staged()
+
+    def discard(self, names: Iterable[str]) -> None:
+        self._store.discard(names)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        versions = (self._store.version(id) for id in {*ids})
+        self._store.remove(*sorted((one for one in versions if one is not None), key=lambda one: one.number))
+
+    def confirm(self, published: Mapping[str, bool]) -> None:
+        for id, whole in published.items():
+            version = self._store.version(id)
+            if version is not None:
+                self._store.confirm(version, whole)
+
+    def sweep(self) -> None:
+        self._store.sweep()
+
+    def _in_use(self, version: Version) -> bool:
+        dataset = self._registry.lookup_part(version.id)
+        return dataset is not None and dataset.readers > 0
+
+    def _on_evicted(self, version: Version) -> None:
+        self.on_evicted(version)
+
+    def _on_spilled(self, version: Version) -> None:
+        dataset = self._registry.lookup_part(version.id)
+        if dataset is not None:
+            dataset.reopen()
+        self.on_spilled(self.load_version(version))
+
+    def close(self) -> None:
+        self._store.close()

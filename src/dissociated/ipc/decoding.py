@@ -1,0 +1,186 @@
+"""What decoders do with messages that are whole: libarrow decodes them, and a listener is told.
+
+libarrow is only asked for a batch when the message of one is there, so it never waits: messages lie in a queue until
+then, dictionaries before their batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from dissociated.buffers import Buffer
+from dissociated.codec.join import Messages, join
+from dissociated.codec.options import ReadOptions, check_options
+from dissociated.codec.reader import StreamReader
+from dissociated.codec.stats import ReadStats
+from dissociated.errors import DissociatedError, FormatError
+from dissociated.format.encapsulated import encapsulate
+from dissociated.format.message import HeaderType
+from dissociated.ipc.listener import Listener
+
+_NOTHING_READ = ReadStats(0, 0, 0, 0, 0)
+_REENTERED = "a listener cannot feed the decoder that has called it"
+_FAILED = "this stream has failed before: reset the decoder, and feed it another from the beginning"
+
+
+class Decoding:
+    """Decodes one stream of whole messages, in order, by a reader of libarrow's, and tells the listener."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        options: ReadOptions,
+        max_metadata: int,
+        max_body: int,
+        kind: type[StreamReader],
+        error_type: type[DissociatedError],
+    ) -> None:
+        self._listener = listener
+        self._options = options
+        self._max_waiting = max_metadata + max_body
+        self._max_body = max_body
+        self._kind = kind
+        self._error_type = error_type
+        self._reader: StreamReader | None = None
+        self._waiting: deque[tuple[Buffer, Buffer | None]] = deque()
+        self._waiting_bytes = 0
+        self._stats = _NOTHING_READ
+        #: The schema that the batches have; None until it is decoded.
+        self.schema: pa.Schema | None = None
+
+    @property
+    def stats(self) -> ReadStats:
+        """What has been decoded so far."""
+        return self._stats if self._reader is None else self._reader.stats
+
+    def add(self, type_: HeaderType | None, header: Buffer, body: Buffer | None, body_length: int) -> None:
+        """Take the next message, and tell the listener what can be decoded now.
+
+        `type_` is None for a message that does not say it. `body_length` is that of the metadata, in bytes. Raises an
+        error of `error_type` where libarrow cannot read it, or too many bytes of dictionaries wait for a batch.
+        """
+        self._waiting.append((header, body))
+        if self._reader is None:
+            self._begin(header)
+        elif type_ is HeaderType.DICTIONARY_BATCH:
+            self._waiting_bytes += len(header) + body_length
+            if self._waiting_bytes > self._max_waiting:
+                raise self._error_type(
+                    f"dictionaries of {self._waiting_bytes} bytes wait for a batch; at most {self._max_waiting} may, "
+                    "which is max_metadata and max_body together"
+                )
+        else:
+            decoded = self._read()
+            if decoded is None:
+                raise self._error_type("libarrow cannot read this: it takes a message for the end of the stream")
+            self._waiting_bytes = 0
+            self._listener.on_record_batch_with_metadata_decoded(*decoded)
+
+    def end(self) -> None:
+        """There are no more messages. Raises an error of `error_type` where the stream is not whole."""
+        if self._reader is None:
+            raise self._error_type("the stream ended before its schema")
+        if self._read() is not None:
+            raise self._error_type("libarrow cannot read this: it has a batch after the last message")
+        self.drop()
+        self._listener.on_eos()
+
+    def drop(self) -> None:
+        """Let go of what was decoded and of what waits; `schema` and `stats` stay."""
+        self._stats = self.stats
+        self._reader = None
+        self._waiting.clear()
+
+    def _begin(self, header: Buffer) -> None:
+        options = self._options
+        whole = None
+        if options.included_fields:
+            message = pa.py_buffer(encapsulate(bytes(header)))
+            whole = self._kind(message, ReadOptions(ensure_native_endian=options.ensure_native_endian)).schema
+            options.check_fields(whole)
+        self._reader = join(_drain(self._waiting), options, self._kind, self._max_body)
+        self.schema = self._reader.schema
+        self._listener.on_schema_decoded(whole or self.schema, self.schema)
+
+    def _read(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None] | None:
+        assert self._reader is not None
+        try:
+            return self._reader.read_next_batch_with_custom_metadata()
+        except StopIteration:
+            return None
+
+
+def _drain(waiting: deque[tuple[Buffer, Buffer | None]]) -> Messages:
+    """What `join` reads. It knows nothing but the queue: libarrow owns it, where no garbage collector looks."""
+    while waiting:
+        yield waiting.popleft()
+
+
+class Decoder(ABC):
+    """What all decoders share: a listener, one stream at a time, and no more of it after an error."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        options: ReadOptions | None,
+        max_metadata: int,
+        max_body: int,
+        kind: type[StreamReader],
+        error_type: type[DissociatedError],
+    ) -> None:
+        self._options = check_options(options, ReadOptions)
+        self._max_metadata = max_metadata
+        self._max_body = max_body
+        self._decoding_of_stream = partial(Decoding, listener, self._options, max_metadata, max_body, kind, error_type)
+        self._refusal: str | None = None
+        self.reset()
+
+    @property
+    def _failed(self) -> bool:
+        """Whether this stream has failed."""
+        return self._refusal is _FAILED
+
+    @property
+    def schema(self) -> pa.Schema | None:
+        """The schema that the batches have, only of the fields that are included; None until it is decoded."""
+        return self._decoding.schema
+
+    @property
+    def stats(self) -> ReadStats:
+        """What has been decoded of this stream so far. A dictionary counts when the batch after it is decoded."""
+        return self._decoding.stats
+
+    def reset(self) -> None:
+        """Begin anew: what is fed next is the beginning of another stream. What was fed of this one is let go."""
+        if self._refusal is not _REENTERED:
+            self._refusal = None
+        self._decoding = self._decoding_of_stream()
+        self._clear()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """No more will be fed."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget what was fed and could not be decoded yet."""
+
+    def _work(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Do a `step`, unless this stream has failed: then raise FormatError. What a step raises fails the stream."""
+        if self._refusal is not None:
+            raise FormatError(self._refusal)
+        self._refusal = _REENTERED
+        try:
+            step(*arguments)
+        except BaseException:
+            self._refusal = _FAILED
+            self._decoding.drop()
+            self._clear()
+            raise
+        self._refusal = None
