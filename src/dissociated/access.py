@@ -61,7 +61,8 @@ class Grant(NamedTuple):
 class Signer:
     """Makes tickets that are good for at most `lifetime` seconds, and checks them.
 
-    The end is rounded down to an eighth of the lifetime, so that who asks twice gets the same ticket.
+    The end is rounded down to an eighth of the lifetime, so that a client that asks twice gets the same ticket. Raises
+    OptionError for a lifetime that is not positive, and for a secret of fewer than 16 bytes.
     """
 
     def __init__(self, secret: bytes, lifetime: float) -> None:
@@ -93,7 +94,7 @@ class Signer:
         return Grant(content[_ticket_header.size : end], columns)
 
     def fingerprint(self) -> str:
-        """Tells this secret from others, and nothing of it: who has the same mark accepts these tickets."""
+        """A text that differs for every secret and reveals nothing of it. Equal ones accept each other's tickets."""
         return self._mac(b"a mark").hex()[:16]
 
     def _mac(self, content: bytes) -> bytes:
@@ -120,12 +121,17 @@ class Unsigned:
 
 @dataclass(frozen=True)
 class Security:
-    """How a server, a node or a catalog is guarded: see `security`."""
+    """How a server, a node or a catalog is guarded. `security` makes it."""
 
+    #: Makes and checks tickets.
     tickets: Signer | Unsigned = field(default_factory=Unsigned)
+    #: Says whose a bearer token is; None where nobody is asked for one.
     authorize: Authorize | None = None
+    #: Paths of the PEM files of the certificate and its key; None without TLS.
     certificate: tuple[str, str] | None = None
+    #: Path of the PEM file of the certificates to trust in peers; None for the system's.
     roots: str | None = None
+    #: The token by which catalogs and nodes know each other; None without a common secret.
     peer: str | None = field(default=None, repr=False)
 
 
@@ -175,7 +181,10 @@ class Tokens:
 
     @classmethod
     def read(cls, path: str | Path) -> Tokens:
-        """The tokens in a file: one a line, alone or after a name and a space; # begins a comment."""
+        """The tokens in a file: one a line, alone or after a name and a space; # begins a comment.
+
+        Raises OptionError where the file cannot be read.
+        """
         return cls({line[-1]: line[0] if line[1:] else f"token {n}" for n, line in enumerate(_lines(path), 1)})
 
     def __call__(self, token: str) -> str | None:
@@ -184,7 +193,7 @@ class Tokens:
 
 
 def read_token(path: str | Path) -> str:
-    """The first token in a file such as `Tokens.read` reads."""
+    """The first token in a file such as `Tokens.read` reads. Raises OptionError where there is none."""
     for line in _lines(path):
         return check_token(line[-1])
     raise OptionError(f"there is no token in {path}")

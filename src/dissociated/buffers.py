@@ -26,9 +26,9 @@ def metadata_too_long(what: str, length: int, limit: int) -> str | None:
 
 
 def slicer(parts: Sequence[Buffer]) -> Callable[[int, int], list[Buffer]]:
-    """A function that gives the bytes from one position to another of what `parts` are one after the other.
+    """A function that gives the bytes from a first position up to a second one of `parts`, laid one after the other.
 
-    They are given by reference.
+    It gives them in pieces, by reference.
     """
     ends = [*accumulate(map(len, parts))]
 

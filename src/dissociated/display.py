@@ -49,7 +49,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """The same as `table`, for a notebook."""
+    """The same as `plain_table`, in HTML for a notebook."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         sides = ["right" if index in right else "left" for index in range(len(cells))]

@@ -15,7 +15,7 @@ import pytest
 from arrow_cases import ARRAYS
 from arrow_cases import ROWS as ARROW_ROWS
 from dissociated.codec import statistics
-from dissociated.codec.statistics import Collector, Statistics, read_statistics
+from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.errors import StoreFull
 from dissociated.store.segment import Segment, SegmentWriter
 
@@ -107,7 +107,7 @@ BATCH = pa.record_batch({"n": pa.array(range(ROWS), pa.int64()), "x": np.linspac
 
 
 def good() -> Statistics:
-    collector = Collector(BATCH.schema)
+    collector = StatisticsCollector(BATCH.schema)
     collector.add(BATCH)
     found = collector.statistics()
     assert found is not None

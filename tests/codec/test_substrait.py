@@ -21,7 +21,7 @@ from dissociated.codec import substrait as module
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.filter import RowFilter
 from dissociated.codec.pruning import may_pass
-from dissociated.codec.statistics import Bounds, Collector, Statistics, read_statistics
+from dissociated.codec.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.substrait import encode_filter, parse_filter
 from dissociated.errors import FormatError, OptionError
 from dissociated.format.encapsulated import end_of_stream
@@ -95,7 +95,7 @@ def tables(seed: int) -> list[pa.RecordBatch]:
 
 def everything(batches: list[pa.RecordBatch]) -> Statistics:
     """Statistics of all columns, as they are read after a segment: also of types that Python writes none for."""
-    collector = Collector(SCHEMA)
+    collector = StatisticsCollector(SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "_LEAST_ROWS", 1)
         for batch in batches:
@@ -161,7 +161,7 @@ def test_batches_without_a_row_are_left_out() -> None:
         pa.record_batch({"n": pa.array(range(first, first + SIZE), pa.int64())}) for first in (0, SIZE, 2 * SIZE)
     ]
     batches.append(pa.record_batch({"n": pa.nulls(SIZE, pa.int64())}))
-    collector = Collector(batches[0].schema)
+    collector = StatisticsCollector(batches[0].schema)
     for batch in batches:
         collector.add(batch)
     known = collector.statistics()
@@ -269,4 +269,4 @@ def test_who_waits_for_rows_hears_that_others_are_read() -> None:
     for alive, count in ((0.0, 3), (1e9, 0)):
         reader = pa.RecordBatchReader.from_batches(batches[0].schema, batches)
         nothing = RowFilter.bind(("n", ">", 5), batches[0].schema)
-        assert [one.num_rows for one in filter_batches(reader, nothing, [0], alive=alive)] == [0] * count
+        assert [one.num_rows for one in filter_batches(reader, nothing, [0], keepalive=alive)] == [0] * count

@@ -61,11 +61,11 @@ class Catalog(ABC):
 
     @abstractmethod
     def infos(self, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        """Every dataset that meets the criteria, JSON or empty."""
+        """Every dataset that meets the criteria, which are JSON or empty. Raises CatalogError for other criteria."""
 
     @abstractmethod
     def info(self, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        """A dataset, and where its parts are. Raises DatasetNotFound."""
+        """A dataset, and where its parts are. Raises DatasetNotFound, and CatalogError for an unknown descriptor."""
 
     @abstractmethod
     def schema(self, descriptor: flight.FlightDescriptor) -> pa.Schema:
@@ -73,17 +73,18 @@ class Catalog(ABC):
 
     @abstractmethod
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
-        """Every version of a dataset that can still be read."""
+        """Every version of a dataset that can still be read: see `CatalogClient.versions`."""
 
     @abstractmethod
     def nodes(self) -> Sequence[dict[str, Any]]:
-        """Every node."""
+        """Every node: see `CatalogClient.nodes`."""
 
     @abstractmethod
     def renew(self, request: bytes) -> bytes:
-        """The endpoint in this message of Flight.proto, good for longer, as another.
+        """The endpoint in this message of Flight.proto with a ticket that is good for longer, as such a message.
 
-        Raises DatasetNotFound where it is over, AccessDenied where it has expired.
+        Raises DatasetNotFound where its dataset is gone, AccessDenied where its ticket has expired, and CatalogError
+        where this catalog promises nothing of tickets.
         """
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
@@ -95,20 +96,26 @@ class Catalog(ABC):
 
     @abstractmethod
     def _open_remote(self, identifier: bytes, ticket: bytes) -> pa.RecordBatchReader:
-        """The same for what is not here."""
+        """The stream of a ticket that is not served here; `identifier` is what it was made for."""
 
     # Publishing
 
     @abstractmethod
     def record_publication(self, dataset: Dataset) -> None:
-        """This process has published this by itself, and serves it already."""
+        """This process has published a dataset by itself, and serves it already.
+
+        Raises CatalogError where only another catalog may publish.
+        """
 
     @abstractmethod
     def commit(self, body: Mapping[str, Any]) -> None:
-        """Publish segments, on whichever nodes they are, as one dataset, whole and at once."""
+        """Publish segments, on whichever nodes they are, as one dataset, whole and at once.
+
+        Raises CatalogError where it was aborted, or the schemas differ, and what the nodes raise.
+        """
 
     def _parse_commit(self, body: Mapping[str, Any]) -> tuple[Publication, str, list[tuple[str, str]]]:
-        """What is published, the key of its commit, and its segments, each after its node."""
+        """What is published, the key of its commit, and its segments as pairs of node and name."""
         publication = Publication.parse({**body, "mode": "append" if body["append"] else "overwrite"})
         segments = [
             (str(one["node"]), str(one["segment"])) if isinstance(one, dict) else (self._own_node_id(), str(one))
@@ -127,7 +134,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def abort(self, key: str) -> None:
-        """There shall be no commit with this key. One that is under way comes first."""
+        """Let no commit with this key come, unless it is under way, and remove what was written for it."""
 
     @abstractmethod
     def committed(self, key: str) -> bool:
@@ -232,11 +239,14 @@ class Catalog(ABC):
 
     @abstractmethod
     def register(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A node tells everything."""
+        """A node says who it is and everything that it holds. Returns what it should know of that.
+
+        Raises AccessDenied where its tickets or tokens are not those of this catalog.
+        """
 
     @abstractmethod
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A node lives, and tells what has changed since the last time."""
+        """A node lives, and says what has changed since the last time. Returns what it should know of that."""
 
     @abstractmethod
     def deregister(self, node: str) -> None:
@@ -257,7 +267,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def _restore(self, version: Version, prepared: Prepared) -> None:
-        """This version is in the store, from before."""
+        """This version was in the store when the process began."""
 
     @abstractmethod
     def reconcile(self) -> None:
@@ -292,7 +302,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def _on_parts_deleted(self, parts: Sequence[str]) -> None:
-        """These parts are not here any more."""
+        """These parts are not kept here any more."""
 
     # What comes of it
 

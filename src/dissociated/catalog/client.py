@@ -43,8 +43,8 @@ from dissociated.store.handover import hand_over
 class CatalogClient:
     """The calls that a catalog answers. Raises CatalogError where it cannot be reached or refuses.
 
-    What the parameters mean, and what else is raised, says `connect`. Where it is pickled, its copy connects anew, with
-    the same parameters: the token is among them.
+    `connect` says what the parameters mean and what else is raised. A client that is unpickled connects anew with the
+    same parameters: the token is in the pickle.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CatalogClient:
     ) -> None:
         self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
         self._calls = CatalogConnection(uri, timeout, token, tls_roots)
-        #: What a read has that says nothing else.
+        #: The request of a read for which nothing else is said.
         self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata)
         self.uri = uri
         self._trust = {
@@ -84,7 +84,10 @@ class CatalogClient:
         return html(f"{type(self).__name__} of {self.uri}", [], found._repr_html_())
 
     def list(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> DatasetList:
-        """Every dataset whose name begins with `prefix` and that has all of `tags`, by name."""
+        """Every dataset whose name begins with `prefix` and that has all of `tags`, in the order of names.
+
+        Raises CatalogError, also where a server of somebody else's does not list.
+        """
         criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_caller_identity()}).encode()
 
         def list_flights(client: Any) -> DatasetList:
@@ -241,7 +244,7 @@ class CatalogClient:
         return StagePlace(**self.do_action("stage", _caller_identity()))
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
-        """See Store.reserve: what writers in a limited stage call before they write."""
+        """Reserve room for a segment: see `Store.reserve`. Writers in a limited stage call it before they write."""
         return int(self.do_action("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
 
     def hand_over(self, descriptor: int) -> dict[str, str]:
@@ -314,7 +317,7 @@ class CatalogClient:
         self.do_action("drop", {"name": name})
 
     def status(self) -> ServerStatus:
-        """What the catalog's server publishes, who reads it, and what it has sent."""
+        """What the catalog's server publishes, who reads it, and what it has sent. Raises CatalogError."""
         try:
             return ServerStatus.parse(self.do_action("status", {}))
         except FormatError as error:

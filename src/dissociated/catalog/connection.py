@@ -29,7 +29,10 @@ _UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  
 
 
 class CatalogConnection:
-    """A connection to the catalog at `uri`, made with the first call: a process that is forked before has its own."""
+    """A connection to the catalog at `uri`, made with the first call: a process that is forked before has its own.
+
+    Raises UriError for what is no URI of a catalog, and OptionError for a token or a file that cannot be used.
+    """
 
     def __init__(self, uri: str, timeout: float, token: str | None, tls_roots: str | os.PathLike[str] | None) -> None:
         import pyarrow.flight as flight
@@ -53,12 +56,12 @@ class CatalogConnection:
             return call(self._connected())
 
     def options(self) -> Any:
-        """Those of a call that must be answered in time."""
+        """The options of a call that must be answered within the timeout."""
         return self.flight.FlightCallOptions(timeout=self.timeout)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn what Flight raises into this library's errors."""
+        """Turn what Flight raises into CatalogError or one of its kinds, AccessDenied and DeadlineExceeded."""
         try:
             yield
         except DissociatedError:  # some are OSErrors, too: of a source that is put

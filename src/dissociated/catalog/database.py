@@ -40,7 +40,7 @@ class Database:
 
     @contextmanager
     def _transaction(self) -> Iterator[Versions]:
-        """All or nothing, at one moment. What has changed is told when it is done, without the lock."""
+        """One transaction, at one moment. `on_change` is called after it, without the lock."""
         with self._tables.transaction():
             versions = Versions(self._tables, self._clock())
             versions.expire(versions.now)
@@ -113,10 +113,11 @@ class Database:
         announced: Sequence[AnnouncedVersion] = (),
         gone: Sequence[str] = (),
     ) -> bool:
-        """A node lives, and holds what `digest` stands for.
+        """A node lives until `lives_until`, unless it says so again, and holds what `digest` stands for.
 
-        What it held when that was `since` has changed by what is `announced`, as it is now, and by the parts that are
-        `gone`. False where this catalog knows the node otherwise: then nothing is taken of that, and it must register.
+        Since it held what the digest `since` stood for, the versions that are `announced` have come or changed, and the
+        parts that are `gone` have gone. Returns False where the node is not known with that digest: then nothing is
+        recorded, and it must register.
         """
         with self._transaction() as versions:
             known = self._tables.all(
@@ -161,9 +162,9 @@ class Database:
             return sorted(unreferenced)
 
     def referenced_parts(self, node: str, parts: Iterable[str]) -> dict[str, bool]:
-        """Those of these parts that some version has, and whether one of them is all of its version, the latest.
+        """Those of these parts that some version has, each with whether it is all of the latest such version.
 
-        Also those of the `node` that are not all of it any more, unless it has said that it knows.
+        There are also those of the `node` that are not all of their version any more, until it acknowledges that.
         """
         with self._transaction() as versions:
             unsettled = self._tables.all("SELECT id FROM unsettled CROSS JOIN parts ON id = part WHERE node = ?", node)

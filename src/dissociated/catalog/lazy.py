@@ -22,16 +22,18 @@ _EPOCH = datetime(1970, 1, 1)
 
 
 class Handle(Protocol):
-    """What is asked of a handle."""
+    """What is asked of a handle: see `DatasetHandle`."""
 
     @property
-    def schema(self) -> pa.Schema: ...
+    def schema(self) -> pa.Schema:
+        """The schema of all columns."""
 
-    def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader: ...
+    def to_reader(self, columns: Any = None, filter: Any = None, **options: Any) -> pa.RecordBatchReader:
+        """A reader over what is chosen."""
 
 
 def scan(dataset: Handle) -> pl.LazyFrame:
-    """Reads the version that `dataset` is a handle on."""
+    """A LazyFrame over the version that `dataset` is a handle on."""
 
     def source(
         columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_size: int | None
@@ -55,7 +57,7 @@ def scan(dataset: Handle) -> pl.LazyFrame:
 
 
 def _conditions(predicate: pl.Expr, schema: pa.Schema) -> list[tuple[str, str, Any]]:
-    """Conditions that every row that passes fulfils: what of the predicate can be said so."""
+    """Those parts of the predicate that can be said as conditions. Every row that passes it fulfils all of them."""
     try:
         tree = json.loads(predicate.meta.serialize(format="json"))
     except (pl.exceptions.PolarsError, ValueError):

@@ -92,7 +92,7 @@ class Listing:
         nodes_told = [
             {"id": node.id, "host": node.host, "boot_id": node.boot_id, "alive": node.alive} for node in part.nodes
         ]
-        if local is not None and local.reopened:
+        if local is not None and not local.repeatable:
             expires = None  # whoever asks again may get nothing, or another stream
         ticket = self._registry.tickets.sign(Grant(part.ticket, columns), time.time())
         expirations = [end for end in (expires, ticket.expires) if end is not None]

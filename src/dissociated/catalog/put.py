@@ -37,7 +37,7 @@ class Put:
     def __post_init__(self) -> None:
         self._reader = self.source.open_reader()
         #: Bytes of all bodies, where that is known: then a node makes room for all of it, or for nothing.
-        self.nbytes = None if self.source.reopened else self._measure()
+        self.nbytes = self._measure() if self.source.repeatable else None
 
     def _measure(self) -> int | None:
         with source_errors(self.publication.name):
@@ -47,10 +47,11 @@ class Put:
 
     @property
     def schema(self) -> pa.Schema:
+        """The schema of what is published."""
         return self._reader.schema
 
     def pairs(self) -> Iterator[BatchAndMetadata]:
-        """Everything, once."""
+        """All batches and their metadata, once. Calls `progress`. Raises SourceError."""
         remaining = batches(self._reader)
         rows = nbytes = 0
         while True:
@@ -84,6 +85,6 @@ class Put:
         return writer.rows
 
     def _reserve_all(self, reserve: Reserve) -> Reserve:
-        """The same, which asks for the room of all of it at first."""
+        """A `reserve` that asks at first for the room of all of it."""
         whole = self.nbytes or 0
         return lambda name, size, wish: reserve(name, max(size, whole), max(wish, whole))

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """Who serves parts. `lives_until` is when it is taken for dead, if it says nothing until then."""
+    """A process that serves parts.
+
+    - `boot_id`: of the kernel that it runs on.
+    - `flight`: the URI where its own catalog answers.
+    - `locations`: the URIs of its transports.
+    - `seen`: its last heartbeat, in seconds since the epoch.
+    - `alive`: whether its heartbeats are still in time.
+    """
 
     id: str
     host: str
@@ -23,7 +30,8 @@ class NodeRecord:
 class Part:
     """What one node holds under one ticket.
 
-    `number` is its place among the parts of a version, `serial` grows with every part that the node makes.
+    `node` is the id of the node, `number` the place among the parts of a version. `serial` grows with every part that
+    the node makes.
     """
 
     id: str
@@ -65,8 +73,8 @@ class ReplicatedPart:
 class VersionRecord:
     """One version of a dataset. Times are seconds since the epoch.
 
-    `lineage_id` is the key of the commit that what came since was appended to: versions that have it in common begin
-    alike.
+    `lineage_id` is the key of the commit that began the lineage. All versions of a lineage have it, and begin with the
+    same rows. `current` says whether no other version has replaced it.
     """
 
     version: int

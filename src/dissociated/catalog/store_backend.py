@@ -171,7 +171,7 @@ class StoreBackend(Backend):
     def _on_spilled(self, version: Version) -> None:
         dataset = self._registry.lookup_part(version.id)
         if dataset is not None:
-            dataset.reopen()
+            dataset.on_moved()
         self.on_spilled(self.load_version(version))
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class Versions:
         created: float,
         keys: Sequence[str] = (),
     ) -> int:
-        """See Database.publish. `keys` are those of the commits before."""
+        """See `Database.publish`, whose `before` are `keys`. Raises CatalogError."""
         run = self._tables.run
         current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
         previous = current[0] if current else None

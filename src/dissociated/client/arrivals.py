@@ -96,5 +96,6 @@ class ReceiveThread:
         self._connection.stop_receiving()
 
     def join(self) -> None:
+        """Wait until the thread has ended, unless it is this one."""
         if self._thread is not threading.current_thread():  # as where the reader is collected in that thread
             self._thread.join()

@@ -15,7 +15,7 @@ from dissociated.memory.remote import parse_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
-from dissociated.protocol.request import PARAMETER, ROWS_PARAMETER
+from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER
 from dissociated.protocol.sender import Tags
 from dissociated.transport.registry import transport
 from dissociated.transport.trace import trace
@@ -27,12 +27,12 @@ _STREAMS = {1: (Streams.BOTH,), 2: (Streams.METADATA, Streams.BODIES)}
 
 def supports_selection(uri: Uri) -> bool:
     """Whether the server at `uri` chooses columns itself."""
-    return uri.parameters.get(PARAMETER[0]) == PARAMETER[1]
+    return uri.parameters.get(SELECT_PARAMETER[0]) == SELECT_PARAMETER[1]
 
 
 def supports_filter(uri: Uri) -> bool:
     """Whether the server at `uri` chooses rows itself."""
-    return supports_selection(uri) and uri.parameters.get(ROWS_PARAMETER[0]) == ROWS_PARAMETER[1]
+    return supports_selection(uri) and uri.parameters.get(FILTER_PARAMETER[0]) == FILTER_PARAMETER[1]
 
 
 def shares_memory(uri: Uri) -> bool:

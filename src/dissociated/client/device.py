@@ -17,7 +17,7 @@ from dissociated.memory.region import Located
 from dissociated.protocol.delivery import Delivery
 
 
-def place(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceMessage:
+def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceMessage:
     """The message with its body on the device of `mover`: where the server has it, or else copied there.
 
     Raises RemoteProtocolError for what libarrow would have to look into, DeviceError for what has to be computed.

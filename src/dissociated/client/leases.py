@@ -22,9 +22,10 @@ _MAX_FREES = 1 << 12  # addresses in one free_data message
 
 
 class ClientLeases:
-    """What this client holds of one server, and the thread that gives it back. Closes the connection at the end.
+    """What this client holds of one server, and the thread that gives it back.
 
-    Not before: to disconnect is to give everything back, and what is mapped may change then.
+    It closes the connection when everything has been given back, and not before: to disconnect is to give everything
+    back, and then what is mapped may change.
     """
 
     def __init__(self, connection: Connection, free_data: int | None, timeout: float) -> None:
@@ -33,7 +34,7 @@ class ClientLeases:
         self._timeout = timeout
         self._returns = FreeQueue(connection)
         self._expected = 0  # addresses that will come through `lease` or `free`
-        self._settled = 0  # those that have come
+        self._settled = 0  # how many of these have come
         self._finished = False
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -50,7 +51,7 @@ class ClientLeases:
             self._thread.start()
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
-        """The memory as a buffer that gives `addresses` back when it is no longer used."""
+        """The memory as a buffer. `addresses` are given back when nothing lies in that any more."""
         self._settled += len(addresses)
         self._returns = self._returns.current()
         return leased_buffer(memory, addresses, self._returns)

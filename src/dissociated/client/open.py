@@ -135,7 +135,7 @@ It takes and raises the same, but for a `device`, and blocks a thread in place o
 
 
 def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
-    """`open_stream`, and of what that gives the rows that are requested."""
+    """A reader of the stream `ticket` at `uri` that gives what `request` wants. Raises as `open_stream` does."""
     uris = parse_uris(uri)
     if request.chooses_rows:
         from dissociated.client.filtering import read_filtered
@@ -165,7 +165,7 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
 
 
 def read_on_device(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> DeviceReader:
-    """The columns and batches that `request` wants, on its device, where the server has them there.
+    """A reader of the columns and batches that `request` wants, on its device, where the server has them.
 
     Raises as `open_stream` does, and DeviceError where that cannot be.
     """

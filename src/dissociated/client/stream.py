@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import closing
 
-from dissociated.client.device import place
+from dissociated.client.device import place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
 from dissociated.codec.inplace import InPlace
@@ -26,7 +26,7 @@ class ClientStream:
     """What a session delivers. It is read once, as batches or as tensors, or closed."""
 
     def __init__(self, session: ClientSession) -> None:
-        """Waits for the first message. Raises what arriving raises."""
+        """Waits for the first message. Raises what `ClientSession.deliveries` raises."""
         self._session = session
         self._bodies = session.bodies
         self._rest = session.deliveries()
@@ -55,10 +55,10 @@ class ClientStream:
         with closing(self._deliveries()) as deliveries, closing(Mover(device)) as mover:
             for item in deliveries:
                 for delivery in item.expand():
-                    yield place(delivery, self._bodies, mover)
+                    yield place_on_device(delivery, self._bodies, mover)
 
     def tensors(self) -> Generator[Tensor, None, None]:
-        """One after the other. Raises WrongKind where there are none."""
+        """The tensors, one after the other. Raises WrongKind for a stream of record batches."""
         with closing(self._deliveries()) as deliveries:
             for item in deliveries:
                 yield from map(self._tensor, item.expand())
@@ -73,12 +73,12 @@ class ClientStream:
 
         That only shows at its end, which costs little: metadata and addresses are all that arrives.
         """
-        place = InPlace(self.header, self._bodies.address_space)
+        in_place = InPlace(self.header, self._bodies.address_space)
         for item in self._rest:
             self._seen.append(item)
-            if len(self._seen) > _MAX_SEEN or not item.accept(place):
+            if len(self._seen) > _MAX_SEEN or not item.accept(in_place):
                 return None
-        return place.reader(self._bodies.lease, options)
+        return in_place.reader(self._bodies.lease, options)
 
     def _deliveries(self) -> Deliveries:
         """What has been looked at, and then the rest. Closes the stream at the end."""

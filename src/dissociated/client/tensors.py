@@ -52,5 +52,5 @@ def open_tensors(
 
 
 def read_tensors(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> TensorReader:
-    """`open_tensors`, within the limits of `request`."""
+    """The tensors `ticket` at `uri`, within the limits of `request`. Raises as `open_tensors` does."""
     return TensorReader(request_stream(parse_uris(uri), ticket, request).tensors())

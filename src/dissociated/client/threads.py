@@ -15,9 +15,10 @@ _EXIT_TIMEOUT = 5.0  # seconds that threads may take to end with the interpreter
 
 
 class Stoppable(Protocol):
-    """Who has a thread, and can make it return."""
+    """What has a thread, and can make it return."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Make the thread return, from another thread."""
 
 
 class StreamThread(threading.Thread):
@@ -33,6 +34,7 @@ class StreamThread(threading.Thread):
         end_at_exit()
 
     def stop(self) -> None:
+        """Have the owner stop it, if the owner is still there."""
         owner = self._owner()
         if owner is not None:
             owner.stop()
@@ -40,6 +42,7 @@ class StreamThread(threading.Thread):
 
 @once
 def end_at_exit() -> None:
+    """Stop every StreamThread before the interpreter goes, and wait for them for a few seconds."""
     atexit.register(_stop_threads)
 
 

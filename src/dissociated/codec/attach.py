@@ -14,7 +14,7 @@ from dissociated.protocol.delivery import Delivery
 
 
 class LeaseManager(Protocol):
-    """What becomes of the addresses that were delivered. Each comes through one of these, once."""
+    """What becomes of the addresses that were delivered. Each goes through one of these two methods, once."""
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
         """The same memory as a buffer, at whose end `addresses` go back."""
@@ -26,10 +26,11 @@ class LeaseManager(Protocol):
 def attach(
     delivery: Delivery, address_space: AddressSpace, leases: LeaseManager, allocate: Callable[[int], pa.Buffer]
 ) -> tuple[bytes, Buffer | None]:
-    """Flatbuffer and body of a message. A body by address is its region, or what reaches over all that it lies in, and
-    the flatbuffer says where in it.
+    """The flatbuffer and the body of a message, as libarrow reads them.
 
-    `allocate` gives memory for a body whose buffers lie where libarrow cannot read them: they are copied.
+    Of a body by address, the body is the whole region, or all memory from the first of its regions to the last, and the
+    flatbuffer says where in it the buffers lie. `allocate` gives memory for a body whose buffers are not aligned as
+    libarrow needs them: they are copied.
     Raises RemoteProtocolError where an address leaves the regions of `address_space`.
     """
     _, header, parsed, body, placed = delivery

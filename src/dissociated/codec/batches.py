@@ -26,7 +26,7 @@ _ALIGNMENT = 8  # which libarrow asks of buffers in a body
 
 
 class RaisingAgain(Generic[T]):
-    """What `items` give; what they raised once is raised again. A generator would end then, as if that were all."""
+    """Iterates over `items`, and raises again what they raised once: a generator would end, as if that were all."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -49,13 +49,13 @@ class RaisingAgain(Generic[T]):
             raise
 
     def close(self) -> None:
-        """Have no more of them."""
+        """Take no more items, and close a generator."""
         if isinstance(self._items, Generator):
             self._items.close()
 
 
 class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
-    """Reads what `pairs` give, all of this `schema`. What they raise comes out of it."""
+    """Reads batches of one `schema` and their metadata from `pairs`. Whatever these raise comes out of it."""
 
     def __init__(self, schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> None:
         self._schema = schema
@@ -64,6 +64,7 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
 
     @property
     def schema(self) -> pa.Schema:
+        """The schema of all batches."""
         return self._schema
 
     def __iter__(self) -> Self:
@@ -71,12 +72,15 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
         return self
 
     def read_next_batch(self) -> pa.RecordBatch:
+        """The next batch. Raises StopIteration at the end."""
         return self._next()[0]
 
     def read_next_batch_with_custom_metadata(self) -> pa.lib.RecordBatchWithMetadata:
+        """The next batch and its metadata. Raises StopIteration at the end."""
         return pa.lib.RecordBatchWithMetadata(*self._next())
 
     def read_all(self) -> pa.Table:
+        """All batches that are left, as one table."""
         self._begin()
         table = pa.Table.from_batches((batch for batch, _ in self._pairs), self._schema)
         self._ended = True
@@ -90,6 +94,7 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
             raise
 
     def close(self) -> None:
+        """Read no more."""
         super().close()
         self._pairs.close()
 

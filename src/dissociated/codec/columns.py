@@ -14,10 +14,11 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
 
 
-class Rows(Protocol):
-    """What tells which rows of a batch are wanted."""
+class RowMask(Protocol):
+    """What tells which rows of a batch are wanted, as `RowFilter` does."""
 
-    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray: ...
+    def mask(self, batch: pa.RecordBatch) -> pa.BooleanArray:
+        """True for the rows that are wanted; false or null for the others."""
 
 
 def select_fields(schema: pa.Schema, indices: Sequence[int]) -> pa.Schema:
@@ -62,15 +63,15 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
 
 def filter_batches(
     reader: pa.RecordBatchReader,
-    rows: Rows | None,
+    rows: RowMask | None,
     columns: Sequence[int],
     limit: int | None = None,
-    alive: float = float("inf"),
+    keepalive: float = float("inf"),
 ) -> pa.RecordBatchReader:
-    """Of the rows that pass, the first, up to `limit`; of their columns those at these positions of the reader.
+    """The rows that pass, at most `limit` of them, with the columns at these positions of the reader.
 
-    No batch is read after the last of them, and batches without any are left out, unless nothing has come for as many
-    seconds as `alive`.
+    No batch is read after the last such row. Batches without such rows are left out, but for one after every
+    `keepalive` seconds in which nothing else came: so whoever waits knows that the source lives.
     """
     schema = select_fields(reader.schema, columns)
 
@@ -86,7 +87,7 @@ def filter_batches(
             batch = batch[:left]
             if left is not None:
                 left -= batch.num_rows
-            if batch.num_rows or time.monotonic() - last > alive:
+            if batch.num_rows or time.monotonic() - last > keepalive:
                 yield batch, metadata
                 last = time.monotonic()
 
@@ -105,8 +106,8 @@ def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
 
 
 def values_size(rows: pa.RecordBatch | pa.Table) -> int:
-    """Bytes of these rows, which are valid; of unions, those of all rows that lie with them."""
-    # What `nbytes` of pyarrow counts exactly: but it crashes on a union without rows.
+    """Bytes of these rows, which are valid. With unions among them, those of the whole buffers that they lie in."""
+    # Without unions `nbytes` of pyarrow is exact; on a union without rows it crashes.
     has_union = any(_has_union(field.type) for field in rows.schema)
     return int(rows.get_total_buffer_size() if has_union else rows.nbytes)
 

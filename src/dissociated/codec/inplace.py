@@ -69,8 +69,8 @@ class _ChainedFile(Readable):
 class InPlace:
     """Follows a stream from its schema on, for as long as all of it lies in place.
 
-    A DeliveryVisitor: its methods say whether a delivery lies where it would in an IPC stream. After one that does not,
-    it must be shown no more.
+    It is a DeliveryVisitor: its methods return whether a delivery lies where it would in an IPC stream. After the first
+    one that does not, it must be shown no more.
     """
 
     def __init__(self, schema: bytes, address_space: AddressSpace) -> None:
@@ -92,6 +92,7 @@ class InPlace:
         return reader
 
     def message(self, delivery: Delivery) -> bool:
+        """Whether this message lies in place."""
         if not delivery.parsed.has_body or delivery.body:
             return False
         leased = delivery.leased
@@ -117,9 +118,11 @@ class InPlace:
         return part.end <= part.region.size
 
     def packed(self, batches: PackedBatches) -> bool:
+        """Never: these bodies were sent."""
         return False
 
     def shared(self, batches: SharedBatches) -> bool:
+        """Whether all of these batches lie in place."""
         part = self._stream_at(int(batches.leased[0]))
         if part is None:
             return False

@@ -48,6 +48,7 @@ class StreamFile(Readable, ABC):
         self._failed: tuple[type[DissociatedError], str] | None = None
 
     def read(self, size: int = -1) -> Buffer:
+        """The next bytes of the stream: at most `size`, all in one buffer. Raises what `_next` raises."""
         if not size:
             return b""
         pieces = self._pieces
@@ -67,7 +68,7 @@ class StreamFile(Readable, ABC):
         """The next message; None where the next call may have it. Raises StopIteration at the end."""
 
     def _refill(self) -> None:
-        """Have the pieces of the next message, if `_next` has it, or of the end of the stream."""
+        """Put the next message into `_pieces`, if `_next` has it, or the end of the stream."""
         if self._failed is not None:  # what looks like an end now would be taken for one
             kind, reason = self._failed
             raise kind(reason)
@@ -111,6 +112,7 @@ class StreamFile(Readable, ABC):
             )
 
     def close(self) -> None:
+        """Read no more, and close the source."""
         super().close()
         self._source.close()
 

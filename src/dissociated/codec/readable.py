@@ -9,13 +9,17 @@ class Readable:
     closed = False
 
     def close(self) -> None:
+        """Be read no more."""
         self.closed = True
 
     def readable(self) -> bool:
+        """Always."""
         return True
 
     def writable(self) -> bool:
+        """Never."""
         return False
 
     def seekable(self) -> bool:
+        """Whether libarrow may move the position: not unless a subclass says so."""
         return False

@@ -26,7 +26,7 @@ _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOErr
 
 @contextmanager
 def arrow_errors(error_type: type[DissociatedError]) -> Iterator[None]:
-    """Turn what libarrow raises about content into `error_type`, what memory does not suffice for included."""
+    """Turn what libarrow raises about content into `error_type`, also where there is not enough memory for it."""
     try:
         yield
     except _CONTENT_ERRORS as error:
@@ -49,19 +49,19 @@ def _translated(error: Exception, error_type: type[DissociatedError]) -> Excepti
 
 
 def read_schema(header: bytes, error_type: type[DissociatedError]) -> pa.Schema:
-    """The schema of this flatbuffer."""
+    """The schema of this flatbuffer. Raises an error of `error_type` where libarrow cannot read it."""
     with arrow_errors(error_type):
         return check_field_names(pa.ipc.read_schema(pa.py_buffer(encapsulate(header))))
 
 
 def check_field_names(schema: pa.Schema) -> pa.Schema:
-    """The schema. Raises UnicodeDecodeError now where a column has a name that pyarrow cannot tell later."""
+    """The schema itself. Raises UnicodeDecodeError where the name of a column is no UTF-8, before it is asked for."""
     assert schema.names is not None
     return schema
 
 
 class ReadOnce:
-    """What readers remember: whether they were read to their end. Then nothing is left, which is no answer."""
+    """Remembers whether a reader was read to its end. Reading it again would give nothing, and raises StoreError."""
 
     _ended = False
 
@@ -77,7 +77,8 @@ class ReadOnce:
 class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints
     """Reads an IPC stream from whatever pyarrow reads from. `stats` says how much so far.
 
-    Raises FormatError where the content is invalid, or nests deeper than `options` allow.
+    Raises FormatError where the content is invalid, or nests deeper than `options` allow, and StoreError where it was
+    read to its end before.
     """
 
     error_type: ClassVar[type[DissociatedError]] = FormatError
@@ -93,6 +94,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
         return self
 
     def read_next_batch(self) -> pa.RecordBatch:
+        """The next batch. Raises StopIteration at the end."""
         try:
             return super().read_next_batch()
         except StopIteration:
@@ -102,6 +104,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
             raise _translated(error, self.error_type) from None
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
+        """The next batch, and the metadata that its message carries. Raises StopIteration at the end."""
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
@@ -112,6 +115,7 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
             raise _translated(error, self.error_type) from None
 
     def read_all(self) -> pa.Table:
+        """All batches that are left, as one table."""
         self._begin()
         try:
             table: pa.Table = super().read_all()

@@ -43,18 +43,18 @@ def join_deliveries(
 
 
 class _BatchRun:
-    """Record batches that arrived together: each can be had as a message, or by libarrow."""
+    """Record batches that arrived together. They are taken one by one as messages, or by a reader of libarrow's."""
 
     def __init__(self, batches: PackedBatches, schema: bytes, options: ReadOptions) -> None:
         self.remaining = len(batches.headers)
         self._batches = batches
-        #: libarrow's of those that are left, if it has them in one buffer. Who takes one counts down `remaining`.
+        #: A reader of those that are left, if they were copied into one buffer. Who reads one counts down `remaining`.
         self.reader: StreamReader | None = None
         if self.remaining >= _MIN_BATCH_RUN and _may_copy(batches, schema):
             self.reader = PeerReader(_to_ipc_stream(batches, schema, options.memory_pool), options)
 
     def messages(self) -> Iterator[EncodedMessage]:
-        """Those that are left, as they came. From the first on they can be had no other way."""
+        """Those that are left, as they came. Once the first is taken, `reader` is None."""
         self.reader = None
         for delivery in islice(self._batches.expand(), len(self._batches.headers) - self.remaining, None):
             self.remaining -= 1
@@ -120,13 +120,16 @@ class _DeliveryFile(StreamFile):
         return message
 
     def message(self, delivery: Delivery) -> None:
+        """Go on with this message."""
         self._messages = map(self._attach, delivery.expand())  # which keeps no body once it is taken
 
     def packed(self, batches: PackedBatches) -> None:
+        """Go on with this run."""
         self._run = _BatchRun(batches, self._schema, self._options)
         self._messages = self._run.messages()
 
     def shared(self, batches: SharedBatches) -> None:
+        """Go on with these batches, one by one."""
         self._messages = map(self._attach, batches.expand())
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from dissociated.oserrors import store_errors
 class Sink(ABC):
     """Takes bytes until it is closed or aborted. Every method raises StoreError where the medium fails."""
 
-    #: where the first byte will lie
+    #: Where the first byte will lie, in bytes from the beginning of the medium.
     position = 0
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Sink(ABC):
 
 
 class DescriptorSink(Sink):
-    """A descriptor, which it owns and closes. `what` tells an error what was being written."""
+    """A descriptor, which it owns and closes. `what` says in errors what was being written."""
 
     def __init__(self, descriptor: int, what: str) -> None:
         self._file = os.fdopen(descriptor, "wb", buffering=0)
@@ -43,14 +43,16 @@ class DescriptorSink(Sink):
 
     @property
     def descriptor(self) -> int:
-        """What it writes to, still its own."""
+        """The descriptor that it writes to. It stays this object's."""
         return self._file.fileno()
 
     def write(self, parts: Sequence[Buffer]) -> None:
+        """Write all of `parts`."""
         with store_errors(self.what):
             write_parts(self.descriptor, parts)
 
     def close(self) -> None:
+        """Close the descriptor."""
         with store_errors(self.what):
             self._file.close()
 
@@ -69,6 +71,7 @@ class FileSink(Sink):
             self.position = file.tell()
 
     def write(self, parts: Sequence[Buffer]) -> None:
+        """Write all of `parts`. Raises StoreError also for a file that does not block and takes no more."""
         with store_errors("writing to a file object"):
             for part in parts:
                 left = memoryview(part).cast("B")
@@ -81,10 +84,12 @@ class FileSink(Sink):
                     left = left[count:]
 
     def close(self) -> None:
+        """Flush the file."""
         with store_errors("writing to a file object"), suppress(AttributeError):
             self._file.flush()
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """What was written stays."""
 
 
 def open_sink(where: Any) -> Sink:

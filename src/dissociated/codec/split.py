@@ -27,8 +27,8 @@ BatchAndMetadata: TypeAlias = "tuple[pa.RecordBatch, pa.KeyValueMetadata | None]
 
 
 _SMALL_BODY = 1 << 14  # bytes of a body
-#: Small batches are written to memory of so many bytes, while so many of them are left.
-_BLOCK, _MARGIN = 1 << 20, 1 << 16
+#: Small batches are written to memory of so many bytes. It is begun anew when fewer than the margin are left.
+_BLOCK_SIZE, _BLOCK_MARGIN = 1 << 20, 1 << 16
 
 
 class SplitMessage(NamedTuple):
@@ -39,7 +39,7 @@ class SplitMessage(NamedTuple):
     body: list[Buffer] | None
 
 
-class _Sink:
+class _MessageSink:
     """The file that libarrow writes to. Takes the stream apart again by the lengths that it announces."""
 
     closed = False
@@ -124,7 +124,7 @@ class Splitter:
         ipc_options = self.options.to_pyarrow()
         # libarrow writes the schema together with the first batch. A receiver should not have to wait for that:
         # a writer of its own, closed at once, gives the very same message now.
-        eager = _Sink()
+        eager = _MessageSink()
         try:
             pa.ipc.new_stream(pa.PythonFile(eager, mode="w"), schema, options=ipc_options).close()
             self._sink, self._writer = self._open(ipc_options)
@@ -133,8 +133,8 @@ class Splitter:
         self._schema_message = eager.take()[0]
         self._schema_written = False
 
-    def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
-        sink = _Sink()
+    def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_MessageSink, Any]:
+        sink = _MessageSink()
         return sink, pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema, options=ipc_options)
 
     @property
@@ -170,21 +170,20 @@ class Splitter:
 
 
 class _StreamSplitter(Splitter):
-    """The same, a batch that follows a small one being encoded in one piece: to copy it is less than to take it apart.
+    """A Splitter that encodes a batch in one piece where it follows a small one: copying costs less than taking apart.
 
-    Such batches pass the writer by, which matters only to its statistics: one of their own writes them to memory that
-    is used again and again.
+    A writer of their own writes such batches, to memory that is used again and again. So `stats` does not count them.
     """
 
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         super().__init__(schema, options)
         self._begin = len(encapsulate(self._schema_message.header))  # of the first batch in that memory
         plain = self.options == WriteOptions() and not any(map(_has_dictionary, schema.types))
-        self._plain = plain and self._begin <= _MARGIN
+        self._plain = plain and self._begin <= _BLOCK_MARGIN
         self._small = -1  # rows of a batch that is taken for a small one
         self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # with what stands before it
         self._memory: pa.Buffer | None = None
-        self._at = _BLOCK  # where the next batch goes
+        self._at = _BLOCK_SIZE  # where the next batch goes
 
     def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
         if metadata is None and batch.num_rows <= self._small and batch.schema.equals(self.schema):
@@ -197,12 +196,12 @@ class _StreamSplitter(Splitter):
         return messages
 
     def _encoded(self, batch: pa.RecordBatch) -> SplitMessage:
-        if self._at > _BLOCK - _MARGIN:
+        if self._at > _BLOCK_SIZE - _BLOCK_MARGIN:
             self._restart()
         try:
             self._block.write_batch(batch)
         except (pa.ArrowException, OSError):  # libarrow's IOError arrives as an OSError
-            self._at = _BLOCK
+            self._at = _BLOCK_SIZE
             return super().split(batch)[-1]  # it is no small one, or this says what is wrong with it
         head, header, parsed = self._last
         end = self._at + len(head) + parsed.body_length
@@ -220,7 +219,7 @@ class _StreamSplitter(Splitter):
 
     def _restart(self) -> None:
         if self._memory is None:
-            self._memory = pa.allocate_buffer(_BLOCK)
+            self._memory = pa.allocate_buffer(_BLOCK_SIZE)
             self._view = memoryview(self._memory).cast("B")
         self._block = pa.ipc.new_stream(pa.FixedSizeBufferWriter(self._memory), self.schema)
         self._at = self._begin
@@ -243,8 +242,8 @@ class FileSplitter(Splitter):
         self._metadata = metadata
         super().__init__(schema, options)
 
-    def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_Sink, Any]:
-        sink = _Sink(magic=len(encode_magic()))
+    def _open(self, ipc_options: pa.ipc.IpcWriteOptions) -> tuple[_MessageSink, Any]:
+        sink = _MessageSink(magic=len(encode_magic()))
         file = pa.PythonFile(sink, mode="w")
         return sink, pa.ipc.new_file(file, self.schema, options=ipc_options, metadata=self._metadata)
 
@@ -263,10 +262,10 @@ class FileSplitter(Splitter):
 class Validator:
     """Tells the record batches of a schema that libarrow can write from those on which it would abort, or worse.
 
-    `check` raises SourceError for a batch whose lengths and offsets contradict each other. Where `full` says so, all
-    offsets and indices are looked at, which takes as long as reading them. So they are, too, for a slice of a column
-    that has children: libarrow cuts these where offsets say, at which nothing less looks. What is merely no good value
-    of its type, as text that is no UTF-8, harms nobody on the way and is left to who uses it.
+    `check` looks at lengths and offsets. Where `full` says so, it looks at all offsets and indices, which takes as long
+    as reading them. It also does so for a slice of a column that has children: libarrow cuts these where offsets say,
+    and nothing less looks at those. A value that is merely not valid for its type, as text that is no UTF-8, harms
+    nobody on the way: whoever uses it must check it.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -274,6 +273,7 @@ class Validator:
         self._layouts = Layouts(schema)
 
     def check(self, batch: pa.RecordBatch, full: bool = False) -> None:
+        """Raise SourceError where the batch is not valid: see the class."""
         if self._nested and not full:
             column_count = batch.num_columns  # others than there should be, perhaps: then libarrow says so
             full = any(batch.column(index).offset for index in self._nested if index < column_count)
@@ -286,7 +286,7 @@ class Validator:
             raise SourceError(f"a record batch is not valid: {error}") from None
 
     def check_values(self, batch: pa.RecordBatch) -> None:
-        """Raise SourceError for a value that is none of its type, too: written in another format it would change."""
+        """Raise SourceError also for a value that is not valid for its type: in another format it would change."""
         try:
             batch.validate(full=True)
         except pa.ArrowException as error:

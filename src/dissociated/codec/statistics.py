@@ -89,7 +89,7 @@ class Statistics:
 _BOUND_NAMES = ("null_count", "min", "max")
 
 
-class Collector:
+class StatisticsCollector:
     """Looks at record batches of one schema as they are written; at these of their columns, or at all."""
 
     def __init__(self, schema: pa.Schema, columns: Sequence[int] | None = None) -> None:

@@ -1,9 +1,5 @@
 """Tensors, dense and sparse, from and to Arrow IPC messages ("Tensor Message Format", "SparseTensor Message Format").
 
-A standalone message begins at a multiple of 64 bytes, and so do its body and each buffer in it:
-
-    zeros up to a multiple of 64, marker, length of the metadata, flatbuffer, zeros up to a multiple of 64, body
-
 libarrow offers Python no way to the messages of sparse tensors, copies dense ones on their way to a sink, and reads
 them from the start of their body whatever their offset. So flatbuffers are read and written here, and pyarrow's
 tensors are made around the bytes where they lie.
@@ -37,6 +33,7 @@ from dissociated.format.tensor import (
 
 #: pa.Tensor, or one of pyarrow's four sparse ones. pyarrow has no type hints.
 Tensor: TypeAlias = Any
+#: A NumPy array.
 Array: TypeAlias = Any
 
 TENSOR_FORMATS = {
@@ -47,27 +44,21 @@ TENSOR_FORMATS = {
     pa.SparseCSFTensor: TensorFormat.CSF,
 }
 
-_READ_SIZE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
 _PREFIX_SIZE = 8  # bytes before the flatbuffer
 _METADATA_VERSION = {pa.ipc.MetadataVersion.V4: 3, pa.ipc.MetadataVersion.V5: 4}  # MetadataVersion of Schema.fbs
 _MAX_EXPANDED = 1 << 28  # bytes
 _MAX_ORDERED = 8  # dimensions whose orders are tried: there are 8! = 40,320
 
 
-# Standalone messages
-
-
 @contextmanager
-def _damaged() -> Iterator[None]:
+def tensor_errors() -> Iterator[None]:
+    """Turn what is raised for a message that holds no tensor into FormatError."""
     try:
         yield
     except RemoteProtocolError:  # whose words are about a peer
         raise FormatError("no Arrow IPC message, or a damaged one") from None
     except pa.ArrowException as error:
         raise FormatError(f"libarrow does not take this tensor: {error}") from None
-
-
-# Messages and tensors
 
 
 def split_tensor(tensor: Tensor, options: WriteOptions | None = None) -> SplitMessage:
@@ -119,7 +110,7 @@ def join_tensor(header: bytes, buffers: Sequence[Buffer]) -> Tensor:
     """
     found = parse_tensor(header)
     names = found.names if any(found.names) else None
-    with _damaged():
+    with tensor_errors():
         if found.format is TensorFormat.DENSE:
             return pa.Tensor.from_numpy(_array(buffers[0], found.type, found.shape, found.strides), names)
         *index, data = buffers

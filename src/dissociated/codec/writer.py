@@ -60,14 +60,17 @@ class RecordBatchWriter(ABC):
         )
 
     def write_batch(self, batch: pa.RecordBatch, custom_metadata: Metadata | None = None) -> None:
-        """Write a batch, and before it the dictionaries that it needs."""
+        """Write a batch, and before it the dictionaries that it needs. Raises FormatError and SourceError."""
         self._check_open()
         if not isinstance(batch, pa.RecordBatch):
             raise FormatError(f"a {type(batch).__name__} is no record batch")
         self._emit(self._splitter.split(batch, custom_metadata))
 
     def write_table(self, table: pa.Table, max_chunksize: int | None = None) -> None:
-        """Write a table in batches: its chunks, those of more than `max_chunksize` rows in pieces."""
+        """Write a table in batches: its chunks, those of more than `max_chunksize` rows in pieces.
+
+        Raises FormatError and SourceError, and OptionError for a `max_chunksize` that is no number of rows.
+        """
         self._check_open()
         if not isinstance(table, pa.Table):
             raise FormatError(f"a {type(table).__name__} is no table")
@@ -77,14 +80,14 @@ class RecordBatchWriter(ABC):
             self.write_batch(batch)
 
     def write(self, table_or_batch: pa.Table | pa.RecordBatch) -> None:
-        """Write a table or a batch."""
+        """Write a table or a batch. Raises as `write_table` and `write_batch` do."""
         if isinstance(table_or_batch, pa.Table):
             self.write_table(table_or_batch)
         else:
             self.write_batch(table_or_batch)
 
     def close(self) -> None:
-        """Write the end. Does nothing after the first time, nor after `abort`."""
+        """Write the end. Does nothing after the first time, nor after `abort`. Raises StoreError."""
         if self._open:
             try:
                 self._end()
@@ -212,6 +215,7 @@ class FileWriter(EncapsulatedWriter):
         super().__init__(opened, self._file, opened.position, encode_magic(opened.position))
 
     def write_table(self, table: pa.Table, max_chunksize: int | None = None) -> None:
+        """Write a table: see `RecordBatchWriter.write_table`. Raises FormatError if dictionaries cannot be unified."""
         options = self._file.options
         if options.unify_dictionaries and isinstance(table, pa.Table):
             try:

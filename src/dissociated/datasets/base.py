@@ -43,15 +43,17 @@ def check_name(name: object) -> None:
 
 
 class Dataset(ABC):
-    """A stream under a name. `rows` and `nbytes` (of the bodies) are None where they are not known."""
+    """A stream under a name."""
 
+    #: How many rows it has; None where that is not known.
     rows: int | None = None
+    #: Bytes of its bodies; None where they are not known.
     nbytes: int | None = None
     #: Whether one server can give metadata of it over one connection, and bodies over another.
     splits_streams = True
-    #: Whether its source is opened anew for each reading, which may then have other batches, or none.
-    reopened = False
-    #: Whether rows of it can be chosen for one client.
+    #: Whether every reading gives the same batches. Else its source is opened anew, and may give others, or none.
+    repeatable = True
+    #: Whether one client can be sent some of its rows alone.
     filterable = True
 
     def __init__(self, name: str, schema: pa.Schema) -> None:
@@ -63,32 +65,35 @@ class Dataset(ABC):
         self.ticket: bytes = secrets.token_bytes(16)
 
     def open(self) -> Dataset:
-        """What is sent, which stays as it is for as long as you hold it. Raises SourceError and DatasetNotFound."""
+        """The dataset to send: it stays as it is for as long as you hold it. Raises SourceError and DatasetNotFound."""
         return self
 
     def open_exposed(self) -> Dataset:
-        """The same, where clients fetch from its memory: that stays where it is until this is dropped."""
+        """See `open`; for clients that fetch from its memory, which stays where it is until this is dropped."""
         return self.open()
 
     @abstractmethod
     def accept(self, visitor: SendVisitor[S]) -> S:
-        """What the method of `visitor` for this kind of dataset returns."""
+        """Call the method of `visitor` for this kind of dataset. Returns what that does."""
 
     @property
     def device_segment(self) -> DeviceSegment | None:
-        """The memory of a device that it lies in, if it lies on one."""
+        """The memory that it lies in on a device; None where it does not lie on one."""
         return None
 
     def regions(self) -> Sequence[Region]:
-        """The memory that its bodies lie in, as far as that stays where it is."""
+        """The regions that its bodies lie in, if these stay where they are. Raises StoreError."""
         return ()
 
     def appendable(self) -> Sequence[Segment]:
-        """The segments that more of it may follow. Raises SourceError where it was not written in segments."""
+        """Its segments, for others to be appended. Raises SourceError where it was not written in segments."""
         raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
 
     def prepare_sharing(self, wait: bool) -> None:  # noqa: B027  # only what lies elsewhere is copied
-        """Copy to shared memory what clients will map, in the background; or, to `wait`, now. Raises what that does."""
+        """Copy to shared memory what clients will map: in the background, or with `wait` before this returns.
+
+        With `wait` it raises StoreError and SourceError.
+        """
 
     @property
     def packed_size(self) -> int | None:
@@ -121,11 +126,11 @@ class Dataset(ABC):
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
 
-    def reopen(self) -> None:  # noqa: B027  # only what is opened when it is read can lie elsewhere
-        """It lies elsewhere now: whoever reads it goes on, and the next opens it there."""
+    def on_moved(self) -> None:  # noqa: B027  # only what is opened when it is read can lie elsewhere
+        """Its segments lie elsewhere now. Whoever reads them goes on; the next reading opens them there."""
 
     def drop(self) -> None:  # noqa: B027  # only what runs by itself has something to end
-        """It is not published any more. Streams of it go on, but for one that is live."""
+        """It is not published any more. Streams of it go on, unless it is read once for all clients: that one ends."""
 
     def close(self) -> None:
         """The server is closing."""
@@ -135,30 +140,33 @@ class Dataset(ABC):
         """Wait, once it is closed, for up to `timeout` seconds until nothing of it runs any more."""
 
     def select(self, selection: Selection) -> Dataset:
-        """The same with these columns and batches alone. Raises ColumnNotFound and OptionError."""
+        """A dataset of these columns and batches alone. Raises ColumnNotFound and OptionError."""
         indices = selection.indices(self.schema.names)
-        chosen = self._select_all(indices)
-        return chosen if selection.batches is None else chosen._slice(*selection.batches)
+        chosen = self.select_positions(indices)
+        return chosen if selection.batches is None else chosen.slice_batches(*selection.batches)
 
-    def _select_all(self, indices: Sequence[int]) -> Dataset:
-        """The same with the columns at these positions, which may be all."""
+    def select_positions(self, indices: Sequence[int]) -> Dataset:
+        """A dataset of the columns at these positions, which ascend; this one if they are all."""
         return self if len(indices) == len(self.schema) else self._select(tuple(indices))
 
     def passing_batches(self, filter_: FilterNode, columns: Sequence[int]) -> Sequence[bool] | None:
-        """Of each batch whether a row may pass a filter, which numbers the columns at these positions.
+        """For each batch, whether one of its rows may pass a filter; None where nothing is known of any.
 
-        None where nothing is known.
+        The filter numbers the columns that are at these positions here.
         """
         return None
 
     def pick_batches(self, numbers: Sequence[int]) -> Dataset:
-        """The same with the batches of these numbers alone, which ascend and of which something is known."""
+        """A dataset of the batches of these numbers alone, which ascend. Raises OptionError where none have numbers."""
         raise OptionError(f"the batches of {self.name!r} cannot be picked")
 
     @abstractmethod
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        """The same with the columns at these positions, which are there and ascend."""
+        """A dataset of the columns at these positions, which are there, ascend, and are not all."""
 
-    def _slice(self, first: int, stop: int) -> Dataset:
-        """The same with the record batches from number `first` up to `stop`, as far as they are there."""
+    def slice_batches(self, first: int, stop: int) -> Dataset:
+        """A dataset of the record batches from number `first` up to `stop`, as far as they are there.
+
+        Raises OptionError for a stream that is read once for all clients.
+        """
         raise OptionError(f"the batches of {self.name!r} have no numbers: it is read once for all")

@@ -36,7 +36,7 @@ from dissociated.memory.remote import fetch_ranges
 class DeviceDataset(StreamedDataset):
     """Messages that stay, whose bodies lie in one segment on a device. None lies there where it holds no bytes."""
 
-    reopened = False
+    repeatable = True
 
     def __init__(
         self, name: str, schema: pa.Schema, segment: DeviceSegment | None, messages: Sequence[StaticMessage]
@@ -103,7 +103,7 @@ class DeviceDataset(StreamedDataset):
             raise SourceError(f"{self.name!r} holds what no columns can be chosen of: {error}") from None
         return DeviceDataset(self.name, select_fields(self.schema, indices), self.segment, chosen)
 
-    def _slice(self, first: int, stop: int) -> Dataset:
+    def slice_batches(self, first: int, stop: int) -> Dataset:
         chosen, number = [], 0
         for message in self.placed:
             is_batch = message.parsed.type is HeaderType.RECORD_BATCH

@@ -48,14 +48,14 @@ class Consumer:
         self._fanout = fanout
         self.wake = wake
         self.on_cut_off = on_cut_off
-        self.waiting: deque[LiveMessage] = deque()
+        self.waiting: deque[LiveMessage] = deque()  # what it has not taken yet
         self.queued = 0  # bytes that these take outside of shared memory
         self.idle = False  # whether it found nothing to take
-        self.held: set[int] = set()  # what it was given, waiting or sent
+        self.held: set[int] = set()  # the addresses that it was given, waiting or sent
         self.stopped = False  # whether it wants nothing more
-        self.cut_off = False  # so that what it holds does not count
-        self.reason: str | None = None  # why there will be no more
-        self.ended = False  # nothing more comes
+        self.cut_off = False  # whether it gets nothing more, and what it holds does not count
+        self.reason: str | None = None  # why there will be no more, if that is an error
+        self.ended = False  # whether all there is was given to it, to the regular end
         self.last_progress = time.monotonic()  # when it last took or freed something
 
     @property
@@ -72,9 +72,9 @@ class Consumer:
             self.wake()
 
     def take(self, count: int = 1, nbytes: int = 0) -> list[LiveMessage]:
-        """The next messages, until these are `count`, or have bodies of `nbytes` together.
+        """The next messages, up to `count` of them, and up to `nbytes` bytes of bodies where there are several.
 
-        None where there are none now. Raises SourceError: why there will be no more.
+        Empty where there are none now. Raises SourceError, which says why, where there will be no more.
         """
         taken: list[LiveMessage] = []
         waiting = self.waiting
@@ -94,7 +94,7 @@ class Consumer:
         return taken
 
     def free(self, addresses: Collection[int]) -> None:
-        """It does not need these any more."""
+        """It does not need these addresses any more."""
         if addresses:
             with self._fanout.changed:
                 self.last_progress = time.monotonic()
@@ -112,7 +112,7 @@ class Consumer:
             self._fanout.detach(self)
 
     def leave(self, disconnected: bool = True) -> None:
-        """Its connection is over. What it holds is given back if it is `disconnected`, and else not used again."""
+        """Its connection is over. If it is `disconnected`, what it holds is given back; else that is not used again."""
         with self._fanout.changed:
             if not disconnected:
                 self._fanout.detach(self)
@@ -282,7 +282,7 @@ class Fanout:
             return True
 
     def _follows(self, message: SplitMessage) -> bool:
-        """Put it to what consumers were given last, if that is alike and they have it, and there is room for it."""
+        """Append the message to what consumers were given last, if it is alike, not taken yet, and there is room."""
         last = self._last
         if last is None:
             return False

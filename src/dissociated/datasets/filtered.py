@@ -17,7 +17,7 @@ from dissociated.protocol.request import REFUSED, RowSelection, Selection
 if TYPE_CHECKING:
     from dissociated.codec.filter import RowFilter
 
-_ALIVE_INTERVAL = 2.0  # seconds after which a client is sent a batch without rows: others do not pass for so long
+_KEEPALIVE_INTERVAL = 2.0  # seconds after which a client is sent a batch without rows: others do not pass for so long
 
 
 class FilterRefused(SourceError):
@@ -28,7 +28,7 @@ class FilterRefused(SourceError):
 
 
 def select(whole: Dataset, selection: Selection | None) -> Dataset:
-    """What is wanted of a dataset. Raises what `Dataset.select` raises, and FilterRefused."""
+    """The part of a dataset that a request selects. Raises what `Dataset.select` raises, and FilterRefused."""
     if selection is None or selection.rows is None:
         return whole if selection is None else whole.select(selection)
     if not whole.filterable:
@@ -46,7 +46,7 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
         raise FilterRefused(str(error)) from None
     needed = sorted({*wanted, *filter_columns}) if selection.rows.exact else wanted
     chosen = _batches(
-        whole._select_all(needed), whole.passing_batches(received.tree, filter_columns), selection.batches
+        whole.select_positions(needed), whole.passing_batches(received.tree, filter_columns), selection.batches
     )
     if not selection.rows.exact:
         return chosen
@@ -55,9 +55,9 @@ def select(whole: Dataset, selection: Selection | None) -> Dataset:
 
 
 def _batches(chosen: Dataset, passing: Sequence[bool] | None, wanted: tuple[int, int] | None) -> Dataset:
-    """Those of the `wanted` batches of which a row may pass."""
+    """A dataset of those of the `wanted` batches that may have rows that pass."""
     if passing is None:
-        return chosen if wanted is None else chosen._slice(*wanted)
+        return chosen if wanted is None else chosen.slice_batches(*wanted)
     first, stop = (0, len(passing)) if wanted is None else wanted
     numbers = [number for number in range(first, min(stop, len(passing))) if passing[number]]
     return chosen if len(numbers) == len(passing) else chosen.pick_batches(numbers)
@@ -76,7 +76,7 @@ class FilteredDataset(StreamedDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         reader = self._source.open_reader()
-        return filter_batches(reader, self._rows, self._columns, self._limit, alive=_ALIVE_INTERVAL)
+        return filter_batches(reader, self._rows, self._columns, self._limit, keepalive=_KEEPALIVE_INTERVAL)
 
     def messages(self) -> Iterator[SplitMessage]:
         return split(self.open_reader(), self.options)

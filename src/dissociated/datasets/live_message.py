@@ -14,7 +14,7 @@ from dissociated.memory.live import LiveRegion
 SMALL_BODY = 1 << 14
 #: Bytes that keeping a message takes beside its own.
 QUEUED_OVERHEAD = 256
-#: So many messages go together at most, and so many bytes where there is more than one.
+#: How many messages are sent together at most, and how many bytes where there is more than one.
 MAX_SEND_MESSAGES = 1 << 13
 MAX_SEND_BYTES = 1 << 20
 #: Messages that are alike but for their bodies wait together if they have at most so many bytes.
@@ -22,17 +22,19 @@ _MAX_ALIKE = 1 << 11
 
 
 class LiveMessage(NamedTuple):
-    """A message for consumers: its body in parts, and the extents of its buffers in `region`, if it lies there.
-
-    Of a small one, `repeats` are the bodies of those that follow it and are alike but for that.
-    """
+    """A message for consumers, or several small ones that differ in their bodies alone."""
 
     header: bytes
     parsed: Header
+    #: In parts; None for a message without one.
     body: Sequence[Buffer] | None
-    queued: int = 0  # bytes that each takes, outside of shared memory, while it waits
+    #: Bytes that each message takes outside of shared memory while it waits.
+    queued: int = 0
+    #: The shared memory that the body lies in; None for one that is inline.
     region: LiveRegion | None = None
+    #: Address and length of each buffer in `region`.
     extents: Sequence[tuple[int, int]] = ()
+    #: The bodies of the messages that follow this one and are alike; None where none may.
     repeats: list[bytes] | None = None
 
     @classmethod
@@ -45,7 +47,7 @@ class LiveMessage(NamedTuple):
         return cls(header, parsed, parts, size + QUEUED_OVERHEAD, repeats=[] if may_be_followed else None)
 
     def append_alike(self, message: SplitMessage) -> bool:
-        """Take `message` for the next, if it is alike."""
+        """Add `message` to the `repeats`, if it is alike and there is room. Returns whether it was added."""
         more = self.repeats
         if more is None or message.header != self.header:
             return False
@@ -56,17 +58,17 @@ class LiveMessage(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """How many these are."""
+        """How many messages these are."""
         return 1 + len(self.repeats) if self.repeats else 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their bodies."""
+        """Bytes of all their bodies."""
         return self.messages * self.parsed.body_length
 
     @property
     def bodies(self) -> list[Buffer]:
-        """Those of messages that are alike, each in one piece."""
+        """The bodies of all these messages, each in one piece where there are `repeats`."""
         return [*(self.body or ()), *(self.repeats or ())]
 
     def each(self) -> Iterable[LiveMessage]:
@@ -75,5 +77,5 @@ class LiveMessage(NamedTuple):
 
     @property
     def addresses(self) -> set[int]:
-        """What whoever is given this holds."""
+        """The addresses that a consumer holds once it is given this."""
         return {address for address, length in self.extents if length} if self.extents else set()

@@ -62,12 +62,12 @@ class Registry:
             return dataset
 
     def assign_part(self, part: str, dataset: Dataset) -> None:
-        """What is published already is the part of that id."""
+        """Let `part` be the id of a dataset that is published already."""
         with self._lock:
             self._by_part[part] = dataset
 
     def lookup_part(self, part: str) -> Dataset | None:
-        """What is served as the part of that id."""
+        """The dataset that is served as the part of that id; None where there is none."""
         with self._lock:
             return self._by_part.get(part)
 
@@ -94,7 +94,7 @@ class Registry:
             return self._by_name.get(name)
 
     def lookup_name(self, name: str) -> Dataset:
-        """The same. Raises DatasetNotFound, and DissociatedError where the registry is closed."""
+        """What is published under `name`. Raises DatasetNotFound, and DissociatedError where the registry is closed."""
         dataset = self.find_name(name)
         if dataset is None:
             self._check_open()
@@ -102,7 +102,7 @@ class Registry:
         return dataset
 
     def lookup(self, identifier: bytes) -> Dataset | None:
-        """The publication that tickets are made for, if it is served here."""
+        """The dataset with this identifier, for which tickets are made; None where it is not served here."""
         with self._lock:
             return self._by_identifier.get(identifier)
 
@@ -118,7 +118,7 @@ class Registry:
         return dataset, dataset if columns is None else isolate_columns(dataset, columns)
 
     def select(self, whole: Dataset, selection: Selection | None) -> Dataset:
-        """What is wanted of a dataset. Raises what `Dataset.select` raises, and FilterRefused."""
+        """The part of a dataset that a request selects. Raises what `Dataset.select` raises, and FilterRefused."""
         if selection is not None and selection.rows is not None and not self._chooses_rows:
             raise FilterRefused("it was told not to choose rows")
         return select(whole, selection)
@@ -138,7 +138,7 @@ class Registry:
             return sorted(self._by_name)
 
     def datasets(self) -> dict[str, list[Dataset]]:
-        """All that is served, by name, sorted; older versions that still are with the present one."""
+        """Every dataset that is served, by name, sorted. Of several with one name, the present one is the last."""
         by_name: dict[str, list[Dataset]] = {}
         with self._lock:
             for dataset in self._by_identifier.values():

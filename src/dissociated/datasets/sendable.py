@@ -20,15 +20,17 @@ T = TypeVar("T")
 
 
 class StaticMessage(NamedTuple):
-    """A message that stays: its body packed, and the extents of its buffers in shared memory, if it lies there.
+    """A message that stays as it is."""
 
-    `segment` numbers the segment that it lies in.
-    """
-
+    #: The flatbuffer.
     header: bytes
+    #: What was read of the flatbuffer.
     parsed: Header
+    #: The packed body in parts; None for a message without one.
     packed: Sequence[Buffer] | None
+    #: Address and length of each buffer in shared memory; None where it does not lie there.
     extents: Sequence[tuple[int, int]] | None = None
+    #: The number of the segment that it lies in.
     segment: int = 0
 
 

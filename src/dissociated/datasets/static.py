@@ -80,7 +80,7 @@ class StaticDataset(Dataset):
                 self._selected.popitem(last=False)
             return columns
 
-    def _slice(self, first: int, stop: int) -> StaticDataset:
+    def slice_batches(self, first: int, stop: int) -> StaticDataset:
         return _StaticBatches(self, range(first, stop))
 
     def statistics(self, columns: Sequence[int]) -> Statistics | None:
@@ -320,7 +320,7 @@ class StoredDataset(Dataset):
     def appendable(self) -> Sequence[Segment]:
         return self.open().segments
 
-    def reopen(self) -> None:
+    def on_moved(self) -> None:
         with self._lock:
             self._exposed = None
 

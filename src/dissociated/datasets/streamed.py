@@ -21,7 +21,7 @@ class StreamedDataset(Dataset):
     """A dataset whose messages are made for each client, and written with `options`."""
 
     options: WriteOptions | None = None
-    reopened = True
+    repeatable = False
 
     def accept(self, visitor: SendVisitor[S]) -> S:
         return visitor.streamed(self)
@@ -30,7 +30,7 @@ class StreamedDataset(Dataset):
     def messages(self) -> Iterator[SplitMessage]:
         """The messages of one reading, bodies packed."""
 
-    def _slice(self, first: int, stop: int) -> Dataset:
+    def slice_batches(self, first: int, stop: int) -> Dataset:
         return _LiveBatches(self, first, stop)
 
 
@@ -120,4 +120,4 @@ class _LiveBatches(StreamedDataset):
         return split(self.open_reader(), self.options)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
-        return self._whole._select(indices)._slice(*self._place)
+        return self._whole._select(indices).slice_batches(*self._place)

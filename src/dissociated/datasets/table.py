@@ -13,7 +13,7 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import values_size
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import OnceValidator, batches, split
-from dissociated.codec.statistics import Collector, Statistics
+from dissociated.codec.statistics import Statistics, StatisticsCollector
 from dissociated.datasets.sendable import MappedMessages, StaticMessage
 from dissociated.datasets.static import StaticDataset
 from dissociated.errors import DissociatedError
@@ -54,7 +54,7 @@ class TableDataset(StaticDataset):
         with self._looking:
             for column in columns:
                 if column not in self._statistics:
-                    collector = Collector(self.schema, [column])
+                    collector = StatisticsCollector(self.schema, [column])
                     for batch in self._table.to_reader():
                         collector.add(batch)
                     self._statistics[column] = collector.statistics()

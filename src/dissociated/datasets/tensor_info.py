@@ -29,7 +29,7 @@ class TensorsInfo(NamedTuple):
 
 
 def tensors_schema(tensors: Sequence[TensorInfo]) -> pa.Schema:
-    """The schema that says so."""
+    """An empty schema whose metadata describes these tensors."""
     listed = {"count": len(tensors), "first": [one._asdict() for one in tensors[:_MAX_LISTED]]}
     return pa.schema([], metadata={_KEY: json.dumps(listed)})
 

@@ -18,7 +18,7 @@ _SLOTS = [struct.Struct(f"<{count}H").unpack_from for count in range(8)]
 
 
 def fields(header: bytes, table: int, count: int) -> tuple[int, ...]:
-    """Where the first `count` fields of the flatbuffer table lie, from its position on; 0 where one is left out."""
+    """The offsets of the first `count` fields of the flatbuffer table at this position; 0 where one is left out."""
     vtable = table - _i32(header, table)[0]
     if vtable < 0:
         raise IndexError("a table outside the message")

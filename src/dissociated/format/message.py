@@ -22,7 +22,7 @@ _u32 = struct.Struct("<I").unpack_from
 _i64 = struct.Struct("<q")
 _read_i64 = _i64.unpack_from
 
-#: Caps on what one message may claim; both far above anything that libarrow writes.
+#: How many buffers a message may have: far more than libarrow ever writes.
 MAX_BUFFERS = 1 << 24
 
 _BUFFER_SIZE = 16  # struct Buffer { offset: long; length: long; }
@@ -168,7 +168,10 @@ def is_compressed(header: bytes) -> bool:
 
 
 def uncompressed_length(header: bytes, body: Buffer) -> int:
-    """How many bytes the compressed buffers in `body` say they have: each begins with that, or with -1 if it is not."""
+    """How many bytes the buffers in a compressed `body` have when they are decompressed, as they announce it.
+
+    Each begins with that number; or with -1 if it is not compressed.
+    """
     parsed, memory, total = parse_header(header), memoryview(body), 0
     for offset, length in zip(*buffer_extents(header, parsed), strict=True):
         if length >= _i64.size and 0 <= offset <= len(memory) - _i64.size:
@@ -184,7 +187,7 @@ def relocate(
 
     Their lengths stay unless `lengths` are given. This is how bodies by reference reach libarrow: the body is then
     the whole region. Where the flatbuffer leaves the body length out, as libarrow does for an empty batch, there is
-    nothing to relocate.
+    nothing to relocate: RemoteProtocolError is raised if such a message has buffers.
     Tensors are not relocated: their buffers are cut out of the region one by one.
     """
     if parsed.body_length_at < 0:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class _AsyncReader(ABC):
-    """What readers of files and of streams share: threads, and what is open in them."""
+    """What asynchronous readers of files and of streams share: a blocking reader, and the threads that use it."""
 
     schema: pa.Schema
 

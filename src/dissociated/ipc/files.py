@@ -58,7 +58,7 @@ class FileReader:
 
     @property
     def version(self) -> pa.ipc.MetadataVersion:
-        """The version that the footer names."""
+        """The version that the footer names. Raises FormatError for one that is unknown."""
         try:
             return pa.ipc.MetadataVersion(self.footer.version)
         except ValueError:
@@ -77,7 +77,7 @@ class FileReader:
 
     @cached_property
     def footer(self) -> Footer:
-        """Where dictionaries and record batches lie."""
+        """Where dictionaries and record batches lie. Raises FormatError for a footer that is damaged or has changed."""
         end = self._end - FOOTER_TAIL
         length = int.from_bytes(self._source.read(end, 4), "little")
         footer = parse_footer(self._source.read(max(end - length, 0), length).to_pybytes())

@@ -20,7 +20,10 @@ from dissociated.oserrors import store_errors
 
 
 def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> RandomAccess:
-    """A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek, to be read by position."""
+    """A path, a buffer, a pyarrow.NativeFile, or a binary file object that can seek, to be read by position.
+
+    Raises StoreError where it cannot be opened or cannot seek, and OptionError for anything else.
+    """
     if isinstance(source, str | os.PathLike):
         descriptor, name, regular = _open(source)
         if not regular:
@@ -38,7 +41,10 @@ def random_access(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> 
 
 
 def sequential(source: Any, memory_map: bool, pool: pa.MemoryPool | None) -> Any:
-    """The same, or a file object that cannot seek, from where it stands on: what pyarrow reads a stream from."""
+    """What pyarrow reads a stream from: a source as for `random_access`, or a file object that cannot seek.
+
+    A file object is read from where it stands. Raises StoreError and OptionError.
+    """
     if isinstance(source, str | os.PathLike):
         descriptor, name, regular = _open(source)
         if regular:

@@ -32,7 +32,7 @@ class PositionedFile(Protocol):
 
 
 class DescriptorFile:
-    """A file of our own. The descriptor is owned."""
+    """A file that this object owns, by its descriptor. `name` is for errors."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self.size = os.fstat(descriptor).st_size
@@ -41,6 +41,7 @@ class DescriptorFile:
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def fill(self, offset: int, view: memoryview) -> None:
+        """See `PositionedFile.fill`."""
         if not self._close.alive:  # its number may be that of another file by now
             raise StoreError(f"reading {self._name}: the reader is closed")
         try:
@@ -54,6 +55,7 @@ class DescriptorFile:
                 raise
 
     def close(self) -> None:
+        """Close the descriptor."""
         self._close()
 
 
@@ -67,13 +69,15 @@ class FileObject:
             self.size: int = file.seek(0, os.SEEK_END)
 
     def fill(self, offset: int, view: memoryview) -> None:
+        """See `PositionedFile.fill`. Moves the position of the file."""
         with self._lock, file_errors(self._file):
             self._file.seek(offset)
             count = _fill(self._file, view)
         if count < len(view):
             raise FormatError(f"{self._file!r} was cut off at byte {offset + count} while it was read")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing to do: the caller closes the file."""
 
 
 class SequentialFile(Readable):
@@ -84,6 +88,7 @@ class SequentialFile(Readable):
         self._pool = pool
 
     def read(self, size: int) -> Buffer:
+        """The next bytes, fewer than `size` only at the end. Raises FormatError and StoreError."""
         if not size:
             return b""
         try:

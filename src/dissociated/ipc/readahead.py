@@ -22,10 +22,12 @@ READAHEAD_BYTES = 1 << 26
 
 
 class ReadStep(NamedTuple):
-    """A call that reads some batches. None for what is not known before; a call that gives none is the last."""
+    """A call that reads some batches. One that gives none is the last."""
 
     read: Callable[[], Iterable[BatchAndMetadata]]
+    #: How many batches it will give.
     number: int = 1
+    #: How many bytes these have; None where that is not known before.
     nbytes: int | None = None
 
 
@@ -43,14 +45,14 @@ class ReadAheadOptions:
 
 
 class _PendingRead:
-    """A step that is being made, or has been."""
+    """A step whose call is being made, or has been."""
 
     def __init__(self, step: ReadStep, threads: Threads) -> None:
-        self.left = step.number  # of batches that are still to be taken
+        self.left = step.number  # batches that are still to be taken
         self.nbytes = step.nbytes or 0
         self.batches: deque[BatchAndMetadata] = deque()
         self.error: BaseException | None = None
-        self.last = False  # of all: it found the end, or an error
+        self.last = False  # whether it found the end, or an error
         self.future = threads.submit(self._make, step)
 
     def _make(self, step: ReadStep) -> None:

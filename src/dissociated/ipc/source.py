@@ -21,20 +21,22 @@ from dissociated.codec.readable import Readable
 from dissociated.ipc.raw_files import PositionedFile, byte_view
 from dissociated.ipc.spans import ByteRange
 
-#: Reads in the background are done so many at a time.
+#: How many ranges are read together in the background.
 _READS = 64
 
 
 class Prefetched(NamedTuple):
-    """Bytes that have been read ahead, or are being read: some of a group."""
+    """A range of bytes that has been read ahead, or is being read, together with others."""
 
     start: int
     end: int
+    #: What is read together: a buffer for each range.
     group: Future[list[pa.Buffer]]
+    #: Which of these buffers is that of this range.
     nth: int
 
     def slice(self, start: int, end: int) -> pa.Buffer:
-        """What lies there in the file, once it has been read."""
+        """The bytes from `start` to `end` of the file, once they have been read."""
         return self.group.result()[self.nth].slice(start - self.start, end - start)
 
 
@@ -45,23 +47,23 @@ class RandomAccess(ABC):
 
     @abstractmethod
     def native(self) -> Any:
-        """What pyarrow takes to read from here; it keeps this open. Not to be kept by this."""
+        """What pyarrow reads from here with. It keeps this source open, so the source must not keep it."""
 
     @abstractmethod
     def read(self, offset: int, length: int) -> pa.Buffer:
-        """What lies there; less where the source ends before."""
+        """The bytes at this offset: `length` of them, or fewer where the source ends before."""
 
     @abstractmethod
     def load(self, spans: Sequence[ByteRange]) -> None:
-        """Read these in the background, and keep what was read: `read` will find it."""
+        """Read these ranges in the background, and keep them until `close`: `read` takes what was read."""
 
     @abstractmethod
     def fetch(self, start: int, end: int) -> Prefetched | None:
-        """Read this now, for `offer`."""
+        """Read this range now, for `offer`. None where reading it later costs nothing."""
 
     @contextmanager
     def offer(self, piece: Prefetched | None) -> Iterator[None]:
-        """Within, `read` finds this piece. Only one thread may be within."""
+        """Within this context, `read` takes this piece. Only one thread may be within."""
         yield
 
     @abstractmethod

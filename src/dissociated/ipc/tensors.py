@@ -1,4 +1,9 @@
-"""Tensors in files and streams: what pyarrow.ipc.write_tensor and read_tensor do."""
+"""Tensors in files and streams: what pyarrow.ipc.write_tensor and read_tensor do.
+
+A standalone message begins at a multiple of 64 bytes, and so do its body and each buffer in it:
+
+    zeros up to a multiple of 64, marker, length of the metadata, flatbuffer, zeros up to a multiple of 64, body
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,15 @@ import pyarrow as pa
 
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.sink import open_sink
-from dissociated.codec.tensor import _READ_SIZE, Tensor, _damaged, join_tensor, slice_buffers, split_tensor
+from dissociated.codec.tensor import Tensor, join_tensor, slice_buffers, split_tensor, tensor_errors
 from dissociated.errors import FormatError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate
 from dissociated.format.message import parse_header
 from dissociated.format.tensor import ALIGNMENT
 from dissociated.ipc.opening import sequential
 from dissociated.oserrors import store_errors
+
+_READ_SIZE = 1 << 24  # bytes that are read at once where it cannot be known how many follow
 
 
 def write_tensor(tensor: Tensor, sink: Any, options: WriteOptions | None = None) -> int:
@@ -66,7 +73,7 @@ def _next_tensor(source: pa.NativeFile) -> Tensor:
     if length <= 0:
         raise FormatError("there is no tensor: the stream of messages ends here")
     header = bytes(_take(source, length))
-    with _damaged():
+    with tensor_errors():
         parsed = parse_header(header)
     if not parsed.is_tensor:
         raise FormatError(f"the message is a {parsed.type.name}, no tensor: read it as an Arrow IPC stream or file")

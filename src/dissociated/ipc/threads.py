@@ -22,6 +22,7 @@ class Threads:
         self._running: set[Future[Any]] = set()
 
     def submit(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Make a call in one of the threads. Raises StoreError once this is closed, or the executor is shut down."""
         if self._executor is None:
             raise StoreError("this reader is closed")
         try:
@@ -33,6 +34,7 @@ class Threads:
         return future
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a call returns that is made in one of the threads. Raises as `submit` does."""
         return await asyncio.wrap_future(self.submit(call, *args, **kwargs))
 
     def end(self) -> None:
@@ -42,7 +44,7 @@ class Threads:
             self._own.shutdown(wait=False)
 
     async def settle(self) -> None:
-        """Wait for the calls that were made, and leave out those that have not begun."""
+        """Wait for the calls that have begun, and cancel the others."""
         await finished(self._running)
 
     async def aclose(self) -> None:
@@ -54,6 +56,6 @@ class Threads:
 
 
 async def finished(futures: Iterable[Future[Any]]) -> None:
-    """Wait for calls, and leave out those that have not begun. A call that runs cannot be interrupted."""
+    """Wait for the calls that have begun, and cancel the others. A call that runs cannot be interrupted."""
     running = [future for future in [*futures] if not future.cancel()]
     await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)

@@ -92,7 +92,7 @@ class FreeQueue:
         self._forks = _forks
 
     def current(self) -> FreeQueue:
-        """Where leases go that begin now: these, or after a fork others that are taken with these."""
+        """The queue for leases that begin now: this one, or after a fork another one, which is drained with this."""
         return self if self._forks == _forks else FreeQueue(self._owner, self._queue)
 
     def put(self, addresses: Sequence[int], /) -> None:

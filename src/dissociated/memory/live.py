@@ -22,14 +22,14 @@ _SPAN = 1 << 36
 
 
 class _LiveBody:
-    """Where a body lies, its addresses, and how often they are still held."""
+    """Where a body lies, its addresses, and how many leases of them there are."""
 
     __slots__ = ("addresses", "exempt_leases", "leases", "offset", "size")
 
     def __init__(self, offset: int, size: int, addresses: Collection[int], holders: int) -> None:
         self.offset, self.size, self.addresses = offset, size, addresses
         self.leases = len(addresses) * holders
-        self.exempt_leases = 0  # beside those: of holders that count no more
+        self.exempt_leases = 0  # beside those: of holders that do not count against the limit
 
 
 class LiveRegion:
@@ -44,10 +44,14 @@ class LiveRegion:
     size = _SPAN
 
     def __init__(self, name: str, limit: int) -> None:
+        #: Bytes that may be held at once.
         self.limit = limit
+        #: The first of its addresses.
         self.base = reserve_base(_SPAN)
         self._bodies: dict[int, _LiveBody] = {}  # by each address that is held
-        self.offset = 0  # of the next body
+        #: Where the next body will lie.
+        self.offset = 0
+        #: Bytes of the bodies that are held and count.
         self.unfreed = 0
         self._unfreed_bodies = 0
         with store_errors(f"shared memory for {name}"), ExitStack() as undo:
@@ -55,6 +59,7 @@ class LiveRegion:
             undo.callback(os.close, self._writable)
             os.ftruncate(self._writable, _SPAN)
             seal(self._writable, Backing.LIVE)
+            #: Read-only, to hand out. It stays this object's.
             self.descriptor = reopen_read_only(self._writable)
             undo.callback(os.close, self.descriptor)
             undo.pop_all()
@@ -64,7 +69,7 @@ class LiveRegion:
         return self.offset + pages(length) <= _SPAN
 
     def has_room(self, length: int, other_bytes: int = 0) -> bool:
-        """Whether a body of `length` bytes may be written now: with what is not freed, and `other_bytes` elsewhere."""
+        """Whether a body of `length` bytes may be written now, beside what is held here and `other_bytes` elsewhere."""
         return self._unfreed_bodies < 2 or other_bytes + self.unfreed + pages(length) <= self.limit
 
     def place(
@@ -83,7 +88,7 @@ class LiveRegion:
             write_parts(self._writable, parts, self.offset)
 
     def body(self, at: int, length: int) -> memoryview:
-        """What was written there. It changes when it has been freed: only what copies it may be given this."""
+        """The `length` bytes written at this offset. They change once they are freed: give them only to who copies."""
         return self._mapped[at : at + length]
 
     @cached_property
@@ -92,7 +97,7 @@ class LiveRegion:
             return memoryview(map_read_only(self.descriptor, _SPAN))
 
     def lease(self, length: int, extents: Iterable[tuple[int, int]], holders: int) -> list[tuple[int, int]]:
-        """The rest of `place`, for a body that has been written."""
+        """Lease the body that was just written: see `place`, which does both."""
         start = self.base + self.offset
         placed = [(start + offset, size) if size else (0, 0) for offset, size in extents]
         addresses = {address for address, size in placed if size}
@@ -106,9 +111,9 @@ class LiveRegion:
         return placed
 
     def free(self, addresses: Iterable[int], exempt: bool = False) -> None:
-        """A holder does not hold these addresses any more, which are `exempt` if it did not count.
+        """One lease of each of these addresses has ended: an `exempt` one, or one that counts.
 
-        Those of other regions are passed over.
+        Addresses of other regions are passed over.
         """
         for address in addresses:
             body = self._bodies.get(address)
@@ -122,7 +127,7 @@ class LiveRegion:
             self._release(body, was_held)
 
     def exempt(self, addresses: Iterable[int]) -> None:
-        """A holder of these addresses counts no more: what it alone holds stays, and makes room for other bodies."""
+        """One lease of each of these addresses no longer counts against the limit. The bodies stay until it ends."""
         for address in addresses:
             body = self._bodies.get(address)
             if body is not None:
@@ -179,7 +184,7 @@ class LiveMemory:
         return last if last.fits(length) else None
 
     def has_room(self, length: int, other_bytes: int = 0) -> bool:
-        """Whether there is room for `length` bytes now: with what is not freed, and `other_bytes` elsewhere."""
+        """Whether there is room for `length` bytes now, beside what is held here and `other_bytes` elsewhere."""
         if not self._regions:
             return other_bytes + length <= self._limit
         return self._regions[-1].has_room(length, other_bytes=other_bytes + self.unfreed - self._regions[-1].unfreed)
@@ -190,12 +195,12 @@ class LiveMemory:
         return sum(region.unfreed for region in self._regions)
 
     def free(self, addresses: Collection[int], exempt: bool = False) -> None:
-        """A holder does not hold these addresses any more. After `close`, what is mapped stays."""
+        """See `LiveRegion.free`. After `close` nothing happens: what is mapped stays."""
         for region in self._regions:
             region.free(addresses, exempt)
 
     def exempt(self, addresses: Collection[int]) -> None:
-        """A holder of these addresses counts no more."""
+        """See `LiveRegion.exempt`."""
         for region in self._regions:
             region.exempt(addresses)
 

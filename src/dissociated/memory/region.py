@@ -100,7 +100,7 @@ class AddressSpace:
 
     @property
     def static(self) -> bool:
-        """Whether there are regions, and what lies in them stays as it is."""
+        """Whether there are regions, all of them in host memory, and none of them changes."""
         _, regions = self._sorted
         return bool(regions) and all(region.static and region.device is None for region in regions)
 
@@ -137,12 +137,12 @@ class AddressSpace:
         raise RemoteProtocolError(f"the peer sent the address {address:#x}, which lies in no region it shared")
 
     def locate(self, addresses: Sequence[int], lengths: Sequence[int]) -> Located:
-        """Where these extents lie, of which at least one has bytes. Each lies in one region, but not all in the same.
+        """Where these extents lie, at least one of which has bytes. Each lies in one region; they may lie in several.
 
         Raises RemoteProtocolError where one of them leaves its region, or lies in none.
         """
         regions: list[Region] = []
-        base = end = shift = 0  # of the region that was found last; and the way from its addresses to ours
+        base = end = shift = 0  # of the region that was found last; `shift` leads from its addresses to ours
         places = []
         for address, length in zip(addresses, lengths, strict=True):
             if not length:

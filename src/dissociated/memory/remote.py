@@ -18,8 +18,9 @@ from typing import NamedTuple
 from dissociated.errors import RemoteProtocolError, UriError
 from dissociated.uri import Uri
 
-_PARAMETER = "remote_memory"
-_ADDRESSES = 1 << 64
+_SPANS_PARAMETER = "remote_memory"
+_ADDRESS_LIMIT = 1 << 64  # that addresses lie below
+_MAX_PADDING = 64  # bytes of padding that libarrow puts between buffers
 
 
 class Span(NamedTuple):
@@ -33,7 +34,9 @@ class Span(NamedTuple):
 def with_spans(uri: Uri, spans: Sequence[Span]) -> Uri:
     """The same location with these spans."""
     extents = ",".join(f"{span.base:x}-{span.size:x}-{len(span.key):x}" for span in spans)
-    return replace(uri.with_parameters(**{_PARAMETER: extents}), remote_handle=b"".join(span.key for span in spans))
+    return replace(
+        uri.with_parameters(**{_SPANS_PARAMETER: extents}), remote_handle=b"".join(span.key for span in spans)
+    )
 
 
 def parse_spans(uri: Uri) -> list[Span]:
@@ -41,21 +44,23 @@ def parse_spans(uri: Uri) -> list[Span]:
     handle = uri.remote_handle
     if handle is None:
         return []
-    text = uri.parameters.get(_PARAMETER)
+    text = uri.parameters.get(_SPANS_PARAMETER)
     if text is None:
-        return [Span(0, _ADDRESSES, handle)]
+        return [Span(0, _ADDRESS_LIMIT, handle)]
     spans, at = [], 0
     try:
         for extent in text.split(","):
             base, size, length = (int(number, 16) for number in extent.split("-"))
-            if not (0 <= base < base + size <= _ADDRESSES and 0 < length <= len(handle) - at):
+            if not (0 <= base < base + size <= _ADDRESS_LIMIT and 0 < length <= len(handle) - at):
                 raise ValueError(extent)
             spans.append(Span(base, size, handle[at : at + length]))
             at += length
     except ValueError:
-        raise UriError(f"{_PARAMETER}={text} does not agree with the remote_handle of {len(handle)} bytes") from None
+        raise UriError(
+            f"{_SPANS_PARAMETER}={text} does not agree with the remote_handle of {len(handle)} bytes"
+        ) from None
     if at != len(handle):
-        raise UriError(f"{_PARAMETER}={text} does not agree with the remote_handle of {len(handle)} bytes")
+        raise UriError(f"{_SPANS_PARAMETER}={text} does not agree with the remote_handle of {len(handle)} bytes")
     return spans
 
 
@@ -79,7 +84,10 @@ class RemoteAddressSpace:
 
 
 def fetch_ranges(addresses: Sequence[int], lengths: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, int, int]]:
-    """What to fetch: address, length, and where in the body it goes, neighbours that lie alike in both together."""
+    """The ranges to fetch, each as address, length and position in the body. Buffers of length 0 have none.
+
+    Buffers that follow one another at the same distance in memory and in the body are fetched together.
+    """
     together: list[tuple[int, int, int]] = []
     for address, length, at in zip(addresses, lengths, wanted, strict=True):
         if not length:
@@ -91,6 +99,3 @@ def fetch_ranges(addresses: Sequence[int], lengths: Sequence[int], wanted: Seque
                 continue
         together.append((address, length, at))
     return together
-
-
-_MAX_PADDING = 64  # bytes of padding that libarrow puts between buffers

@@ -35,15 +35,15 @@ from dissociated.transport.base import Connection
 
 
 class Rate:
-    """How much a count grows in a second, reckoned when somebody looks: so counting itself needs no clock.
+    """How much a count grows in a second, computed when somebody looks: so counting itself needs no clock.
 
-    It is that since the look before, or the one before that, which is a second ago at least; at first since `began`.
+    It is the growth since the latest look that is at least a second ago; at first since `began`, by time.monotonic.
     """
 
     _MIN_INTERVAL = 1.0  # seconds
 
     def __init__(self, began: float) -> None:
-        self._looks = (began, 0), (began, 0)  # as they were then: when, and how much
+        self._looks = (began, 0), (began, 0)  # the two latest: when, and the count
 
     def at(self, now: float, count: int) -> float:
         """The rate, at a time after all others."""
@@ -58,18 +58,27 @@ class ConnectionStats:
     """What one connection has done so far. Only its own thread writes."""
 
     def __init__(self, connection: int, listener: str, peer: str) -> None:
+        #: The number of the connection, in the status and in the log.
         self.connection = connection
+        #: The URI where it was accepted.
         self.listener = listener
+        #: The scheme of that URI.
         self.transport = listener.partition(":")[0]
+        #: Who is at the other end, for people.
         self.peer = peer
+        #: What it has asked for; None until it has.
         self.dataset: Dataset | None = None
+        #: How many messages it was sent.
         self.messages = 0
-        #: bytes of bodies that the medium has taken; then where more are sent, since which byte, and how many these are
+        # Bytes of bodies that the medium has taken. While more are sent: the connection, what it had written before,
+        # and how many bytes these are.
         self._sent: tuple[int, Connection | None, int, int] = 0, None, 0, 0
+        #: The addresses that it holds.
         self.held: Sized = ()
-        #: How much memory of live streams it holds, in bytes; None where it was not cut off.
+        #: Returns how many bytes of live streams it holds; None where it was not cut off.
         self.kept: Callable[[], int | None] | None = None
-        self.sent = False  # all there is
+        #: Whether it was sent everything that it has asked for.
+        self.sent = False
         self._began = time.monotonic()
         self._rate = Rate(self._began)
 
@@ -81,9 +90,9 @@ class ConnectionStats:
 
     @contextmanager
     def sending(self, connection: Connection, nbytes: int) -> Iterator[None]:
-        """So many bytes of bodies are being sent. Where that breaks off, what the medium took of them counts.
+        """For as long as `nbytes` bytes of bodies are being sent. If that breaks off, those that the medium took count.
 
-        Afterwards the medium may still have some of them, and of those before, to send.
+        Afterwards the medium may still have to send some of them, and of those before.
         """
         whole = self._sent[0] + self._sent[3] + nbytes
         written_before, sent = connection.written, self.bytes
@@ -172,7 +181,7 @@ class Activity:
     """The statistics of a server, and the totals of what has ended."""
 
     def __init__(self) -> None:
-        #: what becomes of datasets
+        #: What becomes of datasets.
         self.changes = Changes()
         self._began = time.monotonic()
         self._lock = threading.Lock()

@@ -13,8 +13,8 @@ _log = logging.getLogger(__name__)
 #: How many of the latest are kept.
 MAX_CHANGES = 200
 
-#: A version is published; then it is dropped; or its time to live is over; or it was replaced, and nobody was promised
-#: it for longer; or its memory, or its node, had to go. Or it moves to disk, and stays.
+#: What may become of a version: it is published; it is dropped; its time to live is over; it was replaced, and nobody
+#: was promised it for longer; its memory or its node had to go; it moved to disk, and stays.
 KINDS = ("committed", "dropped", "expired", "retired", "evicted", "spilled")
 
 
@@ -38,7 +38,7 @@ class Change:
 
 
 class Changes:
-    """All that there have been. Safe to use from many threads."""
+    """The changes that there have been: counts of all, and the latest. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Changes:
         self._latest: deque[tuple[float, Change]] = deque(maxlen=MAX_CHANGES)
 
     def add(self, change: Change) -> None:
-        """It has happened."""
+        """Count a change, keep it, and log it."""
         with self._lock:
             self._counts[change.kind] += 1
             self._latest.append((time.time(), change))

@@ -18,7 +18,7 @@ from dissociated.access import Security
 from dissociated.errors import OptionError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.monitoring.activity import Activity
-from dissociated.monitoring.http import Answer, HttpService, Page
+from dissociated.monitoring.http import HttpService, Page, Response
 from dissociated.monitoring.status import DatasetStatus, ServerStatus
 
 _SAMPLE_INTERVAL = 1.0  # seconds
@@ -77,17 +77,17 @@ class Dashboard:
             if self._closed.wait(_SAMPLE_INTERVAL):
                 return
 
-    def _json(self, headers: Message) -> Answer:
+    def _json(self, headers: Message) -> Response:
         plain = self._status() | {
             "now": time.time(),
             "samples": list(self._samples),
             "changes": [{"time": when, **vars(change)} for when, change in self._activity.changes.latest()],
         }
-        return Answer("application/json", json.dumps(plain).encode())
+        return Response("application/json", json.dumps(plain).encode())
 
-    def _health(self, headers: Message) -> Answer:
+    def _health(self, headers: Message) -> Response:
         self._status()  # raises where the server cannot say how it is
-        return Answer("text/plain; charset=utf-8", b"ok\n")
+        return Response("text/plain; charset=utf-8", b"ok\n")
 
 
 class Throttled:
@@ -130,4 +130,4 @@ def _importance(dataset: DatasetStatus) -> tuple[int, int, str]:
 
 def _file(name: str, content_type: str) -> Page:
     content = resources.files(__package__).joinpath("page", name).read_bytes()
-    return lambda headers: Answer(content_type, content)
+    return lambda headers: Response(content_type, content)

@@ -39,16 +39,16 @@ _HEADERS = {
 }
 
 
-class Answer(NamedTuple):
-    """What a page is now."""
+class Response(NamedTuple):
+    """What is answered to one request."""
 
     content_type: str
     content: bytes
     status: int = 200
 
 
-#: Makes the answer, given the headers of the request.
-Page: TypeAlias = Callable[[Message], Answer]
+#: Makes the response to a request, given its headers.
+Page: TypeAlias = Callable[[Message], Response]
 
 
 class HttpService:
@@ -178,30 +178,30 @@ class _Handler(BaseHTTPRequestHandler):
         page = self.server.pages.get(path)
         try:
             if page is None:
-                answer = _plain(404, f"there is nothing here: only {', '.join(sorted(self.server.pages))}")
+                response = _plain(404, f"there is nothing here: only {', '.join(sorted(self.server.pages))}")
             elif not self.server.accepts_host(self.headers.get("Host", "")):
-                answer = _plain(421, "ask by 127.0.0.1 or localhost")
+                response = _plain(421, "ask by 127.0.0.1 or localhost")
             elif path in self.server.public or _allowed(self.server.authorize, self.headers.get("Authorization", "")):
-                answer = page(self.headers)
+                response = page(self.headers)
             else:
-                answer = _plain(401, "a token of the catalog's is asked for: as a bearer token, or as the password")
+                response = _plain(401, "a token of the catalog's is asked for: as a bearer token, or as the password")
         except Exception:
             _log.exception("%s could not be answered", path)
-            answer = _plain(500, "this could not be answered: the log says why")
-        self._send(answer)
+            response = _plain(500, "this could not be answered: the log says why")
+        self._send(response)
 
     do_HEAD = do_GET  # noqa: N815  # http.server's name
 
-    def _send(self, answer: Answer) -> None:
-        self.send_response(answer.status)
-        headers = {**_HEADERS, "Content-Type": answer.content_type, "Content-Length": str(len(answer.content))}
-        if answer.status == 401:
+    def _send(self, response: Response) -> None:
+        self.send_response(response.status)
+        headers = {**_HEADERS, "Content-Type": response.content_type, "Content-Length": str(len(response.content))}
+        if response.status == 401:
             headers["WWW-Authenticate"] = 'Basic realm="dissociated: any name, and a token as the password"'
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.content)
+            self.wfile.write(response.content)
 
     def version_string(self) -> str:
         return "dissociated"
@@ -210,8 +210,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _plain(status: int, text: str) -> Answer:
-    return Answer("text/plain; charset=utf-8", f"{text}\n".encode(), status)
+def _plain(status: int, text: str) -> Response:
+    return Response("text/plain; charset=utf-8", f"{text}\n".encode(), status)
 
 
 def _allowed(authorize: Authorize | None, header: str) -> bool:

@@ -70,6 +70,7 @@ class TextFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        """The line, without what could begin another one."""
         fields = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in record_fields(record).items())
         return _UNPRINTABLE.sub(_escaped, " ".join((super().formatMessage(record), *fields)))
 
@@ -82,6 +83,7 @@ class JsonFormatter(logging.Formatter):
     """{"time": ..., "level": ..., "logger": ..., "message": ...}, the fields, and "exception" where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03}Z",

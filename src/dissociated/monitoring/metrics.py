@@ -7,7 +7,7 @@ from email.message import Message
 from typing import Any
 
 from dissociated.errors import OptionError
-from dissociated.monitoring.http import Answer, HttpService, Page
+from dissociated.monitoring.http import HttpService, Page, Response
 from dissociated.monitoring.status import OUTCOMES, ServerStatus
 
 PATH = "/metrics"
@@ -31,9 +31,9 @@ def metrics_page(status: Callable[[], ServerStatus]) -> Page:
     registry = prometheus_client.CollectorRegistry()
     registry.register(_Collector(status))
 
-    def page(headers: Message) -> Answer:
+    def page(headers: Message) -> Response:
         encode, content_type = choose_encoder(headers.get("Accept", ""))
-        return Answer(content_type, encode(registry))
+        return Response(content_type, encode(registry))
 
     return page
 

@@ -127,9 +127,15 @@ class StoreStatus:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """One moment of a server. `seconds` is for how long it has been running.
+    """One moment of a server.
 
-    `kept` is how many bytes of live streams those consumers hold that were cut off.
+    - `version`: that of the library.
+    - `pid`: the id of its process.
+    - `seconds`: how long it has been running.
+    - `catalog`: the URI where its catalog answers. None for a server without one.
+    - `leases`: how many addresses consumers hold.
+    - `store`: None for a server without a store.
+    - `kept`: how many bytes of live streams those consumers hold that were cut off.
     """
 
     version: str
@@ -143,7 +149,6 @@ class ServerStatus:
     datasets: tuple[DatasetStatus, ...]
     consumers: tuple[ConsumerStatus, ...]
     nodes: tuple[NodeStatus, ...] = ()
-    #: None for a server without a store
     store: StoreStatus | None = None
     kept: int = 0
     changed: ChangeCounts = field(default_factory=ChangeCounts)

@@ -77,7 +77,10 @@ def _padded(length: int) -> int:
 
 
 def encode_free(addresses: Sequence[int]) -> bytes:
-    """The body of a free_data message: "one or more unsigned, little-endian 64-bit integers"."""
+    """The body of a free_data message: "one or more unsigned, little-endian 64-bit integers".
+
+    Raises LocalProtocolError for no address.
+    """
     if not addresses:
         raise LocalProtocolError("a free_data message names at least one address")
     return _uint64s(len(addresses)).pack(*addresses)

@@ -84,6 +84,7 @@ class Delivery(NamedTuple):
         return len(self.leased)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
+        """What `visitor.message` returns."""
         return visitor.message(self)
 
     def expand(self) -> Iterable[Delivery]:
@@ -113,6 +114,7 @@ class PackedBatches(NamedTuple):
         return 0
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
+        """What `visitor.packed` returns."""
         return visitor.packed(self)
 
     def expand(self) -> Iterator[Delivery]:
@@ -152,6 +154,7 @@ class SharedBatches(NamedTuple):
         return len(self.leased)
 
     def accept(self, visitor: DeliveryVisitor[T]) -> T:
+        """What `visitor.shared` returns."""
         return visitor.shared(self)
 
     def expand(self) -> Iterator[Delivery]:

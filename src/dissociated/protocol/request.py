@@ -31,9 +31,9 @@ from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 #: How every identifier with a selection begins, and no ticket.
 SELECTION_MAGIC = b"DISSCOL\x01"
 #: The parameter by which a URI says that its server takes selections.
-PARAMETER = ("select", "1")
+SELECT_PARAMETER = ("select", "1")
 #: The parameter by which a URI says that its server chooses rows, too.
-ROWS_PARAMETER = ("filter", "1")
+FILTER_PARAMETER = ("filter", "1")
 #: How a server's reason begins that does not choose rows as it was asked to: the client then does.
 REFUSED = "this server does not filter so"
 #: How long an identifier may be, in bytes.

@@ -56,7 +56,9 @@ class Sender:
     def __init__(self, tags: Tags) -> None:
         self._tags = tags
         self._machine = Machine(Role.SENDER)
+        #: Which streams the client has asked for; both until it has.
         self.streams = Streams.BOTH
+        #: The number of the next message, not truncated to 32 bits.
         self.sequence = 0
 
     @classmethod
@@ -99,7 +101,7 @@ class Sender:
         raise RemoteProtocolError(f"the client sent a message with the unknown tag {tag:#018x}")
 
     def send(self, header: bytes, body: Body | None) -> list[Message]:
-        """The messages for the next IPC message of the stream."""
+        """The messages for the next IPC message of the stream, on this connection. Raises LocalProtocolError."""
         self._machine.move(Step.METADATA, LocalProtocolError)
         messages = _encode(self.sequence, header, body, self.streams)
         self.sequence += 1
@@ -112,14 +114,20 @@ class Sender:
         return encode(first, header, bodies)
 
     def sent(self, first: int, count: int) -> None:
-        """The next `count` messages went out: those that a sender which was `ahead` numbered from `first` on."""
+        """The next `count` messages went out: those that a sender which was `ahead` numbered from `first` on.
+
+        Raises LocalProtocolError where another number was due.
+        """
         if first != self.sequence:
             raise LocalProtocolError(f"messages numbered from {first} on went out where {self.sequence} was due")
         self._machine.move(Step.METADATA, LocalProtocolError)
         self.sequence += count
 
     def end(self) -> list[Message]:
-        """The end of stream. Nothing may be sent after it."""
+        """The messages of the end of stream. Nothing may be sent after them.
+
+        Raises LocalProtocolError before the first message.
+        """
         if self.state is State.STREAMING and not self.sequence:
             raise LocalProtocolError("a stream cannot end before its first message")
         self._machine.move(Step.END, LocalProtocolError)

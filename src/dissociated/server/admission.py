@@ -17,7 +17,7 @@ class ServerFull(DissociatedError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may take of a server, in seconds and bytes: see Server."""
+    """What clients may take of a server, in seconds and bytes: `ServerOptions` says what each field means."""
 
     handshake_timeout: float
     stall_timeout: float
@@ -41,7 +41,7 @@ class Admission:
         self._asking: dict[Connection, None] = {}  # those that have not, the oldest first
 
     def make_room(self) -> None:
-        """Of those who have not said what they want, the one that has had most time goes, if there are too many."""
+        """If too many have not said what they want, interrupt the one of them that has had most time."""
         with self._lock:
             slowest = next(iter(self._asking)) if len(self._asking) >= self._limits.max_asking else None
             if slowest is not None:
@@ -50,12 +50,15 @@ class Admission:
             slowest.interrupt()
 
     def begin(self, connection: Connection) -> None:
-        """It has been accepted."""
+        """The connection has been accepted."""
         with self._lock:
             self._asking[connection] = None
 
     def requested(self, connection: Connection) -> None:
-        """It has said what it wants. Raises ConnectionClosed where it was too slow, Full where there are too many."""
+        """It has said what it wants.
+
+        Raises ConnectionClosed where it was too slow, and ServerFull where there are too many connections.
+        """
         with self._lock:
             if connection not in self._asking:
                 raise ConnectionClosed("it had not said what it wants when others wanted its place")
@@ -66,13 +69,13 @@ class Admission:
                 raise ServerFull("the server takes no more connections now: try again later")
 
     def end(self, connection: Connection) -> None:
-        """It is over."""
+        """The connection is over."""
         with self._lock:
             self._served.discard(connection)
             self._asking.pop(connection, None)
 
     def admit_live(self, name: str) -> None:
-        """Raise SourceError where those who were sent away hold so much that nobody else may hold memory."""
+        """Raise SourceError where consumers that were cut off hold as much as they may: nobody else may hold memory."""
         kept, limit = self._activity.kept, self._limits.kept_limit
         if kept >= limit:
             raise SourceError(

@@ -1,8 +1,8 @@
-"""Small messages that follow one another quickly, on their way to one client: they go together.
+"""Small messages that follow one another quickly, on their way to one client: they are sent together.
 
-Whoever reads the source adds them. One that follows nothing goes at once; those that come within a millisecond of what
-went last wait until it has passed, or they are enough. The source may pause then, and hold up its reader: so a thread
-stands by, which sends what waits.
+The thread that reads the source adds them. A message is sent at once, unless another was sent within the last
+millisecond: then it waits until that has passed, or enough others wait with it. The source may pause meanwhile, and
+with it that thread: so another thread stands by, which sends what waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COALESCE_INTERVAL = 0.001
 
 
 class Coalescer:
-    """What is added goes to `send`, in order, from this thread or the other one. Leave it, as a context, to end that.
+    """Gives messages to `send`, in order, from this thread or another one. It is a context, whose end sends the rest.
 
     `send` runs in one thread at a time. What it raises in the other thread comes out of the next call.
     """
@@ -37,7 +37,7 @@ class Coalescer:
         self._error: BaseException | None = None
 
     def add(self, message: SplitMessage) -> None:
-        """Send a message, which must be small and have a body, with those before and after it."""
+        """Send a message, alone or with those before and after it. It must be small and have a body."""
         with self._changed:
             if not (self._waiting and self._waiting[-1].append_alike(message)):
                 self._waiting.append(LiveMessage.inline(message))
@@ -53,7 +53,7 @@ class Coalescer:
                 self._changed.notify()
 
     def flush(self) -> None:
-        """Send what waits now. Until something is added, nothing else is sent."""
+        """Send what waits, now. Nothing is sent afterwards until something is added."""
         with self._changed:
             self._flush()
 

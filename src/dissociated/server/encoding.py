@@ -16,21 +16,27 @@ from dissociated.transport.base import Connection
 
 #: How many messages are encoded and sent at once.
 _GROUP_SIZE = 512
-#: Of a dataset so many messages are kept encoded, for each kind of connection that asked: to encode one again takes as
-#: long as to read it, and it takes a third of the memory that the message takes anyhow.
+#: How many messages of a dataset are kept encoded, for each kind of connection that asked. To encode one again takes as
+#: long as to read it; to keep it takes a third of the memory that the message takes anyhow.
 _MAX_CACHED_MESSAGES = 1 << 20
 _UNLIMITED = 1 << 63
 
 
 class MessageGroup(NamedTuple):
-    """Messages ready to be sent on one kind of connection, number `first` and on, and the addresses that they lease."""
+    """Messages that are encoded for one kind of connection."""
 
+    #: What `Connection.prepare` made of them.
     encoded: Any
+    #: The number of the first of them.
     first: int
+    #: How many they are.
     messages: int
+    #: The addresses that they lease.
     addresses: Sequence[int]
-    nbytes: int  # of the bodies
-    end: int  # what lies below this address must be there first
+    #: Bytes of the bodies.
+    nbytes: int
+    #: Everything below this address must be written before they are sent.
+    end: int
 
 
 def encode_groups(
@@ -89,7 +95,7 @@ def _encode(
 
 
 def _group(messages: Sequence[StaticMessage], first: int, most: int) -> Sequence[StaticMessage]:
-    """Some messages from number `first` on, of so many bytes at most but for the last of them."""
+    """Some messages from number `first` on, until their bodies have `most` bytes or more."""
     stop, nbytes = first, 0
     # A group ends where a segment does, so that what it holds lies in one piece.
     while (

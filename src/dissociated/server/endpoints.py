@@ -10,7 +10,7 @@ from dissociated.errors import DatasetNotFound, SourceError
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import with_spans
 from dissociated.protocol.events import Streams
-from dissociated.protocol.request import PARAMETER, ROWS_PARAMETER
+from dissociated.protocol.request import FILTER_PARAMETER, SELECT_PARAMETER
 from dissociated.server.requests import FREE_DATA, want_tag
 from dissociated.transport.base import Listener
 from dissociated.transport.registry import transport
@@ -24,7 +24,7 @@ class Endpoints:
 
     def __init__(self, listeners: Sequence[Listener], advertise: str, chooses_rows: bool = True) -> None:
         self._listeners = listeners
-        self._parameters = dict((PARAMETER, ROWS_PARAMETER) if chooses_rows else (PARAMETER,))
+        self._parameters = dict((SELECT_PARAMETER, FILTER_PARAMETER) if chooses_rows else (SELECT_PARAMETER,))
         self._advertise = advertise
 
     @property

@@ -23,22 +23,25 @@ from dissociated.transport.base import Connection
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """Who has asked for a stream, and for what of it: `packed` bodies, such as can be shared, or `on_device`."""
+    """A client that has asked for a stream, and how it wants to be sent that."""
 
     connection: Connection
     sender: Sender
     limits: Limits
     admission: Admission
     stats: ConnectionStats
+    #: Which streams go over this connection.
     streams: Streams
+    #: Whether bodies are to be sent inline, although they could be shared.
     packed: bool
+    #: Whether it takes addresses on a device.
     on_device: bool = False
 
 
 class Sending(ABC):
-    """Sends one stream to one client, and accounts for what that holds of it until it gives it back.
+    """Sends one stream to one client, and accounts for what the client holds of it until it gives that back.
 
-    Keep it for as long: what clients fetch from must stay until then.
+    Keep this object until then: what clients fetch from must stay.
     """
 
     def __init__(self, client: ClientRequest) -> None:
@@ -57,7 +60,10 @@ class Sending(ABC):
         """Send all but the end."""
 
     def drain(self, timeout: float) -> None:
-        """ "wait for tagged <free_data> messages", until nothing is outstanding or the client is gone."""
+        """Take free_data messages until the client holds nothing or is gone.
+
+        Raises DeadlineExceeded where the client is silent for `timeout` seconds, and RemoteProtocolError.
+        """
         while len(self._ledger):
             incoming = receive(self._connection, timeout)
             if incoming is None:
@@ -78,17 +84,17 @@ class Sending(ABC):
 
     @property
     def kept_bytes(self) -> int | None:
-        """How much memory is held for a client that was sent away, in bytes; None for one that was not."""
+        """Bytes of memory that a client holds although it was cut off; None for one that was not."""
         return None
 
     def stop(self) -> None:  # noqa: B027  # only where more would be kept for it
         """The client wants nothing more, and may go on holding what it was sent."""
 
     def detach(self) -> None:  # noqa: B027
-        """The client is sent away. What it holds stays until it lets go, and holds up nobody."""
+        """The client is cut off. What it holds stays until it lets go, and holds up nobody."""
 
     def end(self, disconnected: bool) -> None:
-        """Nothing is held for this client any more. Unless it is `disconnected`, what it may map is not used again."""
+        """Hold nothing for this client any more. Unless it is `disconnected`, what it may map is not used again."""
         self._ledger.release_all()
 
     def _on_freed(self, addresses: Collection[int]) -> None:  # noqa: B027

@@ -49,7 +49,7 @@ class Session:
         self._sending: Sending | None = None  # what the client asked for
 
     def run(self) -> None:
-        """Serve the client to its end. Raises whatever ended it before."""
+        """Serve the client to its end. Raises the error that ended it before, of which the client was told."""
         try:
             request = self._request()
             if request is None:
@@ -152,7 +152,7 @@ class Session:
 
 
 class _SendingVisitor:
-    """The ways to send a dataset to a client."""
+    """A SendVisitor: each of its methods makes the Sending of one way to send a dataset to this client."""
 
     def __init__(self, client: ClientRequest) -> None:
         self._client = client

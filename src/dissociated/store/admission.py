@@ -38,7 +38,7 @@ class Quota:
         return self._places.usage(self.limit)
 
     def reserve(self, name: str, size: int, wish: int) -> int:
-        """See Store.reserve."""
+        """See `Store.reserve`."""
         path = self._places.directory.staged(name)
         with store_errors(f"reserving room for {path}"):
             descriptor = open_regular(path, os.O_WRONLY)
@@ -53,7 +53,7 @@ class Quota:
                 os.close(descriptor)
 
     def ensure_room(self, name: str, size: int) -> None:
-        """See Store.ensure_room."""
+        """See `Store.ensure_room`."""
         with store_errors(f"making room in {self._places.directory.path}"):
             self.admit(repr(name), size, size)
             if size > self._places.free():
@@ -62,7 +62,7 @@ class Quota:
                 raise self._no_space(repr(name), size)
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copy one file, room for it reserved."""
+        """Copy a segment to `target`, after room for it was reserved. Raises as `Store.reserve` does."""
         part = self._places.directory.staged(f"{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
         try:
             part.touch(0o600)

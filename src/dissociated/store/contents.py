@@ -15,7 +15,7 @@ _MAX_CHANGES = 10_000  # versions that have changed: whoever asks seldom is told
 
 
 class Contents(Generic[P]):
-    """Versions in the order of their commits, each with its place. Not safe to use from many threads."""
+    """Versions in the order of their commits, each with its place, of the type P. Not safe to use from many threads."""
 
     def __init__(self) -> None:
         self._versions: dict[str, tuple[Version, P]] = {}
@@ -23,8 +23,10 @@ class Contents(Generic[P]):
         self._names: dict[str, dict[str, None]] = {}  # ids, in the same order
         self._prepared: dict[str, None] = {}
         self._with_older: dict[str, None] = {}  # names of more than one version
-        self.last = 0  # the highest number that there was
-        self.changes = 0  # how often anything has come, gone or changed
+        #: The highest number that a version has had.
+        self.last = 0
+        #: How often anything has come, gone or changed.
+        self.changes = 0
         self._changed: OrderedDict[str, int] = OrderedDict()  # ids, by the number of the last change
         self._forgotten = 0  # the number of the last change that is not known any more
 
@@ -54,7 +56,7 @@ class Contents(Generic[P]):
         self.last = max(self.last, version.number)
 
     def pop(self, id: str) -> tuple[Version, P] | None:
-        """Forget a version."""
+        """Forget a version. Returns it and its place, or None where there was none."""
         found = self._versions.pop(id, None)
         if found is not None:
             self._note(id)
@@ -108,9 +110,10 @@ class Contents(Generic[P]):
 
 
 class BlockCounter:
-    """The bytes of files, by their inodes. A file that several versions have counts once."""
+    """Adds up the bytes of files, by their inodes. A file that several versions have counts once."""
 
     def __init__(self) -> None:
+        #: Bytes of all files.
         self.total = 0
         self._sizes: dict[int, int] = {}
         self._names: Counter[int] = Counter()
@@ -119,7 +122,7 @@ class BlockCounter:
         return inode in self._sizes
 
     def add(self, files: Mapping[int, int]) -> None:
-        """One version more has these, of so many bytes."""
+        """One more version has these files: inodes, and the bytes of each."""
         for inode, size in files.items():
             self._names[inode] += 1
             if inode not in self._sizes:
@@ -127,7 +130,7 @@ class BlockCounter:
                 self.total += size
 
     def discard(self, files: Mapping[int, int]) -> None:
-        """One version less has them."""
+        """One version less has these files."""
         for inode in files:
             self._names[inode] -= 1
             if not self._names[inode]:
@@ -135,5 +138,5 @@ class BlockCounter:
                 self.total -= self._sizes.pop(inode)
 
     def freed(self, inode: int, removed: int) -> int:
-        """Bytes that come back with the last of so many versions that are `removed`, of those that have this file."""
+        """Bytes that come back if `removed` of the versions that have this file are removed: 0 while another has it."""
         return self._sizes[inode] if self._names[inode] == removed else 0

@@ -34,25 +34,32 @@ def file_name(index: int) -> str:
 class Version:
     """What a dataset was at one commit, or one host's part of that."""
 
+    #: Tells it from every other version, in this store and elsewhere.
     id: str
+    #: Grows with every commit in this store.
     number: int
+    #: The name of the dataset.
     name: str
+    #: Tells its commit from every other.
     key: str
     ticket: bytes
+    #: Seconds since the epoch.
     created: float
-    #: whether it is not known here if this was published
+    #: Whether it is not known here if this was published.
     prepared: bool = False
-    #: whether it is all of the dataset, not one part of it
+    #: Whether it is all of the dataset, not one part of it.
     whole: bool = True
     tags: Mapping[str, str] = field(default_factory=dict)
+    #: Seconds after which it is gone; None for no end.
     ttl: float | None = None
     rows: int = 0
+    #: Bytes of all bodies.
     nbytes: int = 0
-    #: the keys of the commits that this one was appended to, the first of them first
+    #: The keys of the commits that this one was appended to, the first of them first.
     before: Sequence[str] = ()
-    #: what a repeated call would name: tells whether another one with the same key means the same segments
+    #: A digest of the segments that the commit named. It tells whether a repeated call means the same segments.
     staged: str = ""
-    #: as Arrow serialises it, so that it is known without opening a segment; empty where an older library wrote this
+    #: As Arrow serialises it, so that it is known without opening a segment. Empty where an older library wrote this.
     schema: bytes = b""
 
 
@@ -120,9 +127,11 @@ class Directory:
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
+        """The paths of the segments of a version, in order."""
         return sorted((self.segments / version.id).glob("*.arrows"))
 
     def committed(self) -> list[Version]:
+        """Every version that is committed here, in any order. Raises StoreError where a manifest is damaged."""
         found = []
         for directory in self.segments.iterdir():
             with store_errors(f"reading {directory}"):
@@ -141,7 +150,7 @@ class Directory:
         _write_atomically(directory / MANIFEST, _encoded(version))
 
     def confirm(self, version: Version) -> None:
-        """What is known of a version that is there has changed."""
+        """Write the manifest of a version that is there anew: what is known of it has changed."""
         self.describe(version, self.segments / version.id)
 
     def _publish(self, version: Version, draft: Path) -> None:
@@ -187,6 +196,7 @@ class Directory:
         shutil.rmtree(removed, ignore_errors=True)
 
     def sweep(self, forgotten: float) -> None:
+        """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds."""
         oldest = time.time() - forgotten
         drafts = [path for path in self.staging.iterdir() if path.is_dir()]
         for path in drafts:  # first: what they link to has not been committed

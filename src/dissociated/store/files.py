@@ -17,11 +17,10 @@ from dissociated.errors import StoreError
 #: What a file is called that is being written.
 PARTIAL_SUFFIX = ".part"
 
-_GRANULE = 1 << 16  # bytes that are reserved ahead
-_MAX_GRANULE = 1 << 26
+_GRANULE = 1 << 16  # bytes that are reserved ahead, at first
+_MAX_GRANULE = 1 << 26  # and at last
 
-
-#: Name in the staging directory, bytes needed, bytes wished for -> bytes that there is room for.
+#: Given a name in the staging directory, bytes needed and bytes wished for, returns the bytes that there is room for.
 Reserve: TypeAlias = Callable[[str, int, int], int]
 
 
@@ -110,18 +109,21 @@ class StagedFile(NewFile):
         return None
 
     def reserve(self, end: int) -> int:
+        """Reserve room in the store, and some more ahead: see `NewFile.reserve`."""
         if end > self._reserved:
             self._reserved = self._reserve(self._partial.name, end, end + self._granule)
             self._granule = min(2 * self._granule, _MAX_GRANULE)
         return self._reserved
 
     def commit(self, size: int) -> None:
+        """Give the file its name, for good: it is there after a loss of power, too."""
         os.ftruncate(self.descriptor, size)
         os.fsync(self.descriptor)
         os.rename(self._partial, self.path)
         os.close(self.descriptor)
 
     def abort(self) -> None:
+        """Remove and close it."""
         self._partial.unlink(missing_ok=True)
         os.close(self.descriptor)
 

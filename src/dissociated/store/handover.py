@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.transport.framed.shm import peer_of
+from dissociated.transport.framed.shm import peer_credentials
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class HandoverListener:
         return True
 
     def _refused(self, connection: socket.socket) -> bool:
-        _, user = peer_of(connection)
+        _, user = peer_credentials(connection)
         if user in (os.geteuid(), 0):
             return False
         _log.warning("user %d wanted to hand over memory, and was sent away", user)
@@ -158,7 +158,7 @@ def hand_over(path: str, descriptor: int, timeout: float) -> str:
         connection.settimeout(timeout)
         try:
             connection.connect(path)
-            _, user = peer_of(connection)
+            _, user = peer_credentials(connection)
             if user not in (os.geteuid(), 0):
                 raise AccessDenied(f"the node at {path} runs as user {user}, who shall not have this memory")
             socket.send_fds(connection, [b"\0"], [descriptor])

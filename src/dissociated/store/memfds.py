@@ -40,7 +40,7 @@ class Memfd:
 
 
 class Memfds:
-    """Not safe to use from many threads: the store has a lock. Close it after use."""
+    """The memfds of a store. Not safe to use from many threads: the store has a lock. Close it after use."""
 
     def __init__(self) -> None:
         self._staged: dict[str, Memfd] = {}
@@ -111,7 +111,7 @@ class Memfds:
         return {memfd.inode: memfd.size for memfd in self._committed[version.id]}
 
     def confirm(self, version: Version) -> None:
-        """Nothing of what is known of a version is kept here."""
+        """Nothing to do: what is known of a version is not kept here."""
 
     def remove(self, version: Version) -> None:
         """Make a version disappear. Whoever reads it is undisturbed."""
@@ -133,7 +133,7 @@ class Memfds:
     # Bytes
 
     def counts(self, memfd: Memfd) -> bool:
-        """Whether the same memory counts already."""
+        """Whether the bytes of the same memory count already."""
         return memfd.inode in self._inodes
 
     def uncommitted(self, committed: Container[int]) -> tuple[int, int]:

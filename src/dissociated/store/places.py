@@ -50,7 +50,7 @@ class Places:
         self.memfds = memfds
         self.disk = disk
         self.contents: Contents[Place] = Contents()
-        #: what is committed in each
+        #: The bytes that are committed in each place.
         self.blocks: dict[Place, BlockCounter] = defaultdict(BlockCounter)
         self.cache = SegmentCache()
         self._reuse_bytes = reuse_bytes

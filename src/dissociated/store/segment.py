@@ -21,7 +21,7 @@ from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.reader import StreamReader, arrow_errors, read_schema
 from dissociated.codec.sink import DescriptorSink, Sink
 from dissociated.codec.split import BatchAndMetadata, Metadata, OnceValidator, Splitter, batches
-from dissociated.codec.statistics import Collector, Statistics, read_statistics
+from dissociated.codec.statistics import Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.writer import EncapsulatedWriter
 from dissociated.errors import FormatError, RemoteProtocolError, SourceError, StoreError, StoreFull
 from dissociated.fork import bind_to_process, invalidate
@@ -47,14 +47,15 @@ _PREFIX_SIZE = 8  # bytes before the flatbuffer
 class Segment:
     """A finished segment, mapped, with an index of its messages.
 
-    Its read-only `descriptor` is closed when nobody uses the segment any more: a stream that is being sent keeps
-    it although the dataset has been dropped. What was mapped from it outlives even that.
+    Its read-only `descriptor`, which it owns, is closed when nobody uses the segment any more: a stream that is being
+    sent keeps it although the dataset has been dropped. What was mapped from it outlives even that.
     Raises StoreError where it holds no IPC stream or file.
     """
 
     def __init__(self, descriptor: int, name: str, backing: Backing) -> None:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
+        #: What errors call it.
         self.name = name
         self.backing = backing
         self._validated = OnceValidator()
@@ -129,7 +130,7 @@ class Segment:
         return [row_count(one.header) for one in self.messages if one.parsed.type is HeaderType.RECORD_BATCH]
 
     def batches(self) -> Iterator[BatchAndMetadata]:
-        """Its record batches, to leave this process through libarrow: each is validated, the first time.
+        """Its record batches, for who gives them to libarrow or gRPC. Each is validated in full, the first time.
 
         Raises SourceError and FormatError where one is damaged.
         """
@@ -147,7 +148,7 @@ class Segment:
             yield both
 
     def wait(self, until: int) -> None:
-        """Everything is there."""
+        """Nothing is waited for: see `SharedSegment.wait`. All of it is written."""
 
     def check_metadata(self, limit: int) -> None:
         """Raise StoreError where the metadata of one of its messages has more than `limit` bytes."""
@@ -160,7 +161,7 @@ class Segment:
         return self._memory[message.body_at : message.body_at + message.parsed.body_length]
 
     def addresses(self, message: Encapsulated) -> list[tuple[int, int]]:
-        """Address and length of each buffer of `message`."""
+        """Address and length of each buffer of `message`. Raises SourceError where one lies outside the body."""
         start = self.region.base + message.body_at
         offsets, lengths = buffer_extents(message.header, message.parsed)
         if any(n < 0 or o < 0 or o + n > message.parsed.body_length for o, n in zip(offsets, lengths, strict=True)):
@@ -169,13 +170,13 @@ class Segment:
 
 
 class SegmentWriter(EncapsulatedWriter):
-    """Writes a segment, one copy of each batch, in one system call: to a path, or to the sink that `place` makes.
+    """Writes a segment: to the path `place`, or to the sink that `place` makes. Each batch is copied once.
 
     A file, which must not exist, has a name only after `close`: a writer that is killed leaves nothing behind.
-    Aborted, it is discarded. `reserve` is for files in the staging directory of a store, see StagedFile. Messages have
-    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. After the
-    end of the stream come its statistics, as far as there is room. Raises StoreError where the path exists already or
-    there is no space left.
+    Aborted, it is discarded. `reserve` is for files in the staging directory of a store: see StagedFile. Messages have
+    the longer prefix even if `options` ask for the legacy one: segments are read in place, by this library. With
+    `statistics`, these follow the end of the stream, if there is room. Raises StoreError where the path exists already
+    or there is no space left.
     """
 
     def __init__(
@@ -186,8 +187,9 @@ class SegmentWriter(EncapsulatedWriter):
         reserve: Reserve | None = None,
         statistics: bool = True,
     ) -> None:
+        #: Rows that were written so far.
         self.rows = 0
-        self._statistics = Collector(schema, None if statistics else ())
+        self._statistics = StatisticsCollector(schema, None if statistics else ())
         splitter = Splitter(schema, replace(check_options(options, WriteOptions), write_legacy_ipc_format=False))
         super().__init__(place() if callable(place) else _File(Path(place), reserve), splitter)
 
@@ -197,6 +199,7 @@ class SegmentWriter(EncapsulatedWriter):
         return self._position
 
     def write_batch(self, batch: pa.RecordBatch, custom_metadata: Metadata | None = None) -> None:
+        """Write a batch: see `RecordBatchWriter.write_batch`. Raises StoreFull and StoreError, too."""
         super().write_batch(batch, custom_metadata)
         self.rows += batch.num_rows
         self._statistics.add(batch)
@@ -244,7 +247,7 @@ class _File(Sink):
 
 
 class MemfdSink(DescriptorSink):
-    """A memfd, which becomes a sealed segment when it is closed. `finished` is given that."""
+    """A memfd, which becomes a sealed segment when it is closed. `finished` is then called with the segment."""
 
     def __init__(self, name: str, finished: Callable[[Segment], object]) -> None:
         self._name = name
@@ -260,6 +263,7 @@ class MemfdSink(DescriptorSink):
         invalidate(self)
 
     def close(self) -> None:
+        """Seal the memfd. Raises StoreError."""
         with store_errors(self.what):
             seal(self.descriptor, Backing.SEALED)
             readable = reopen_read_only(self.descriptor)

@@ -19,9 +19,10 @@ _DESCRIPTOR_SHARE = 8  # of the descriptors that a process may have: a segment t
 
 
 class Droppable(Protocol):
-    """What is made of open segments, to be served."""
+    """What is made of open segments, to be served: a dataset."""
 
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        """Nobody finds it any more: let go of what refers back to it."""
 
 
 D = TypeVar("D", bound=Droppable)
@@ -37,7 +38,7 @@ class OpenSegments(list[Segment]):
         self._dropped = False
 
     def serve_once(self, make: Callable[[], D]) -> D:
-        """What is made of them, once, to be served; it goes with them."""
+        """What `make` made of them, now or before. It is kept as long as they are."""
         with self._lock:
             if self._served is None:
                 self._served = make()
@@ -87,14 +88,14 @@ class SegmentCache:
 
     @property
     def cap(self) -> int:
-        """How many segments."""
+        """How many segments are kept open at most."""
         if self._fixed_cap is not None:
             return self._fixed_cap
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return _MAX_SEGMENTS if soft == resource.RLIM_INFINITY else min(_MAX_SEGMENTS, soft // _DESCRIPTOR_SHARE)
 
     def get(self, id: str) -> OpenSegments | None:
-        """The version, if it is open; it is then the last that was read."""
+        """The segments of a version, if they are open here. This version is then the last that was read."""
         with self._lock:
             found = self._known.get(id)
             if found is not None:
@@ -102,7 +103,7 @@ class SegmentCache:
             return found
 
     def put(self, id: str, opened: OpenSegments) -> None:
-        """The version that is read now."""
+        """Keep the segments of a version that is read now. Those that were read longest ago may go."""
         self.pop(id)
         evicted = []
         cap = self.cap
@@ -117,7 +118,7 @@ class SegmentCache:
             segments.release()
 
     def pop(self, id: str) -> None:
-        """Whoever reads this version keeps it; nobody else does."""
+        """Keep this version no longer. Whoever reads it still has its segments."""
         with self._lock:
             found = self._known.pop(id, None)
             self._count -= 0 if found is None else len(found)
@@ -125,7 +126,7 @@ class SegmentCache:
             found.release()
 
     def clear(self) -> None:
-        """The same, of all."""
+        """Keep no version any longer."""
         with self._lock:
             versions = [*self._known.values()]
             self._known.clear()

@@ -58,7 +58,10 @@ class Stage:
         return directory
 
     def take(self, names: list[str], max_metadata: int = MAX_METADATA) -> list[Segment]:
-        """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be served."""
+        """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be served.
+
+        Raises StoreError for one that is no segment, or whose metadata is longer than `max_metadata` bytes.
+        """
         paths = [self.path(name) for name in names]
         segments = [Segment.open(path, follow=False) for path in paths]
         for segment in segments:

@@ -33,8 +33,9 @@ class TensorSegment:
         self.descriptor = sealed_memfd(name, lambda writable: write_parts(writable, parts, 0))
         weakref.finalize(self, os.close, self.descriptor)
         memory = map_read_only(self.descriptor, end)
-        self.region = Region(memory.address, memory)  # where it lies is what one who fetches from it needs
-        #: address and length of each buffer of each message
+        # Its own addresses, since peers that fetch over a network know no others.
+        self.region = Region(memory.address, memory)
+        #: Address and length of each buffer of each message.
         self.addresses = [
             [
                 (self.region.base + body_at + offset, length)
@@ -44,4 +45,4 @@ class TensorSegment:
         ]
 
     def wait(self, until: int) -> None:
-        """Everything is there."""
+        """Nothing is waited for: see `SharedSegment.wait`. All of it is written."""

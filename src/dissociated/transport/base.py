@@ -55,7 +55,7 @@ class Connection(ABC):
     copies: bool = False
     #: Whether `prepare` takes runs of messages, too.
     takes_runs: bool = False
-    #: From how many messages on a run of them is worth its while.
+    #: How many messages a run must have to cost less than these messages one by one.
     min_run: int = 1
     #: Whether the peer can fetch from memory that the listener has exposed.
     exposes_memory: bool = False
@@ -93,7 +93,7 @@ class Connection(ABC):
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:
-        """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
+        """See `fork.ProcessBound`. Whoever has descriptors closes the child's copies, too."""
         invalidate(self)
 
     @property
@@ -254,7 +254,7 @@ class Listener(ABC):
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:
-        """See `fork.Bound`. Whoever has descriptors closes the child's copies, too."""
+        """See `fork.ProcessBound`. Whoever has descriptors closes the child's copies, too."""
         invalidate(self)
 
     def expose(self, region: Region) -> Span:

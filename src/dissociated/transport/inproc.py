@@ -17,7 +17,7 @@ from dissociated.transport.base import Allocate, Connection, Listener, Transport
 from dissociated.transport.mailbox import Mailbox
 from dissociated.uri import Uri
 
-_MAX_IN_FLIGHT = 1 << 26  # in flight in one direction
+_MAX_IN_FLIGHT = 1 << 26  # bytes, in one direction
 
 _listeners: dict[str, _InprocListener] = {}
 _lock = threading.Lock()
@@ -37,7 +37,7 @@ class InprocConnection(Connection):
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         for tag, parts in messages:
-            data = _one(parts)
+            data = _joined(parts)
             self._outbox.put(Incoming(tag, bytes(data) if tag is None else data), len(data), timeout)
 
     def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
@@ -62,8 +62,8 @@ class InprocConnection(Connection):
         self._inbox.close()
 
 
-def _one(parts: Sequence[Buffer]) -> Buffer:
-    """The parts as one buffer: by reference where there is one, and joined where the receiver expects one body."""
+def _joined(parts: Sequence[Buffer]) -> Buffer:
+    """The parts as one buffer: the only one by reference, several ones copied together."""
     if len(parts) == 1:
         return parts[0]
     joined = pa.BufferOutputStream()

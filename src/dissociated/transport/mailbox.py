@@ -24,9 +24,9 @@ class Mailbox(Generic[T]):
         self._error: tuple[type[DissociatedError], str] | None = None
 
     def put(self, item: T, size: int, timeout: float | None) -> None:
-        """Add an item, waiting for room. Raises ConnectionClosed once closed, DeadlineExceeded after `timeout`.
+        """Add an item of `size` bytes, waiting for room for up to `timeout` seconds; None is without a limit.
 
-        Without a timeout it waits until somebody takes or closes.
+        Raises ConnectionClosed once closed, and DeadlineExceeded where there is no room in time.
         """
         with self._changed:
             if not self._changed.wait_for(
@@ -40,7 +40,10 @@ class Mailbox(Generic[T]):
             self._changed.notify_all()
 
     def get(self, timeout: float) -> T | None:
-        """The oldest item; None, or the error given to `close`, once closed and empty."""
+        """The oldest item. Once closed and empty, None, or it raises the error that was given to `close`.
+
+        Raises DeadlineExceeded where nothing comes for `timeout` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or bool(self._items), timeout):
                 raise DeadlineExceeded(f"the peer was silent for {timeout:g} s")

@@ -64,7 +64,7 @@ def socket_error(error: OSError, what: str) -> DissociatedError:
 
 
 class EncodedFrames(list[Buffer]):
-    """Messages that are encoded already."""
+    """The frames of messages, in parts to be sent one after the other: what `prepare` returns."""
 
 
 class SocketConnection(Connection):
@@ -74,7 +74,8 @@ class SocketConnection(Connection):
     leases back in another.
     """
 
-    #: Never by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the peer has it.
+    #: What is sent is copied, and never goes by reference (sendfile, MSG_ZEROCOPY): the kernel would not tell when the
+    #: peer has it.
     copies = True
     takes_runs = True
     min_run = MIN_RUN
@@ -218,7 +219,7 @@ class SocketConnection(Connection):
         if not self._preamble_sent:
             self._preamble_sent = True
             parts = [PREAMBLE, *parts]
-        at = offset = 0  # of what is not sent yet: which part, and where in it
+        at = offset = 0  # the part that is sent next, and where in it
         while at < len(parts):
             window = parts[at : at + _IOV_MAX]
             try:
@@ -269,7 +270,7 @@ class SocketConnection(Connection):
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
-        self._set_silence(self._time_left(timeout))
+        self._set_receive_timeout(self._time_left(timeout))
         try:
             return self._receive_into(memory)
         except BlockingIOError:
@@ -278,8 +279,8 @@ class SocketConnection(Connection):
     def _receive_into(self, memory: memoryview) -> int:
         return self._socket.recv_into(memory)
 
-    def _set_silence(self, timeout: float) -> None:
-        """Let the kernel end a read after `timeout` seconds: one call a read, where polling needs two or three."""
+    def _set_receive_timeout(self, timeout: float) -> None:
+        """Have the kernel end reads after `timeout` seconds: one call for each read, where polling takes 2 or 3."""
         if timeout != self._socket_timeout:
             seconds, fraction = divmod(max(timeout, 0.001), 1)  # 0 would mean for ever
             value = _timeval.pack(int(seconds), int(fraction * 1_000_000))

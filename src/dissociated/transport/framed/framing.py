@@ -37,11 +37,12 @@ MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
 _COALESCE = 512
-#: From how many messages on a run is worth its while, and how many bytes one of them, and all, may have. Receiving a
-#: run costs as much as 20 batches do; but whoever keeps one of its batches keeps all of it.
+#: From how many messages on a run is sent. To receive one costs as much as 20 batches do.
 MIN_RUN = 8
-_MAX_IN_RUN = 1 << 16
-_MAX_RUN = 1 << 22
+#: How many bytes one message of a run that is sent has at most, and all of them together: whoever keeps one batch of a
+#: run keeps all of it.
+_MAX_RUN_MESSAGE = 1 << 16
+_MAX_SENT_RUN = 1 << 22
 #: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
@@ -152,7 +153,7 @@ def _run_end(messages: Sequence[Message], at: int) -> int:
     if at + 1 >= len(messages):
         return at + 1
     sizes = untagged, tagged = _size(messages[at]), _size(messages[at + 1])
-    most = _MAX_RUN // max(sum(sizes), 1) if max(sizes) <= _MAX_IN_RUN else 0
+    most = _MAX_SENT_RUN // max(sum(sizes), 1) if max(sizes) <= _MAX_RUN_MESSAGE else 0
     end, stop = at, min(len(messages) - 1, at + 2 * most)
     while end < stop:
         first, second = messages[end], messages[end + 1]
@@ -224,7 +225,7 @@ class FrameReader:
         self._begin = 0  # of what is not used yet
         self._end = 0
         self._read_size = _CHUNK
-        self._preamble_sent = False
+        self._preamble_read = False
 
     def limit_untagged(self, length: int) -> None:
         """Take untagged messages of up to so many bytes."""
@@ -237,7 +238,7 @@ class FrameReader:
 
     def read(self, timeout: float, allocate: Allocate) -> Frame | None:
         """The next frame, or None at the end of the stream. Raises RemoteProtocolError for what is no frame."""
-        if not self._preamble_sent:
+        if not self._preamble_read:
             self._greet(timeout)
         if self._end - self._begin < HEAD_SIZE and not self._fill(HEAD_SIZE, timeout):
             return None
@@ -294,7 +295,7 @@ class FrameReader:
                 )
             raise RemoteProtocolError(f"the peer does not speak dissociated's framing: its first bytes are {start!r}")
         self._begin += len(PREAMBLE)
-        self._preamble_sent = True
+        self._preamble_read = True
 
     def _fill(self, size: int, timeout: float, inside: bool = False) -> bool:
         """Have `size` bytes (at most a quarter chunk) in the chunk. False if the stream ended before the first."""
@@ -312,7 +313,7 @@ class FrameReader:
             limit = max(self._end + missing, min(len(view), self._end + self._read_size))
             count = self._read_into(view[self._end : limit], timeout)
             if not count:
-                if not self._preamble_sent:
+                if not self._preamble_read:
                     return False
                 if inside or self._end > self._begin:
                     raise ConnectionClosed("the peer closed the connection in the middle of a message")

@@ -52,6 +52,8 @@ _credentials = struct.Struct("3i")  # struct ucred { pid, uid, gid }
 _DESCRIPTOR = array.array("i").itemsize
 _MAX_DESCRIPTORS = 253  # in one read: as many as the kernel sends at once
 _PATH_MAX = 107  # struct sockaddr_un
+_SHARE_TIMEOUT = 60.0  # seconds
+_CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
 
 
 class ShmConnection(SocketConnection):
@@ -115,7 +117,10 @@ class ShmConnection(SocketConnection):
         return super()._read_into(memory, timeout)
 
     def _flush_unsent_parts(self, events: int, timeout: float | None) -> None:
-        """Until one of `events`, or the peer's end, send what is left to be said as far as the peer takes it."""
+        """Send `_unsent_parts`, as far as the peer takes them, until one of the poll `events` or the peer's end.
+
+        Stops also when the peer took nothing for `timeout` seconds; None is without a limit.
+        """
         poll = select.poll()
         poll.register(self._socket, events | select.POLLOUT)
         while self._unsent_parts:
@@ -173,18 +178,14 @@ class ShmConnection(SocketConnection):
         self.address_space.add(Region(base, memory, static=backing != Backing.LIVE))
 
 
-_SHARE_TIMEOUT = 60.0
-_CONNECT_RETRY_DELAY = 0.005  # seconds, before the next try to connect
-
-
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """The ids of the process and of the user at the other end of a Unix socket, as the kernel knows them."""
     pid, uid, _ = _credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
     return pid, uid
 
 
 def _allowed(uri: Uri) -> frozenset[int]:
-    """Those whom `uri` allows, root and this user. Raises UriError for a user that does not exist."""
+    """The users whom `uri` allows, root and this user, by id. Raises UriError for a user that does not exist."""
     return frozenset((os.geteuid(), 0, *map(_uid, filter(None, uri.parameters.get("allow", "").split(",")))))
 
 
@@ -204,7 +205,7 @@ class _ShmListener(SocketListener):
         self._allowed = allowed
 
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
-        pid, uid = peer_of(accepted)
+        pid, uid = peer_credentials(accepted)
         connection = ShmConnection(accepted, f"shm client {pid} of user {uid}", accepted=True)
         if uid in self._allowed:
             return connection
@@ -243,7 +244,7 @@ class ShmTransport(Transport):
             if error.errno == errno.ENOENT:
                 raise TransportError(f"there is no {where}: is it on this host, and does it still run?") from error
             raise socket_error(error, f"connecting to the {where}") from error
-        user = peer_of(sock)[1]
+        user = peer_credentials(sock)[1]
         if user not in allowed:
             sock.close()
             raise TransportError(
@@ -264,7 +265,7 @@ class ShmTransport(Transport):
             raise TransportError(f"the path of a Unix socket has at most {_PATH_MAX} bytes: {path}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _alone_in(Path(path).parent) as directory:
+            with _locked(Path(path).parent) as directory:
                 for other in [path] if uri.path else map(str, directory.glob("*.sock")):
                     _remove_stale(other)
                 os.fchmod(sock.fileno(), 0o600)  # which the name made by bind takes over
@@ -292,7 +293,7 @@ def _connect(sock: socket.socket, path: str, timeout: float) -> None:
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[Path]:
+def _locked(directory: Path) -> Iterator[Path]:
     """Lock the directory, so that nobody takes a socket that is bound and does not listen yet for a dead one."""
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -23,8 +23,11 @@ def configure_socket(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def connected(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
-    """A socket that is connected to `uri`, and what to call its peer. The caller owns it."""
+def connect_socket(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
+    """A socket that is connected to `uri`, and what to call its peer. The caller owns it.
+
+    Raises UriError for a URI without a host and a port, and what `socket_error` makes of the system's errors.
+    """
     if not uri.host or not uri.port:
         raise UriError(f"{uri} needs a host and a port: {uri.scheme}://HOST:PORT")
     check_host_name(uri.host)
@@ -36,8 +39,8 @@ def connected(uri: Uri, timeout: float) -> tuple[socket.socket, str]:
     return configure_socket(sock), where
 
 
-def listening(uri: Uri) -> tuple[socket.socket, Uri]:
-    """A socket that listens at `uri`, and where that really is. The caller owns it."""
+def listen_socket(uri: Uri) -> tuple[socket.socket, Uri]:
+    """A socket that listens at `uri`, and its real URI. The caller owns it. Raises as `connect_socket` does."""
     host, port = uri.host or "127.0.0.1", uri.port or 0
     check_host_name(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -65,7 +68,7 @@ class TcpTransport(Transport):
     """See the module."""
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
-        return SocketConnection(*connected(uri, timeout), accepted=False)
+        return SocketConnection(*connect_socket(uri, timeout), accepted=False)
 
     def listen(self, uri: Uri) -> Listener:
-        return _TcpListener(*listening(uri))
+        return _TcpListener(*listen_socket(uri))

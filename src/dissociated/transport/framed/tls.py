@@ -24,7 +24,7 @@ from dissociated.buffers import Buffer
 from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded, OptionError, RemoteProtocolError
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, socket_error
-from dissociated.transport.framed.tcp import configure_socket, connected, listening
+from dissociated.transport.framed.tcp import configure_socket, connect_socket, listen_socket
 from dissociated.uri import Uri
 
 _CHUNK = 1 << 18  # bytes that are encrypted, or read from the socket, at once
@@ -50,7 +50,7 @@ class TlsConnection(SocketConnection):
             while not self._step():
                 if time.monotonic() >= end:
                     raise BlockingIOError
-                self._set_silence(end - time.monotonic())
+                self._set_receive_timeout(end - time.monotonic())
                 if not self._read_more():
                     raise ConnectionClosed(f"{self._peer} closed the connection before both had agreed on TLS")
         except BlockingIOError:
@@ -158,7 +158,7 @@ class TlsConnection(SocketConnection):
     def _receive_into(self, memory: memoryview) -> int:
         while (count := self._decrypt(memory)) is None:
             if self.request_deadline is not None:  # a record may come in many pieces
-                self._set_silence(self._time_left(self._socket_timeout))
+                self._set_receive_timeout(self._time_left(self._socket_timeout))
             if not self._read_more():
                 return 0
         return count
@@ -209,7 +209,7 @@ class TlsTransport(Transport):
 
     def connect(self, uri: Uri, timeout: float) -> Connection:
         context = _client_context(uri.parameters.get("roots"))
-        sock, where = connected(uri, timeout)
+        sock, where = connect_socket(uri, timeout)
         connection = TlsConnection(sock, where, context, uri.host)
         try:
             connection.handshake(timeout)
@@ -220,7 +220,7 @@ class TlsTransport(Transport):
 
     def listen(self, uri: Uri) -> Listener:
         context = _server_context(uri)
-        return _TlsListener(*listening(uri), context)
+        return _TlsListener(*listen_socket(uri), context)
 
 
 def _client_context(roots: str | None) -> ssl.SSLContext:
