@@ -12,8 +12,10 @@ import math
 import multiprocessing
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +23,12 @@ import pyarrow as pa
 
 import dissociated as dis
 from dissociated.cli import text
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 
 _CONTEXT = multiprocessing.get_context("spawn")
+_LISTEN = ("shm:", "tcp://127.0.0.1:0")
+_RETAIN = 3600.0  # seconds, that a version stays
 _READINGS = 5
 _LINEAR = 1.15  # the slope that noise alone may have
 _SHOWN = 2e-3  # seconds, below which a slope says nothing
@@ -37,12 +43,26 @@ class Point(NamedTuple):
     server: int
 
 
+@contextmanager
+def _server() -> Iterator[dis.Server]:
+    with dis.Server(_LISTEN, max_connections=2000, retain=_RETAIN) as server:
+        server.publish("first", pa.table({"n": [1]}))  # for which much is loaded
+        yield server
+
+
+@contextmanager
+def _node() -> Iterator[Node]:
+    with TemporaryDirectory(dir="/dev/shm") as directory, Node(Store(directory), _LISTEN, retain=_RETAIN) as node:
+        yield node
+
+
 class Curve(NamedTuple):
-    """How to make so many of something, in the server's process, and what is opened then."""
+    """How to make so many of something at a server or a node, in a process of its own, and what is opened then."""
 
     counts: Sequence[int]
-    make: Callable[[dis.Server, int], None]
+    make: Callable[[Any, int], None]
     transport: str | None = None
+    open_server: Callable[[], AbstractContextManager[dis.Server | Node]] = _server
     together: bool = False  # whether as many are opened, and held, as there are
 
 
@@ -72,6 +92,12 @@ def _versions(server: dis.Server, count: int) -> None:
         server.publish("t", pa.table({"n": [number]}))
 
 
+def _stored_versions(node: Node, count: int) -> None:
+    with dis.connect(node.uri) as client:
+        for number in range(count):
+            client.put("t", pa.table({"n": [number]}))
+
+
 def _consumers(server: dis.Server, count: int) -> None:
     _batches(server, 100)
 
@@ -84,6 +110,7 @@ CURVES = {
     "megabytes, shm": Curve((16, 64, 256, 1_024, 4_096, 16_384), _megabytes, "shm"),
     "datasets": Curve((10, 100, 1_000, 10_000, 100_000), _datasets),
     "versions": Curve((10, 100, 1_000, 10_000), _versions),
+    "versions, stored": Curve((10, 100, 1_000, 10_000), _stored_versions, open_server=_node),
     "consumers, shm": Curve((1, 10, 100, 500), _consumers, "shm", together=True),
     "consumers, tcp": Curve((1, 10, 100, 500), _consumers, "tcp", together=True),
 }
@@ -123,7 +150,7 @@ def _measure(curve: Curve, most: int) -> Iterator[Point]:
         if count > most:
             return
         ours, theirs = _CONTEXT.Pipe()
-        server = _CONTEXT.Process(target=_serve, args=(curve.make, count, theirs), daemon=True)
+        server = _CONTEXT.Process(target=_serve, args=(curve, count, theirs), daemon=True)
         server.start()
         try:
             yield _point(curve, count, ours)
@@ -133,12 +160,11 @@ def _measure(curve: Curve, most: int) -> Iterator[Point]:
             server.kill()
 
 
-def _serve(make: Callable[[dis.Server, int], None], count: int, pipe: Connection) -> None:
-    with dis.Server(("shm:", "tcp://127.0.0.1:0"), max_connections=2000, retain=3600) as server:
-        server.publish("first", pa.table({"n": [1]}))  # for which much is loaded
+def _serve(curve: Curve, count: int, pipe: Connection) -> None:
+    with curve.open_server() as server:
         before = _resident()
-        make(server, count)
-        pipe.send(server.catalog_uri)
+        curve.make(server, count)
+        pipe.send(server.uri if isinstance(server, Node) else server.catalog_uri)
         while pipe.recv() is not None:
             pipe.send((_processor(), _resident() - before))
 
