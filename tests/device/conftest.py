@@ -36,7 +36,7 @@ def emulated() -> Iterator[EmulatedDevice]:
     assert isinstance(found, EmulatedDevice)
     limit = found.limit
     yield found
-    found.limit = limit
+    found.limit, found.exports, found.capturing = limit, True, False
     found.lose(False)
     gc.collect()
     assert not found.allocations

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray
-from dissociated.memory.device.base import Device
+from dissociated.memory.device.base import Device, Stream
 
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -23,8 +23,8 @@ class TakenTensor:
 
     _USED = b"used_dltensor"
 
-    def __init__(self, source: Any) -> None:
-        capsule = source.__dlpack__()
+    def __init__(self, source: Any, stream: Stream) -> None:
+        capsule = source.__dlpack__(stream=stream.handle or None)
         address = _pointer(capsule, b"dltensor")
         assert address is not None
         self._at: int = address
@@ -51,7 +51,7 @@ class Taken:
         assert not self.struct.array.release, "releasing says so"
 
 
-class Stream:
+class TakenStream:
     """What was in a capsule of `__arrow_c_device_stream__`."""
 
     def __init__(self, source: Any) -> None:
@@ -77,9 +77,9 @@ class Stream:
         return place if place.array.release else None
 
 
-def fetched(device: Device, address: int, length: int, event: int | None) -> bytes:
-    """Bytes of the device, as a stream of the library's own sees them that has waited for `event`."""
-    stream = device.stream()
+def fetched(device: Device, address: int, length: int, event: int | None, stream: Stream | None = None) -> bytes:
+    """Bytes of the device, as a `stream` of the library's own sees them that has waited for `event`."""
+    stream = device.stream() if stream is None else stream
     if event:
         stream.wait(event)
     target = pa.allocate_buffer(length)

@@ -137,6 +137,20 @@ def test_the_emulated_device_does_nothing_before_somebody_waits(emulated: Emulat
     assert copied_out(other, memory.address, 16) == CONTENT[:16]
 
 
+def test_memory_stays_while_nobody_can_tell_what_reads_it(emulated: EmulatedDevice) -> None:
+    stream = emulated.stream()
+    first, second = copied_in(emulated, stream), copied_in(emulated, stream)
+    emulated.capturing = True
+    first.close()
+    target = pa.allocate_buffer(first.size)
+    stream.copy(target.address, first.address, first.size)
+    assert emulated.allocations == 2
+    emulated.capturing = False
+    second.close()
+    assert target.to_pybytes() == CONTENT
+    assert not emulated.allocations
+
+
 def test_a_device_that_is_not_there() -> None:
     for name in ("test:7", "cuda:99", "gpu", "cuda:x", 0, None):
         with pytest.raises(DeviceNotFound):

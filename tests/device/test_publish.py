@@ -100,10 +100,11 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     assert batches[0]["n"].__dlpack__(max_version=(1, 0))
     assert (device.allocations, device.nbytes) == before
     for options in ({}, {"copy": True}):  # what may be written to, or might be, is a copy
-        capsule = batches[0]["n"].__dlpack__(**options)
+        stream = device.stream()
+        capsule = batches[0]["n"].__dlpack__(stream=stream.handle or None, **options)
         address = ctypes.c_uint64.from_address(pointer(capsule, b"dltensor")).value
         assert device.allocations == before[0] + 1
-        assert np.frombuffer(consumer.fetched(device, address, 8 * 7_000, None), np.int64)[-1] == 6_999
+        assert np.frombuffer(consumer.fetched(device, address, 8 * 7_000, None, stream), np.int64)[-1] == 6_999
         del capsule
     assert to_host(iter(batches)) == NUMBERS
     server.drop("numbers")
@@ -283,3 +284,9 @@ def test_who_cannot_use_it_gets_host_bodies(emulated: EmulatedDevice, server: di
     (uri,) = [one for one in client.describe("numbers").endpoints[0].locations if "device=" in one]
     with pytest.raises(dis.errors.UriError, match="take another location"):
         dis.open_stream(uri, client.describe("numbers").endpoints[0].ticket, allow_rma=True)
+    emulated.exports = False
+    server.publish("numbers", on_device(emulated, [*pieces()]))
+    assert not any("device=" in one for one in client.describe("numbers").endpoints[0].locations)
+    assert to_host(client.read("numbers", device=emulated)) == NUMBERS, "a device without handles"
+    server.drop("numbers")
+    wait_until(lambda: not emulated.allocations, "nobody sends it any more")

@@ -94,10 +94,11 @@ def test_who_takes_a_batch_without_memory_is_told_of_no_event(device: Device) ->
 def test_a_tensor_that_was_taken_is_held_until_it_is_deleted(client: dis.Client, device: Device) -> None:
     column = client.read("numbers", device=device).read_next_batch()["n"]
     left = len(cdevice._structs), len(dlpack._held)
-    taken = consumer.TakenTensor(column)
+    stream = device.stream()
+    taken = consumer.TakenTensor(column, stream)
     del column
     gc.collect()
-    assert (np.frombuffer(consumer.fetched(device, taken.data, 80, None), np.int64) == range(10)).all()
+    assert (np.frombuffer(consumer.fetched(device, taken.data, 80, None, stream), np.int64) == range(10)).all()
     assert device.allocations == 1
     taken.delete()
     gc.collect()
@@ -126,7 +127,7 @@ def test_what_nobody_takes_out_of_its_capsule_is_released(client: dis.Client, de
 
 def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> None:
     reader = client.read("numbers", device=device)
-    stream = consumer.Stream(reader)
+    stream = consumer.TakenStream(reader)
     assert stream.schema().equals(NUMBERS.schema)
     for expected in client.read("numbers"):
         struct = stream.next()
@@ -137,7 +138,7 @@ def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> Non
 
 
 def test_a_stream_says_what_failed(client: dis.Client, emulated: EmulatedDevice) -> None:
-    stream = consumer.Stream(client.read("numbers", device=emulated))
+    stream = consumer.TakenStream(client.read("numbers", device=emulated))
     struct = stream.next()
     assert struct is not None
     struct.array.release(ctypes.addressof(struct))
@@ -164,10 +165,11 @@ def tensor_of(column: Any, **options: Any) -> tuple[int, int, tuple[int, ...]]:
 def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
     batch = client.read("numbers", device=device).read_next_batch()
     for options in ({}, {"max_version": (1, 0)}):
-        address, kind, shape = tensor_of(batch["f"], **options)
+        stream = device.stream()
+        address, kind, shape = tensor_of(batch["f"], stream=stream.handle or None, **options)
         assert (kind, shape) == (2 << 8 | 64, (7_000,))
-        there = np.frombuffer(consumer.fetched(device, address, 8 * 7_000, None), np.float64)
-        assert (there == NUMBERS["f"][:7_000].to_numpy()).all(), "and it waited"
+        there = np.frombuffer(consumer.fetched(device, address, 8 * 7_000, None, stream), np.float64)
+        assert (there == NUMBERS["f"][:7_000].to_numpy()).all(), "and its stream waited"
     assert batch["f"].__dlpack_device__() == (device.type, device.number)
     assert hasattr(batch["f"], "__cuda_array_interface__") is device.name.startswith("cuda")
     types = client.read("types", device=device).read_next_batch()
@@ -208,6 +210,10 @@ def test_compressed_bodies_can_be_refused(client: dis.Client, server: dis.Server
     for transport in ("shm", "tcp"):
         with pytest.raises(DeviceError, match="publish the dataset without a codec"):
             list(client.read("compressed", transport=transport, device=device, decompress=False))
+        handle = client.dataset("compressed", transport=transport)
+        for size in (None, 9):
+            with pytest.raises(DeviceError, match="publish the dataset without a codec"):
+                list(handle.scanner(batch_size=size, device=device, decompress=False).to_batches())
         reader = client.read("numbers", transport=transport, device=device, decompress=False)
         assert pa.Table.from_batches([batch.to_host() for batch in reader]) == NUMBERS
     del reader
@@ -215,6 +221,8 @@ def test_compressed_bodies_can_be_refused(client: dis.Client, server: dis.Server
         client.read("numbers", transport="grpc", device=device, decompress=False)
     with pytest.raises(OptionError, match="with a device"):
         client.read("numbers", decompress=False)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="with a device"):
+        client["numbers"].scanner(decompress=False)
     gc.collect()
     assert not connections_left(server)
 
@@ -223,20 +231,18 @@ def test_async_for_on_the_device(client: dis.Client, server: dis.Server, device:
     opened = server.locations("numbers")[0], server.ticket("numbers")
 
     async def test() -> None:
-        with pytest.raises(
-            OptionError, match=r"read_async takes no device: give what read gives to ipc\.async_batches"
-        ):
-            await client.read_async("numbers", device=device)
-        with pytest.raises(OptionError, match="what open_stream gives"):
-            await dis.open_stream_async(*opened, device=device)
-        with client.read("numbers", transport="tcp", device=device) as reader:
-            arrived = [batch async for batch in async_batches(reader, readahead=2)]
-        assert [batch.to_host() for batch in arrived] == [*pieces()]
+        for opening in (client.read_async("numbers", device=device), dis.open_stream_async(*opened, device=device)):
+            async with await opening as reader:
+                arrived = [batch async for batch in reader]
+            assert [batch.to_host() for batch in arrived] == [*pieces()]
+            assert all(batch.device is device for batch in arrived)
         assert all(batch.get_total_buffer_size() >= batch.num_rows * 16 for batch in arrived), "reading ahead counts it"
-        with client.read("numbers", transport="shm", device=device) as reader:
-            batches = async_batches(reader)
-            assert (await anext(batches)).to_host() == next(pieces())
-            await batches.aclose()
+        async with await client.read_async("numbers", transport="tcp", device=device) as reader:
+            assert (await anext(reader.batches(readahead=1))).to_host() == next(pieces())
+        async with await client.read_async("numbers", device=device) as reader:
+            assert await reader.to_table() == NUMBERS
+        with client.read("numbers", transport="tcp", device=device) as blocking:
+            assert [batch.to_host() async for batch in async_batches(blocking, readahead=2)] == [*pieces()]
 
     asyncio.run(test())
 

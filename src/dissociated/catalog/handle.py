@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -16,7 +15,7 @@ import pyarrow.dataset as ds
 
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.catalog.scanner import Scanner
-from dissociated.client.request import ReadRequest
+from dissociated.client.request import ReadRequest, check_decompress
 from dissociated.codec.device import DeviceReader
 from dissociated.codec.inplace import MappedReader
 from dissociated.errors import OptionError
@@ -144,6 +143,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         limit: int | None = None,
         batch_size: int | None = None,
         device: object = None,
+        decompress: bool = True,
         **tuning: Any,
     ) -> Scanner:
         """Some columns and rows, to be read again and again.
@@ -153,15 +153,19 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         - `batch_size`: rows of a batch, at most.
         - `device`: where batches are to lie, as for `Client.read`: `to_reader` then gives a DeviceReader, and
           `to_batches` its batches. Whatever gives a Table, or counts, does not go by it.
+        - `decompress`: False refuses bodies that come compressed for a `device`, as for `Client.read`.
 
         What pyarrow's own scanners take beside these is taken, and means nothing here. Raises OptionError for anything
         else, and DeviceNotFound where there is no such device.
         """
         if unknown := tuning.keys() - _IGNORED_OPTIONS:
             raise OptionError(
-                f"a scanner takes columns, filter, limit, batch_size and device, not {', '.join(sorted(unknown))}"
+                "a scanner takes columns, filter, limit, batch_size, device and decompress, "
+                f"not {', '.join(sorted(unknown))}"
             )
-        return Scanner(self, columns, filter, limit, batch_size, None if device is None else open_device(device))
+        opened = None if device is None else open_device(device)
+        check_decompress(decompress, opened)
+        return Scanner(self, columns, filter, limit, batch_size, opened, decompress)
 
     def filter(self, expression: Any) -> ds.Dataset:
         """Raises OptionError: a handle has no filter of its own. Give `filter` to what reads."""
@@ -230,7 +234,7 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
 
     def _open_on_device(self, request: Callable[[ReadRequest], ReadRequest], device: Device) -> DeviceReader:
         """The same, on a device."""
-        wanted = replace(request(self._client.defaults), device=device)
+        wanted = request(self._client.defaults)
         return self._client.read_version_on_device(self.info, self._transport, wanted, device)
 
     def read_part(self, number: int, request: Callable[[ReadRequest], ReadRequest]) -> pa.RecordBatchReader:

@@ -128,7 +128,7 @@ class Client(CatalogClient):
     read_async = asynchronous(read)
     """`read` for `async for`: awaited, it gives an `AsyncStreamReader`.
 
-    It takes and raises the same, but for a `device`, and blocks a thread in place of the event loop.
+    It takes and raises the same, and blocks a thread in place of the event loop.
     """
 
     def dataset(self, name: str, version: int | None = None, *, transport: str | None = None) -> DatasetHandle:

@@ -52,6 +52,7 @@ class Scanner:
         limit: int | None,
         batch_size: int | None,
         device: Device | None = None,
+        decompress: bool = True,
     ) -> None:
         if isinstance(columns, str):
             raise OptionError(f"columns is a list of names: [{columns!r}]")
@@ -65,6 +66,7 @@ class Scanner:
         self._limit = limit
         self._batch_size = batch_size
         self._device = device
+        self._decompress = decompress
 
     @property
     def dataset_schema(self) -> pa.Schema:
@@ -87,11 +89,12 @@ class Scanner:
     def _to_device_reader(self, device: Device) -> DeviceReader:
         chosen = [name for name in self.dataset_schema.names if self._names is None or name in self._names]
         if self._expressions is not None or self._batch_size is not None or self.projected_schema.names != chosen:
-            return to_device(self._to_reader(), device)
-        return self._dataset._open_on_device(self._requested(self._names), device)
+            return to_device(self._to_reader(device), device)
+        return self._dataset._open_on_device(self._requested(self._names, device), device)
 
-    def _to_reader(self) -> pa.RecordBatchReader:
-        reader = self._read(self._names)
+    def _to_reader(self, device: Device | None = None) -> pa.RecordBatchReader:
+        """In memory of this process, from where it goes to the `device`, if to any."""
+        reader = self._read(self._names, device)
         if self._expressions is not None:
             return self._project(reader, self._expressions)
         schema = _ordered(reader.schema, self._names)
@@ -133,11 +136,18 @@ class Scanner:
         limit = rows if self._limit is None else min(rows, self._limit)
         return Scanner(self._dataset, self._columns, self._filter, limit, self._batch_size)
 
-    def _read(self, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-        return self._dataset._open(self._requested(columns))
+    def _read(self, columns: Sequence[str] | None, device: Device | None = None) -> pa.RecordBatchReader:
+        return self._dataset._open(self._requested(columns, device))
 
-    def _requested(self, columns: Any) -> Callable[[ReadRequest], ReadRequest]:
-        return lambda defaults: replace(defaults, columns=columns, filter=self._filter, limit=self._limit)
+    def _requested(self, columns: Any, device: Device | None) -> Callable[[ReadRequest], ReadRequest]:
+        return lambda defaults: replace(
+            defaults,
+            columns=columns,
+            filter=self._filter,
+            limit=self._limit,
+            device=device,
+            decompress=device is None or self._decompress,
+        )
 
     def _project(self, reader: pa.RecordBatchReader, expressions: dict[str, Any]) -> pa.RecordBatchReader:
         """Expressions of the columns, as pyarrow computes them."""

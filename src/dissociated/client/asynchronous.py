@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import pyarrow as pa
 
-from dissociated.errors import OptionError
+from dissociated.codec.device import DeviceReader
 
 if TYPE_CHECKING:
     from dissociated.ipc.asynchronous import AsyncStreamReader
@@ -17,26 +17,23 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def asynchronous(open_reader: Callable[P, pa.RecordBatchReader]) -> Callable[P, Coroutine[Any, Any, AsyncStreamReader]]:
-    """The same function for `async for`, but for devices: it blocks a thread in place of the loop."""
+def asynchronous(
+    open_reader: Callable[P, pa.RecordBatchReader | DeviceReader],
+) -> Callable[P, Coroutine[Any, Any, AsyncStreamReader]]:
+    """The same function for `async for`: it blocks a thread in place of the loop."""
 
     @wraps(open_reader)
     async def opened(*args: P.args, **kwargs: P.kwargs) -> AsyncStreamReader:
         # on first use: asyncio takes as long to import as all of this library
         from dissociated.ipc.asynchronous import open_reader_async
 
-        if kwargs.get("device") is not None:
-            blocking = open_reader.__name__
-            raise OptionError(
-                f"{opened.__name__} takes no device: give what {blocking} gives to ipc.async_batches, for `async for`"
-            )
         return await open_reader_async(open_reader, *args, **kwargs)
 
     opened.__name__ = f"{open_reader.__name__}_async"
     opened.__qualname__ = f"{open_reader.__qualname__}_async"
     opened.__doc__ = (
         f"`{open_reader.__name__}` for `async for`: awaited, it gives an `AsyncStreamReader`.\n\n"
-        "It takes and raises the same, but for a `device`, and blocks a thread in place of the event loop."
+        "It takes and raises the same, and blocks a thread in place of the event loop."
     )
     signature = inspect.signature(open_reader)
     opened.__signature__ = signature.replace(return_annotation="AsyncStreamReader")  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from dissociated.codec.attach import attach
 from dissociated.codec.tensor import slice_buffers
 from dissociated.errors import RemoteProtocolError, TransportError
 from dissociated.format.message import buffer_extents
+from dissociated.memory.device.base import Device
 from dissociated.memory.remote import fetch_ranges
 from dissociated.protocol.delivery import Delivery
 from dissociated.transport.base import Connection
@@ -48,9 +49,9 @@ class Bodies:
         whole = self.lease(located.memory, placed.leased)
         return [whole.slice(offset, length) for offset, length in zip(located.offsets, placed.lengths, strict=True)]
 
-    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
-        """Mapped memory as a buffer, at whose end `addresses`, which were delivered, go back."""
-        return self._leases.lease(memory, addresses)
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
+        """Memory that is mapped, or on a `device`, as a buffer, at whose end `addresses`, once delivered, go back."""
+        return self._leases.lease(memory, addresses, device)
 
     def allocate(self, length: int) -> pa.Buffer:
         """Memory for a body. Raises TransportError where there is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 
 import pyarrow as pa
 
@@ -12,7 +11,6 @@ from dissociated.codec.device import DeviceMessage, Mover
 from dissociated.errors import DeviceError, RemoteProtocolError
 from dissociated.format.layout import is_little_endian, nulls_are_counted
 from dissociated.format.message import HeaderType, buffer_extents, is_compressed, relocate
-from dissociated.memory.device.base import Device
 from dissociated.memory.region import Located
 from dissociated.protocol.delivery import Delivery
 
@@ -36,26 +34,12 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
     if not placed.leased:
         return DeviceMessage(relocate(header, parsed, placed.addresses, 0), parsed, pa.py_buffer(b""))
     located = bodies.address_space.locate(placed.addresses, placed.lengths)
-    whole = bodies.lease(located.memory, placed.leased)
-    if located.device is not None:
-        whole = pa.foreign_buffer(whole.address, whole.size, _InUse(located.device, whole))
+    whole = bodies.lease(located.memory, placed.leased, located.device)
     if located.device is mover.device and not any(offset % 8 for offset in located.offsets):
         return _in_place(delivery, located, whole)
     if located.device not in (None, mover.device):
         raise RemoteProtocolError(f"the server sent addresses on another device than {mover.device.name}")
     return mover.move(header, parsed, [whole.address + offset for offset in located.offsets], whole)
-
-
-class _InUse:
-    """Memory of the server's, which goes back when what was begun with it here is done."""
-
-    def __init__(self, device: Device, memory: pa.Buffer) -> None:
-        self._device = device
-        self._memory = memory
-
-    def __del__(self) -> None:
-        with suppress(DeviceError):
-            self._device.synchronize()
 
 
 def _packed(delivery: Delivery, body: object) -> tuple[list[int], object]:

@@ -11,7 +11,8 @@ import pyarrow as pa
 from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.memory.leases import HELD_BY_FORK, FreeQueue, leased_buffer
+from dissociated.memory.device.base import Device
+from dissociated.memory.leases import STILL_HELD, FreeQueue, leased_buffer, leased_on_device
 from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
@@ -50,10 +51,15 @@ class ClientLeases:
             self._thread = StreamThread(self, self._run, (), "give back")
             self._thread.start()
 
-    def lease(self, memory: pa.Buffer, addresses: Sequence[int]) -> pa.Buffer:
-        """The memory as a buffer. `addresses` are given back when nothing lies in that any more."""
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
+        """The memory, which may lie on a `device`, as a buffer. `addresses` are given back when nothing lies in it.
+
+        There it is in use until whatever was begun with it is done: its streams may go on when nobody refers to it.
+        """
         self._settled += len(addresses)
         self._returns = self._returns.current()
+        if device is not None:
+            return leased_on_device(memory, addresses, self._returns, device)
         return leased_buffer(memory, addresses, self._returns)
 
     def free(self, addresses: Sequence[int]) -> None:
@@ -87,15 +93,15 @@ class ClientLeases:
 
     def _run(self) -> None:
         returned = 0
-        forked = False
+        held = False
         listening = self._free_data is not None
         while not (self._stopped or (self._finished and returned == self._expected)):
             addresses = self._returns.take(_MAX_FREES)
             returned += len(addresses)
             if self._finished and returned == self._expected:
                 self._connection.address_space.close_devices()  # the server may free them after the last address
-            if HELD_BY_FORK in addresses:
-                forked, addresses = True, [address for address in addresses if address != HELD_BY_FORK]
+            if STILL_HELD in addresses:
+                held, addresses = True, [address for address in addresses if address != STILL_HELD]
             try:
                 for first in range(0, len(addresses) if listening else 0, _MAX_FREES):
                     body = encode_free(addresses[first : first + _MAX_FREES])
@@ -106,7 +112,7 @@ class ClientLeases:
                 listening = False
         if self._stopped and self._connection.shares_memory:
             _open_at_exit.append(self._connection)  # what is held until the very end stays as it is until then
-        elif forked:
+        elif held:
             self._connection.leave()
         else:
             self._connection.close()

@@ -130,7 +130,7 @@ def open_stream(
 open_stream_async = asynchronous(open_stream)
 """`open_stream` for `async for`: awaited, it gives an `AsyncStreamReader`.
 
-It takes and raises the same, but for a `device`, and blocks a thread in place of the event loop.
+It takes and raises the same, and blocks a thread in place of the event loop.
 """
 
 

@@ -63,8 +63,7 @@ class ReadRequest:
             raise OptionError(f"rows is a range of positions that follow each other, not {self.rows}")
         if self.limit is not None and (not isinstance(self.limit, int) or self.limit < 0):
             raise OptionError(f"limit is a number of rows, not {self.limit!r}")
-        if not isinstance(self.decompress, bool) or (not self.decompress and self.device is None):
-            raise OptionError(f"decompress is True, or False with a device, not {self.decompress!r}")
+        check_decompress(self.decompress, self.device)
 
     @property
     def chooses_rows(self) -> bool:
@@ -86,3 +85,9 @@ class ReadRequest:
         return replace(
             self, columns=(), batches=None, rows=None, filter=None, limit=None, rows_at_server=None, options=options
         )
+
+
+def check_decompress(decompress: object, device: Device | None) -> None:
+    """Raise OptionError for what `decompress` cannot be."""
+    if not isinstance(decompress, bool) or (not decompress and device is None):
+        raise OptionError(f"decompress is True, or False with a device, not {decompress!r}")

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import pyarrow as pa
 
-from dissociated.codec.device import DeviceReader
+from dissociated.codec.device import DeviceBatch, DeviceReader
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.stats import ReadStats
@@ -60,8 +60,9 @@ class _AsyncReader(ABC):
         return self.batches()
 
     async def to_table(self) -> pa.Table:
-        """All batches, or those that are left of a stream, as one table."""
-        return pa.Table.from_batches([batch async for batch in self.batches()], self.schema)
+        """All batches, or those that are left of a stream, as one table. From a device they are copied."""
+        batches = [batch async for batch in self.batches()]
+        return await self._threads.run(_table, batches, self.schema)
 
     async def aclose(self) -> None:
         """Let go of the source, and end the threads, once the reads that have begun are done. Batches stay."""
@@ -93,6 +94,10 @@ class _AsyncReader(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _table(batches: list[Any], schema: pa.Schema) -> pa.Table:
+    return pa.Table.from_batches([one.to_host() if isinstance(one, DeviceBatch) else one for one in batches], schema)
 
 
 def _in_a_thread(
@@ -168,10 +173,10 @@ def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Ite
 class AsyncStreamReader(_AsyncReader):
     """Reads a stream, once, without blocking the event loop; made by `open_async` and `open_stream_async`.
 
-    Raises what the reader raises that it is made of.
+    With a `device`, batches lie there. Raises what the reader raises that it is made of.
     """
 
-    def __init__(self, reader: pa.RecordBatchReader, threads: Threads) -> None:
+    def __init__(self, reader: pa.RecordBatchReader | DeviceReader, threads: Threads) -> None:
         super().__init__(reader, threads)
         self._left = _RemainingBatches(reader)
 
@@ -259,7 +264,7 @@ async def open_async(
 
 
 async def open_reader_async(
-    open_reader: Callable[P, pa.RecordBatchReader], *args: P.args, **kwargs: P.kwargs
+    open_reader: Callable[P, pa.RecordBatchReader | DeviceReader], *args: P.args, **kwargs: P.kwargs
 ) -> AsyncStreamReader:
     """What `open_reader` opens when it is called with these, which is done in the thread that then reads."""
     threads = Threads(1)

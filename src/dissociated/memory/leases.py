@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
-from dissociated.errors import RemoteProtocolError
+from dissociated.errors import DeviceError, RemoteProtocolError
+from dissociated.memory.device.base import Device, Event
 from dissociated.once import once
 
 
@@ -60,8 +62,9 @@ class Ledger:
         return released
 
 
-#: What comes back of an address that a forked process still maps. No buffer has this address.
-HELD_BY_FORK = 0
+#: What comes back of an address that is still in use: a forked process maps it, or a device reads it, and nobody can
+#: tell for how long. No buffer has this address.
+STILL_HELD = 0
 
 _forks = 0  # how often this process has begun, or ended, to fork
 
@@ -75,19 +78,30 @@ def _count_forks() -> None:
     os.register_at_fork(before=count, after_in_parent=count, after_in_child=count)
 
 
+class _OnDevice(NamedTuple):
+    """Addresses of memory on a device, which streams may read until after this event."""
+
+    addresses: Sequence[int]
+    memory: pa.Buffer
+    after: Event | None
+
+
+_Queue = SimpleQueue[Sequence[int] | _OnDevice | None]
+
+
 class FreeQueue:
     """Where a client's leases go when they end. Finalizers only enqueue; a connection's thread drains.
 
     SimpleQueue.put is reentrant, so it may be called from a finalizer at any point of any thread.
 
     What was leased before this process forked is held by the child too, which says nothing when it lets go: such
-    addresses come back as HELD_BY_FORK. The child's leases keep `owner`, and so its copy of the connection: while that
+    addresses come back as STILL_HELD. The child's leases keep `owner`, and so its copy of the connection: while that
     is open the server gives nothing of it to others.
     """
 
-    def __init__(self, owner: object = None, queue: SimpleQueue[Sequence[int] | None] | None = None) -> None:
+    def __init__(self, owner: object = None, queue: _Queue | None = None) -> None:
         _count_forks()
-        self._queue: SimpleQueue[Sequence[int] | None] = SimpleQueue() if queue is None else queue
+        self._queue: _Queue = SimpleQueue() if queue is None else queue
         self._owner = owner
         self._forks = _forks
 
@@ -97,7 +111,16 @@ class FreeQueue:
 
     def put(self, addresses: Sequence[int], /) -> None:
         """Take addresses whose lease has ended."""
-        self._queue.put(addresses if self._forks == _forks else (HELD_BY_FORK,) * len(addresses))
+        self._queue.put(addresses if self._forks == _forks else (STILL_HELD,) * len(addresses))
+
+    def put_from_device(self, addresses: Sequence[int], memory: pa.Buffer, device: Device) -> None:
+        """The same for `memory` on a device. Who takes them waits until nothing reads it, and lets go of it."""
+        if self._forks != _forks:
+            return self.put(addresses)
+        try:
+            self._queue.put(_OnDevice(addresses, memory, device.fence()))
+        except DeviceError:
+            self._queue.put((STILL_HELD,) * len(addresses))
 
     def wake(self) -> None:
         """Make a waiting `take` return what there is, even nothing."""
@@ -110,9 +133,17 @@ class FreeQueue:
             item = self._queue.get()
             if item is None:
                 return addresses
-            addresses += item
+            addresses += _let_go(item) if isinstance(item, _OnDevice) else item
+            del item  # while the next is waited for, it may hold memory
             if len(addresses) >= limit or self._queue.empty():
                 return addresses
+
+
+def _let_go(item: _OnDevice) -> Sequence[int]:
+    if item.after is not None:
+        with suppress(DeviceError):  # a device that is lost reads nothing any more
+            item.after.synchronize()
+    return item.addresses
 
 
 class AddressSink(Protocol):
@@ -133,10 +164,29 @@ class Lease:
         self._put = returns.put
 
     def __del__(self) -> None:
-        del self._memory  # first: what a peer has on a device must be closed here before it goes there
         self._put(self._addresses)
+
+
+class _DeviceLease:
+    """The same for memory on a device."""
+
+    __slots__ = ("_addresses", "_device", "_memory", "_returns")
+
+    def __init__(self, memory: pa.Buffer, addresses: Sequence[int], returns: FreeQueue, device: Device) -> None:
+        self._memory = memory
+        self._addresses = addresses
+        self._returns = returns
+        self._device = device
+
+    def __del__(self) -> None:
+        self._returns.put_from_device(self._addresses, self._memory, self._device)
 
 
 def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> pa.Buffer:
     """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are returned."""
     return pa.foreign_buffer(memory.address, memory.size, Lease(memory, addresses, returns))
+
+
+def leased_on_device(memory: pa.Buffer, addresses: Sequence[int], returns: FreeQueue, device: Device) -> pa.Buffer:
+    """The same for memory on a device, which its streams may go on to read after the last array is collected."""
+    return pa.foreign_buffer(memory.address, memory.size, _DeviceLease(memory, addresses, returns, device))

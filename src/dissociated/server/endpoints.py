@@ -50,7 +50,7 @@ class Endpoints:
         Those for clients that can open the device where it lies come before all others.
         """
         segment = dataset.device_segment
-        on_device = [] if segment is None else self._device_locations(segment)
+        on_device = [] if segment is None or not segment.span.key else self._device_locations(segment)
         ways = [(one, packed) for one in self._listeners for packed in (False, True)[: 1 + one.exposes_memory]]
         return [*on_device, *(str(self._location(one, dataset, Streams.BOTH, packed)) for one, packed in ways)]
 

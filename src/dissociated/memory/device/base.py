@@ -70,13 +70,17 @@ class Stream(ABC):
         """Wait until all is done that was asked for."""
 
 
+#: What gives memory back, once this event has happened; None where nothing is under way.
+Release = Callable[[Event | None], None]
+
+
 class DeviceMemory:
     """One allocation on a device, or an opened one of another process. It goes back when it is closed or collected.
 
     Not before what others have begun with it is done: they may let go of it while their own streams still read it.
     """
 
-    def __init__(self, device: Device, address: int, size: int, release: Callable[[], None]) -> None:
+    def __init__(self, device: Device, address: int, size: int, release: Release) -> None:
         self.device = device
         self.address = address
         self.size = size
@@ -119,6 +123,7 @@ class Device(ABC):
         #: For what this object keeps account of. Memory may be collected by whoever holds it.
         self.lock = threading.RLock()
         self._used = [0, 0]
+        self._kept: list[tuple[int, Release]] = []  # what could not be given back yet
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
 
     @property
@@ -136,18 +141,22 @@ class Device(ABC):
         """A new stream."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until all is done that anybody in this process has asked of the device, on whatever stream."""
+    def fence(self) -> Event | None:
+        """The point after all that anybody in this process has asked of the device so far, on whatever stream.
+
+        None where nothing is under way any more: it was waited for, or the device is lost. Raises DeviceError where
+        that cannot be told. Finalizers call this.
+        """
 
     @abstractmethod
-    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
+    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
         """The address of so many bytes, and what gives them back."""
 
     @abstractmethod
     def _export(self, memory: DeviceMemory) -> bytes: ...
 
     @abstractmethod
-    def _open(self, handle: bytes, size: int) -> tuple[int, Callable[[], None]]: ...
+    def _open(self, handle: bytes, size: int) -> tuple[int, Release]: ...
 
     def register(self, memory: pa.Buffer) -> Callable[[], None]:
         """Let streams copy from this host memory at once, where the driver can. Call what is returned afterwards."""
@@ -162,7 +171,7 @@ class Device(ABC):
         """Let a stream of somebody else's, by the driver's handle, go on only after the event."""
 
     def allocate(self, size: int, stream: Stream, exportable: bool = False) -> DeviceMemory:
-        """Memory of so many bytes, one or more, for what `stream` does from now on; it goes back by this stream too.
+        """Memory of so many bytes, one or more, for what `stream` does from now on.
 
         `exportable` if other processes shall open it. Raises DeviceFull.
         """
@@ -190,19 +199,24 @@ class Device(ABC):
             raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
         return known
 
-    def _account(self, size: int, address: int, release: Callable[[], None]) -> DeviceMemory:
+    def _account(self, size: int, address: int, release: Release) -> DeviceMemory:
         with self.lock:
             self._used[0] += 1
             self._used[1] += size
         return DeviceMemory(self, address, size, release)
 
-    def _released(self, size: int, release: Callable[[], None]) -> None:
+    def _released(self, size: int, release: Release) -> None:
+        with self.lock:
+            due, self._kept = [*self._kept, (size, release)], []
         try:
-            with suppress(DeviceError):
-                self.synchronize()
-            with suppress(DeviceError):  # of a device that fails, nothing is to be had back
-                release()
-        finally:
+            after = self.fence()
+        except DeviceError:  # nobody can tell what reads it: who comes next tries again
+            with self.lock:
+                self._kept += due
+            return
+        for size, release in due:
+            with suppress(DeviceError):  # of a device that is lost, nothing is to be had back
+                release(after)
             with self.lock:
                 self._used[0] -= 1
                 self._used[1] -= size

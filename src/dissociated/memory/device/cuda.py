@@ -2,6 +2,8 @@
 
 Memory that is exported is one allocation of its own (`cuMemAlloc`), since its handle has to fit into a URI: 64 bytes,
 which any process of this host opens. A pool of `cuda.core` takes a descriptor as well.
+
+Every call has the primary context current, and the thread has afterwards what it had before.
 """
 
 from __future__ import annotations
@@ -9,20 +11,23 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
 
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
-from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Stream
+from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Release, Stream
 from dissociated.once import once
 
 _PORTABLE, _READ_ONLY = 1, 8  # CU_MEMHOSTREGISTER_...
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _HANDLE_SIZE = 64  # CU_IPC_HANDLE_SIZE
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+_CAPTURING = "CUDA_ERROR_STREAM_CAPTURE"  # how the names of these errors begin
+#: Smaller allocations share a block, and NVIDIA's handles give away all of a block.
+_BLOCK = 1 << 21
 
 
 @once
@@ -38,11 +43,21 @@ def _packages() -> tuple[ModuleType, Any]:
 
 def count() -> int:
     """How many GPUs this process sees. Raises DeviceNotFound where it lacks a package or the driver."""
-    core, _ = _packages()
+    _, driver = _packages()
     try:
-        return len(core.Device.get_all_devices())
-    except Exception as error:  # cuda.core has no root of its exceptions, and the loader of the driver has others
-        raise DeviceNotFound(f"there is no GPU to be used, since its driver says: {error}") from None
+        (code,) = driver.cuInit(0)
+        number = 0
+        if not int(code):
+            code, number = driver.cuDeviceGetCount()
+    except Exception as error:  # the loader of the driver has several
+        raise DeviceNotFound(f"there is no GPU to be used, since its driver cannot be loaded: {error}") from None
+    if int(code):
+        raise DeviceNotFound(f"there is no GPU to be used, since its driver says {code.name}")
+    return int(number)
+
+
+class _Capturing(DeviceError):
+    """A stream is captured into a graph, and nobody can tell what is under way."""
 
 
 class CudaDevice(Device):
@@ -58,10 +73,13 @@ class CudaDevice(Device):
         with _device_errors(f"cuda:{number}"):
             super().__init__(f"cuda:{number}", number, f"cuda-{self._core.Device(number).uuid}")
         self._context = self._checked("cuDevicePrimaryCtxRetain", number)
+        #: Gives memory back: that waits for what others do, and no copy shall.
+        with self.current() as device:
+            self._freeing = _CudaStream(self, device.create_stream())
 
     @contextmanager
     def current(self) -> Iterator[Any]:
-        """The device of cuda.core, while it is this thread's own. Afterwards the thread has what it had before."""
+        """The device of cuda.core, for calls that it makes. What they raise becomes DeviceError and DeviceFull."""
         self._checked("cuCtxPushCurrent", self._context)
         try:
             with _device_errors(self.name):
@@ -73,23 +91,43 @@ class CudaDevice(Device):
 
     def call(self, function: str, *arguments: Any) -> Any:
         """What a function of the driver gives. Raises DeviceError and DeviceFull."""
-        with self.current():
+        self._checked("cuCtxPushCurrent", self._context)
+        try:
             return self._checked(function, *arguments)
+        finally:
+            self._driver.cuCtxPopCurrent()
 
     def _checked(self, function: str, *arguments: Any) -> Any:
-        code, *results = getattr(self._driver, function)(*arguments)
+        try:
+            code, *results = getattr(self._driver, function)(*arguments)
+        except RuntimeError as error:  # so the bindings say that a driver is too old to have it
+            raise DeviceError(f"{function} on {self.name} failed: {error}") from None
         if int(code):
             name = getattr(code, "name", str(code))
-            error_type = DeviceFull if name == _OUT_OF_MEMORY else DeviceError
-            raise error_type(f"{function} on {self.name} failed: {name}")
+            raise _kind(name)(f"{function} on {self.name} failed: {name}")
         return results[0] if len(results) == 1 else results
 
     def stream(self) -> Stream:
         with self.current() as device:
             return _CudaStream(self, device.create_stream())
 
-    def synchronize(self) -> None:
-        self.call("cuCtxSynchronize")
+    def fence(self) -> Event | None:
+        try:
+            with self.current() as device:
+                event = _CudaEvent(self, device.create_event(self._core.EventOptions(blocking_sync=True)))
+            self.call("cuCtxRecordEvent", self._context, event.handle)
+            return event
+        except _Capturing:
+            raise
+        except DeviceError:  # drivers before CUDA 12.5 record no event of all streams
+            pass
+        try:
+            self.call("cuCtxSynchronize")
+        except _Capturing:
+            raise
+        except DeviceError:  # the context is lost, and nothing in it goes on
+            pass
+        return None
 
     def wait_on(self, consumer: int, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
@@ -111,42 +149,49 @@ class CudaDevice(Device):
             return super()._pin(size)
         return pa.foreign_buffer(address, size, _Pinned(self, address))
 
-    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
+    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
         if exportable:
-            address = int(self.call("cuMemAlloc", size))
-            return address, lambda: self.call("cuMemFree", address)
+            address = int(self.call("cuMemAlloc", size + -size % _BLOCK))
+            return address, lambda after: self._call_after(after, "cuMemFree", address)
         assert isinstance(stream, _CudaStream)
         with self.current() as device:
             allocated = device.allocate(size, stream=stream.stream)
 
-        def release() -> None:
+        def release(after: Event | None) -> None:
+            if after is not None:
+                self._freeing.wait(after.pointer)
             with self.current():
-                allocated.close()
+                allocated.close(self._freeing.stream)
 
         return int(allocated.handle), release
 
+    def _call_after(self, after: Event | None, function: str, address: int) -> None:
+        if after is not None:
+            with suppress(DeviceError):  # then it is lost
+                after.synchronize()
+        self.call(function, address)
+
     def _export(self, memory: DeviceMemory) -> bytes:
+        base, _ = self.call("cuMemGetAddressRange", memory.address)
+        if int(base) != memory.address:  # a handle is that of the base, whatever it was asked for
+            raise DeviceError(f"memory on {self.name} lies within an allocation, and has no handle of its own")
         handle = self.call("cuIpcGetMemHandle", memory.address)
         return ctypes.string_at(handle.getPtr(), _HANDLE_SIZE)
 
-    def _open(self, handle: bytes, size: int) -> tuple[int, Callable[[], None]]:
+    def _open(self, handle: bytes, size: int) -> tuple[int, Release]:
         if len(handle) != _HANDLE_SIZE:
             raise DeviceError(f"a peer's handle of memory on {self.name} has {len(handle)} bytes, not {_HANDLE_SIZE}")
         opened = self._driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_SIZE)
         address = int(self.call("cuIpcOpenMemHandle", opened, _PEER_ACCESS))
-
-        def release() -> None:
-            self.call("cuIpcCloseMemHandle", address)
-
         try:
             base, there = map(int, self.call("cuMemGetAddressRange", address))
             if base + there < address + size:
                 raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {there}")
         except DeviceError:
-            release()
+            self.call("cuIpcCloseMemHandle", address)
             raise
-        return address, release
+        return address, lambda after: self._call_after(after, "cuIpcCloseMemHandle", address)
 
 
 class _Pinned:
@@ -182,7 +227,8 @@ class _CudaStream(Stream):
 
     def record(self) -> Event:
         with self._device.current():
-            return _CudaEvent(self._device, self.stream.record())
+            options = self._device._core.EventOptions(blocking_sync=True)  # others go on while somebody waits
+            return _CudaEvent(self._device, self.stream.record(options=options))
 
     def wait(self, pointer: int) -> None:
         self._device.call("cuStreamWaitEvent", self.handle, ctypes.c_void_p.from_address(pointer).value, 0)
@@ -200,5 +246,11 @@ def _device_errors(name: str) -> Iterator[None]:
     except DeviceError:
         raise
     except Exception as error:  # it has no root of its exceptions
-        kind = DeviceFull if _OUT_OF_MEMORY in str(error) else DeviceError
-        raise kind(f"{name} failed: {error}") from error
+        raise _kind(str(error))(f"{name} failed: {error}") from error
+
+
+def _kind(said: str) -> type[DeviceError]:
+    """What to raise where the driver, or cuda.core for it, says this."""
+    if _CAPTURING in said:
+        return _Capturing
+    return DeviceFull if _OUT_OF_MEMORY in said else DeviceError

@@ -15,11 +15,12 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import pyarrow as pa
 
 from dissociated.errors import DeviceError, DeviceFull
-from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Stream
+from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Release, Stream
 from dissociated.memory.shared import create_memfd
 
 #: How many there are.
@@ -50,6 +51,8 @@ class EmulatedDevice(Device):
         super().__init__(f"test:{number}", number, f"test-{number}")
         self.limit = 1 << 32
         self._lost = False
+        #: Whether nobody can tell what is under way, as while a graph is captured; and whether there are handles.
+        self.capturing, self.exports = False, True
         self._mappings: dict[int, _EmulatedMapping] = {}
         self._streams: weakref.WeakSet[_EmulatedStream] = weakref.WeakSet()
         #: Bytes of the host memory that is registered, and how often some was.
@@ -80,15 +83,18 @@ class EmulatedDevice(Device):
 
         return unregister
 
-    def synchronize(self) -> None:
-        self.check()
-        for stream in [*self._streams]:
-            stream.synchronize()
+    def fence(self) -> Event | None:
+        if self.capturing:
+            raise DeviceError(f"a graph is captured on {self.name}")
+        if self._lost:
+            return None
+        with self.lock:
+            return _EmulatedEvent(self, [(stream, stream.end) for stream in self._streams])
 
     def wait_on(self, consumer: int, event: Event) -> None:
         event.synchronize()
 
-    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Callable[[], None]]:
+    def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
         self.check()
         if self.nbytes + size > self.limit:
             raise DeviceFull(f"{self.name} has no {size} bytes left: {self.nbytes} of {self.limit} are in use")
@@ -98,11 +104,12 @@ class EmulatedDevice(Device):
 
     def _export(self, memory: DeviceMemory) -> bytes:
         mapping, _ = self._find(memory.address, memory.size)
-        assert mapping is not None
+        if mapping is None or not self.exports:
+            raise DeviceError(f"{self.name} has no handles")
         descriptor = mapping.descriptor
         return f"{os.getpid()}:{descriptor}:{os.fstat(descriptor).st_ino}".encode()
 
-    def _open(self, handle: bytes, size: int) -> tuple[int, Callable[[], None]]:
+    def _open(self, handle: bytes, size: int) -> tuple[int, Release]:
         self.check()
         try:
             process, number, inode = map(int, handle.split(b":"))
@@ -115,11 +122,14 @@ class EmulatedDevice(Device):
             raise DeviceError(f"memory of a peer on {self.name} cannot be opened: it is other memory now")
         return self._map(_EmulatedMapping(descriptor, size, False))
 
-    def _map(self, mapping: _EmulatedMapping) -> tuple[int, Callable[[], None]]:
+    def _map(self, mapping: _EmulatedMapping) -> tuple[int, Release]:
         with self.lock:
             self._mappings[mapping.address] = mapping
 
-        def release() -> None:
+        def release(after: Event | None) -> None:
+            if after is not None:
+                with suppress(DeviceError):
+                    after.synchronize()
             with self.lock:
                 del self._mappings[mapping.address]
             mapping.close()
@@ -171,16 +181,16 @@ _numbers = itertools.count(1)
 
 
 class _EmulatedEvent(Event):
-    def __init__(self, stream: _EmulatedStream, position: int) -> None:
-        self._stream = stream
-        self._position = position
+    def __init__(self, device: EmulatedDevice, points: list[tuple[_EmulatedStream, int]]) -> None:
+        self._points = points
         number = next(_numbers)
         self._number = ctypes.c_uint64(number)
         self.pointer = ctypes.addressof(self._number)
-        stream.device._events[number] = self
+        device._events[number] = self
 
     def synchronize(self) -> None:
-        self._stream.run_to(self._position)
+        for stream, position in self._points:
+            stream.run_to(position)
 
 
 class _EmulatedStream(Stream):
@@ -189,6 +199,11 @@ class _EmulatedStream(Stream):
         self._lock = device.lock  # one for all: whoever collects memory, at any point, runs all of them
         self._done = 0
         self._due: deque[Callable[[], None]] = deque()
+
+    @property
+    def end(self) -> int:
+        """How much it was asked for so far."""
+        return self._done + len(self._due)
 
     def copy(self, target: int, source: int, length: int) -> None:
         self._add(lambda: self.device.write(target, self.device.read(source, length)))
@@ -199,7 +214,7 @@ class _EmulatedStream(Stream):
     def record(self) -> Event:
         self.device.check()
         with self._lock:
-            return _EmulatedEvent(self, self._done + len(self._due))
+            return _EmulatedEvent(self.device, [(self, self.end)])
 
     def wait(self, pointer: int) -> None:
         event = self.device.event(pointer)
@@ -207,7 +222,7 @@ class _EmulatedStream(Stream):
 
     def synchronize(self) -> None:
         with self._lock:
-            self.run_to(self._done + len(self._due))
+            self.run_to(self.end)
 
     def run_to(self, position: int) -> None:
         self.device.check()
