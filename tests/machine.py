@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,11 @@ from dissociated.errors import JavaNotFound, TransportError
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.ucx import worker
 from dissociated.transport.native.ucx._ucp import ucp
+
+#: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
+ARROW_TEST_DATA = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
+#: What lets a command mount file systems that nobody else sees.
+UNSHARED = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 @cache
@@ -67,12 +76,35 @@ def _java() -> str | None:
     return None
 
 
+def _root() -> str | None:
+    return None if os.geteuid() == 0 else "only root can become somebody else"
+
+
+@cache
+def _tmpfs() -> str | None:
+    if shutil.which(UNSHARED[0]) is None:
+        return f"a tmpfs cannot be mounted here: there is no {UNSHARED[0]}(1)"
+    probe = subprocess.run([*UNSHARED, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, text=True)
+    return f"a tmpfs cannot be mounted here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+def _golden_files() -> str | None:
+    return (
+        "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
+        if ARROW_TEST_DATA is None
+        else None
+    )
+
+
 _MISSING: dict[str, Callable[[], str | None]] = {
     "ucx": _ucx,
     "libfabric": _libfabric,
     "libfabric 2": _libfabric_2,
     "ipv6": _ipv6,
     "java": _java,
+    "root": _root,
+    "tmpfs": _tmpfs,
+    "golden files": _golden_files,
 }
 
 

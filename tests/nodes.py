@@ -9,10 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 
 import dissociated as dis
 from helpers import rest_of, wait_until
+from machine import UNSHARED
 from processes import Process
 
 SCHEMA = pa.schema([("n", pa.int64())])
@@ -21,11 +21,7 @@ MIB = 1 << 20
 
 def small_file_system(root: Path) -> list[str]:
     """What lets a command see a tmpfs of 8 MiB at `root`, in a namespace of its own: Docker would give one of 64."""
-    enter = ["unshare", "--user", "--map-root-user", "--mount"]
-    probe = subprocess.run([*enter, "mount", "-t", "tmpfs", "tmpfs", str(root)], capture_output=True)
-    if probe.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {probe.stderr.decode().strip()}")
-    return [*enter, "sh", "-c", 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"', str(root)]
+    return [*UNSHARED, "sh", "-c", 'mount -t tmpfs -o size=8m,mode=700 tmpfs "$0" && exec "$@"', str(root)]
 
 
 def table(*numbers: int) -> pa.Table:

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -14,6 +15,7 @@ from dissociated.ipc import CollectListener, DissociatedDecoder
 from dissociated.memory.region import AddressSpace
 from dissociated.node.node import Node
 from dissociated.store.store import Store
+from dissociated.transport.base import Listener
 from dissociated.transport.inproc import InprocConnection, InprocTransport
 from dissociated.transport.mailbox import Mailbox
 from dissociated.transport.registry import transport
@@ -74,6 +76,14 @@ def test_positions_that_mean_nothing_any_more() -> None:
         assert read.read_all().to_pylist() == [{"b": 2}]
         with pytest.raises(TypeError, match="positional"):
             client.read("d", "grpc", ["b"], 1)  # type: ignore[call-overload]
+        info = client.describe("d")
+        with pytest.warns(DeprecationWarning, match="read_endpoint takes transport, columns by name"):
+            read = client.read_endpoint(info, info.endpoints[0], "tcp", ["a"])  # type: ignore[call-arg]
+        assert read.read_all().to_pylist() == [{"a": 1}]
+        server.publish("t", pa.Tensor.from_numpy(np.arange(3)))
+        with pytest.warns(DeprecationWarning, match="read_tensors takes transport by name"):
+            (tensor,) = client.read_tensors("t", "tcp")  # type: ignore[call-arg]
+        assert tensor.to_numpy().tolist() == [0, 1, 2]
 
 
 def test_attributes_have_their_old_names() -> None:
@@ -82,6 +92,43 @@ def test_attributes_have_their_old_names() -> None:
         assert info.began == "a key"
     with pytest.warns(DeprecationWarning, match=r"nearness is called locality now"):
         assert transport("inproc").nearness == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("space", "address_space"),
+        ("fetches", "supports_rma"),
+        ("due", "request_deadline"),
+        ("forked", "after_fork_in_child"),
+        ("hung_up", "peer_closed"),
+        ("farewell", "send_close_reason"),
+        ("last_words", "flush_close_reason"),
+        ("outlast", "linger"),
+    ],
+)
+def test_a_connection_has_its_old_names(old: str, new: str) -> None:
+    connection = InprocConnection(Mailbox(1), Mailbox(1))
+    with pytest.warns(DeprecationWarning, match=f"{old} is called {new} now"):
+        assert getattr(connection, old) == getattr(connection, new)
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        (InprocConnection, "forked", "after_fork_in_child"),
+        (InprocConnection, "hung_up", "peer_closed"),
+        (InprocConnection, "last_words", "flush_close_reason"),
+        (InprocConnection, "outlast", "linger"),
+        (Listener, "forked", "after_fork_in_child"),
+    ],
+)
+def test_a_method_of_a_user_may_have_its_old_name(kind: type, old: str, new: str) -> None:
+    def method(self: object) -> None: ...
+
+    with pytest.warns(DeprecationWarning, match=f"Users.{old} is called {new} now"):
+        users = type("Users", (kind,), {old: method})
+    assert getattr(users, new) is method
 
 
 def test_a_transport_of_a_user_has_the_old_names() -> None:

@@ -36,7 +36,7 @@ PRIME_1, PRIME_2, PRIME_3, PRIME_4, PRIME_5 = map(
 
 def in_spark(field: StructField) -> Column:
     """The aggregate that computes the checksum of a column inside Spark."""
-    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql import functions as F
     from pyspark.sql.types import FractionalType, StringType, TimestampType
 
     column = F.col(field.name)

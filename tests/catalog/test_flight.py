@@ -248,16 +248,14 @@ def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightCl
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[CatalogService, list[Node]]]:
     """A catalog that holds nothing, and two nodes of it. At the end nothing of theirs is open or mapped."""
-    catalog = CatalogService("grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=RETAIN)
-    nodes = []
-    try:
-        for name in "ab":
-            nodes.append(Node(Store(tmp_path / name), catalog=catalog.uri, heartbeat_interval=0.2))  # noqa: PERF401
-        yield catalog, nodes
-    finally:
-        for node in nodes:
-            node.close()
-        catalog.close()
+    with ExitStack() as owned:
+        catalog = CatalogService("grpc://127.0.0.1:0", database=Database(str(tmp_path / "db")), retain=RETAIN)
+        owned.enter_context(closing(catalog))
+        stores = [Store(tmp_path / name) for name in "ab"]
+        yield (
+            catalog,
+            [owned.enter_context(Node(one, catalog=catalog.uri, heartbeat_interval=0.2)) for one in stores],
+        )
     clients_end()
     gc.collect()
     assert not [target for target in descriptors().values() if target.startswith(str(tmp_path))]

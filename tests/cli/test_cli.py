@@ -241,7 +241,7 @@ def test_what_asks_nobody_loads_no_library() -> None:
 
 def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
     """As argcomplete's code for bash asks: by the environment, and on descriptor 8."""
-    pytest.importorskip("argcomplete", reason="completion needs argcomplete: pip install argcomplete")
+    pytest.importorskip("argcomplete", reason="argcomplete is not installed")
     around = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "DISSOCIATED_CATALOG": catalog, "IFS": "\v"}
     script = ["bash", "-c", f"{shlex.join(command())} 8>&1 >/dev/null"]
 
@@ -251,6 +251,9 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
         told = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         return {one.strip() for one in told.stdout.split("\v") if one.strip()}
 
+    def is_completed(line: str, name: str) -> bool:
+        return completed(line) == {name}
+
     assert completed("dissociated desc") == {"describe"}
     assert completed("dissociated cat planes --fo") == {"--format"}
     assert completed("dissociated ls --catalog grpc://127.0.0.1:1 p") == set()
@@ -258,7 +261,7 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
         ("dissociated head pl", "planes"),
         (f"dissociated drop {catalog}/fl", f"{catalog.rpartition(':')[2]}/flights"),  # for bash a colon ends a word
     ]:
-        wait_until(lambda: completed(line) == {name}, f"{line} is completed")  # noqa: B023
+        wait_until(partial(is_completed, line, name), f"{line} is completed")
     for shell, line in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "complete --command dissociated")):
         assert line in run("completion", shell).stdout
 
@@ -266,7 +269,7 @@ def test_a_shell_completes_commands_options_and_names(catalog: str) -> None:
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_complete(shell: str, catalog: str, tmp_path: Path) -> None:
     """A real one, interactive where it completes nothing else: bash is asked in the test before."""
-    pytest.importorskip("argcomplete", reason="completion needs argcomplete: pip install argcomplete")
+    pytest.importorskip("argcomplete", reason="argcomplete is not installed")
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} on this machine")
     (tmp_path / "dissociated").write_text(f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n')

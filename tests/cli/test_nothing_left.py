@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +16,11 @@ import pytest
 
 import dissociated as dis
 from arrow_cases import corrupt_parquet
-from dissociated.node.launch import ensure, running
+from dissociated.cli.node import stop_with_starter
+from dissociated.cli.stop import StopSignal
+from dissociated.node.launch import running
+from dissociated.node.node import Node
+from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
 
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
@@ -99,16 +103,24 @@ def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
     wait_until(lambda: running(store) is None, "the node that was started for nothing has ended")
 
 
+class Stop(StopSignal):
+    """Comes when it is set, and leaves the signals of this process alone."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
 def test_a_node_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    read, write = os.pipe()
-    node = ensure(store, starter=read)
-    try:
+    """Here what decides that runs in the thread of the test, which so sees when it has."""
+    starter, written = os.pipe()
+    with closing(Stop()) as stop, Node(Store(tmp_path / "store"), []) as node:
+        before = node.store.versions()
         with dis.connect(node.uri) as client:
             client.put("d", pa.Table.from_batches([BATCH]))
-            os.close(write)
-            os.close(read)
-            time.sleep(2)  # longer than a node takes that is not needed
-            assert client.read("d").read_all().num_rows == 1000
-    finally:
-        os.kill(node.pid, signal.SIGTERM)
+        os.close(written)
+        stop_with_starter(starter, node, before, stop)
+        assert not stop.wait(0)

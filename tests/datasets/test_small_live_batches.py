@@ -191,10 +191,12 @@ def test_a_source_may_use_its_memory_again(serve: Serve) -> None:
             memory[:] = number
             yield pa.record_batch({"n": pa.array(memory[: 3000 if number % 10 == 9 else 2])})
 
+    def reader() -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), source())
+
     server = serve(*MEDIA)
     for publish in SHARED_OR_NOT:
         for scheme in ("shm", "tcp", "inproc") if publish else ("shm", "tcp"):  # alone, inproc gives what it got
-            made = lambda: pa.RecordBatchReader.from_batches(pa.schema([("n", pa.int64())]), source())  # noqa: E731
-            server.publish("live", made, **publish)
+            server.publish("live", reader, **publish)
             numbers = [one["n"].unique().to_pylist() for one in open_at(server, scheme)]
             assert numbers == [[number] for number in range(300)], (publish, scheme)

@@ -271,7 +271,7 @@ print(len(mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ).read()))
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", ["table", "live", "file"])
 def test_descriptors_that_are_handed_out_cannot_be_written(
     serve: Serve, table: pa.Table, tmp_path: Path, kind: str
@@ -373,8 +373,6 @@ else:
         print(type(error).__name__, error)
 """
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-
 
 def stranger(spawn: Spawn, uri: str, ticket: bytes, user: int = 65534) -> str:
     """What another user hears who asks at `uri`."""
@@ -382,7 +380,7 @@ def stranger(spawn: Spawn, uri: str, ticket: bytes, user: int = 65534) -> str:
     return out.strip()
 
 
-@root_only
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("mode", [0o600, 0o666])
 def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: int) -> None:
     os.chmod(runtime, 0o755)
@@ -397,7 +395,7 @@ def test_client_of_another_user(serve: Serve, spawn: Spawn, runtime: str, mode: 
     good.check()
 
 
-@root_only
+@pytest.mark.needs("root")
 def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: str) -> None:
     # And trusts the server's user, which is root here, as everybody does. Nobody else gets in.
     os.chmod(runtime, 0o755)
@@ -415,7 +413,7 @@ def test_client_of_a_user_who_is_allowed(serve: Serve, spawn: Spawn, runtime: st
     good.check()
 
 
-@root_only
+@pytest.mark.needs("root")
 def test_server_of_another_user(spawn: Spawn, runtime: str) -> None:
     os.chmod(runtime, 0o777)
     process = spawn("-c", AS_NOBODY, f"{runtime}/own.sock", "serve")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import shutil
 import socket
 import stat
 import subprocess
@@ -30,6 +29,7 @@ from dissociated.errors import (
 )
 from dissociated.store.segment import Segment, SegmentWriter
 from helpers import rest_of
+from machine import UNSHARED
 
 from .conftest import Scripted, Serve, Spawn
 from .peer import PATIENCE, connect, want, want_of
@@ -310,14 +310,9 @@ FILL = textwrap.dedent(
 )
 
 
-def can_mount() -> bool:
-    probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    return bool(shutil.which("unshare")) and subprocess.run(probe, capture_output=True).returncode == 0
-
-
-@pytest.mark.skipif(not can_mount(), reason="mounting a small /dev/shm takes unshare(1) and the right to mount")
+@pytest.mark.needs("tmpfs")
 def test_full_shared_memory(spawn: Spawn) -> None:
-    run(spawn("-c", FILL + FULL, prefix=("unshare", "-m")))
+    run(spawn("-c", FILL + FULL, prefix=UNSHARED))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dissociated.errors import TransportError, UnsafeMemory
 from .conftest import Spawn, mappings
 from .peer import PATIENCE
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+pytestmark = pytest.mark.needs("root")
 
 ROWS = 100_000
 

@@ -20,12 +20,12 @@ import pytest
 
 from certificates import Certificates
 from faults.fuzz import changed
-from machine import needs
+from machine import ARROW_TEST_DATA, needs
 
 from .damaged import DEADLINE, MORE_MEMORY
-from .ways import NO_ROOT, ROOT, WAYS, medium, slow
+from .ways import WAYS, medium, slow
 
-FOLDERS = [ROOT / "arrow-ipc-stream", ROOT / "arrow-ipc-file"] if ROOT else []
+FOLDERS = [ARROW_TEST_DATA / "arrow-ipc-stream", ARROW_TEST_DATA / "arrow-ipc-file"] if ARROW_TEST_DATA else []
 DAMAGED = sorted(path for folder in FOLDERS for path in folder.iterdir() if path.is_file())
 
 COUNT, SEED = map(int, (os.environ.get("DISSOCIATED_FUZZ", "200,1") + ",1").split(",")[:2])
@@ -41,7 +41,7 @@ GROUPS = [
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
 SLOW = 16  # how many times fewer, where each takes long
 
-pytestmark = [pytest.mark.skipif(ROOT is None, reason=NO_ROOT), pytest.mark.usefixtures("trusted")]
+pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted")]
 
 
 @pytest.fixture(scope="module")

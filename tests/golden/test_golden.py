@@ -10,15 +10,17 @@ import pytest
 import dissociated as dis
 from certificates import Certificates
 from helpers import case, leaving_nothing
-from machine import media, missing
+from machine import ARROW_TEST_DATA, media, missing
 
 from .integration_json import Description, read_description
-from .ways import NO_ROOT, ROOT, WAYS, Arrived, medium, server, slow
+from .ways import WAYS, Arrived, medium, server, slow
 
-FOLDER = ROOT / "arrow-ipc-stream" / "integration" if ROOT else Path()
-GOLDEN = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".stream", ".arrow_file")) if ROOT else []
+FOLDER = ARROW_TEST_DATA / "arrow-ipc-stream" / "integration" if ARROW_TEST_DATA else Path()
+GOLDEN = (
+    sorted(path for path in FOLDER.rglob("*") if path.suffix in (".stream", ".arrow_file")) if ARROW_TEST_DATA else []
+)
 
-pytestmark = [pytest.mark.skipif(ROOT is None, reason=NO_ROOT), pytest.mark.usefixtures("trusted")]
+pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted")]
 
 
 #: Ways that are tried together, by what takes long to connect; and which files those are tried with: what is in a file

@@ -18,10 +18,6 @@ from helpers import PATIENCE
 
 from .careless import serve
 
-#: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
-ROOT = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
-NO_ROOT = "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
-
 MAX_BODY = 1 << 28  # bytes
 LISTEN = {
     "shm": "shm:",

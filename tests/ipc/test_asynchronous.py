@@ -30,7 +30,6 @@ from ipc.test_files import (
     every_source,
     golden,
     message_spans,
-    with_golden_files,
     written,
 )
 
@@ -554,7 +553,7 @@ def test_help_says_what_the_blocking_function_takes(asynchronous: Any, blocking:
     assert inspect.signature(asynchronous).parameters.keys() == inspect.signature(blocking).parameters.keys()
 
 
-@with_golden_files
+@pytest.mark.needs("golden files")
 def test_golden_files_and_streams() -> None:
     async def test() -> None:
         for path in (*golden("**/*.arrow_file"), *golden("**/*.stream")):

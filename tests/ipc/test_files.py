@@ -22,6 +22,7 @@ from dissociated.errors import FormatError, OptionError, StoreError
 from dissociated.ipc import FileReader, StreamReader, open_file, open_stream
 from dissociated.ipc.files import open_either
 from helpers import as_big_endian, case, leaving_nothing
+from machine import ARROW_TEST_DATA
 from memory.maps import buffers, mappings, origins
 
 ROWS = 1000
@@ -307,7 +308,7 @@ def test_loading_ahead_is_done_in_the_background() -> None:
     Slow.gate.set()
 
     with leaving_nothing(), open_file(Slow(FILE)) as reader:
-        reader.footer  # noqa: B018  # it is read when it is first needed
+        assert reader.footer  # which is read when it is first needed
         Slow.gate.clear()
         reader.pre_buffer_metadata()
         Slow.gate.set()
@@ -343,7 +344,7 @@ def test_neighbours_are_read_at_once() -> None:
     source = Counted(FILE)
     with open_file(source) as reader:
         reader.get_batch(0)  # the dictionary
-        reader.footer  # noqa: B018
+        assert reader.footer
         source.reads.clear()
         assert list(reader.read_together([1, 2, 3])) == [(BATCHES[i], NOTES[i]) for i in (1, 2, 3)]
         assert source.reads == [(spans[1][0], spans[3][2])]
@@ -632,22 +633,14 @@ def test_a_file_that_is_cut_off() -> None:
                 open_file(source)
 
 
-ROOT = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
-
-
 def golden(pattern: str) -> Iterator[Path]:
-    assert ROOT is not None
-    found = sorted(path for path in ROOT.glob(pattern) if path.is_file())
-    assert found, f"nothing below {ROOT}: is it the directory `data` of apache/arrow-testing?"
+    assert ARROW_TEST_DATA is not None
+    found = sorted(path for path in ARROW_TEST_DATA.glob(pattern) if path.is_file())
+    assert found, f"nothing below {ARROW_TEST_DATA}: is it the directory `data` of apache/arrow-testing?"
     return iter(found)
 
 
-with_golden_files = pytest.mark.skipif(
-    ROOT is None, reason="ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
-)
-
-
-@with_golden_files
+@pytest.mark.needs("golden files")
 def test_golden_files() -> None:
     for path in golden("**/*.arrow_file"):
         try:
@@ -665,7 +658,7 @@ def test_golden_files() -> None:
                 assert reader.count_rows() == sum(batch.num_rows for batch, _ in batches), path
 
 
-@with_golden_files
+@pytest.mark.needs("golden files")
 def test_golden_streams() -> None:
     for path in golden("**/*.stream"):
         try:
@@ -676,7 +669,7 @@ def test_golden_streams() -> None:
             assert open_stream(path, memory_map=mapped).read_all() == expected, path
 
 
-@with_golden_files
+@pytest.mark.needs("golden files")
 def test_what_fuzzers_found() -> None:
     for path in golden("arrow-ipc-file/*"):
         use(path.read_bytes(), open_file)

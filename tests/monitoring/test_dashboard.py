@@ -10,7 +10,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from certificates import Certificates
 from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import Serve
+from helpers import Serve, wait_until
 
 TABLE = pa.table({"n": [1, 2, 3]})
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -48,9 +47,14 @@ def status(uri: str) -> Any:
 
 def wait_for(uri: str, good: Callable[[Any], bool]) -> Any:
     """The first status that is good: it is made anew each half second."""
-    while not good(found := status(uri)):
-        time.sleep(0.05)
-    return found
+    found: list[Any] = []
+
+    def is_good() -> bool:
+        found.append(status(uri))
+        return good(found[-1])
+
+    wait_until(is_good, "the page says so")
+    return found[-1]
 
 
 def test_what_the_page_asks_for_says_what_happens(serve: Serve) -> None:

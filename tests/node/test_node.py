@@ -194,7 +194,8 @@ def _tried(uri: str, name: str, data: pa.Table) -> bool:
     try:
         put(uri, name, data)
     except CatalogError as error:
-        assert "what is left is being read" in str(error)  # noqa: PT017
+        if "what is left is being read" not in str(error):
+            raise
         return False
     with dis.connect(uri) as client:
         return [info.name for info in client.list()] == ["c", "d"]
@@ -235,6 +236,7 @@ def test_an_ipc_file_that_any_tool_wrote_is_committed_and_served_where_it_lies(m
         assert pa.ipc.open_file(lies).read_all() == table(1, 2)
 
 
+@pytest.mark.needs("tmpfs")
 def test_a_full_file_system_is_told_to_whoever_puts_and_harms_nobody(tmp_path: Path, start: Start) -> None:
     root = tmp_path / "small"
     root.mkdir()
@@ -334,7 +336,8 @@ def read_at_last(uri: str, name: str) -> list[int]:
         try:
             found.extend(read(uri, name))
         except CatalogError as error:
-            assert "says nothing any more" in str(error)  # noqa: PT017
+            if "says nothing any more" not in str(error):
+                raise
             return False
         return True
 

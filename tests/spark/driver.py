@@ -140,7 +140,7 @@ def never_ending(spark: SparkSession, uri: str, name: str, rows: int, partitions
     ) -> Iterator[pa.RecordBatch]:
         yield from batches
         while partition == partitions - 1:
-            time.sleep(1)
+            signal.pause()
 
     write(mapped(spark, rows, partitions, wait), name, uri, mode)
 

@@ -108,6 +108,7 @@ def test_a_put_of_unknown_size_takes_no_more_than_it_has_come_to_need(memory: Pa
             assert list(node.store.staging.iterdir()) == []
 
 
+@pytest.mark.needs("tmpfs")
 def test_what_is_larger_than_its_file_system_removes_nothing(tmp_path: Path, start: Start) -> None:
     """Without a limit the file system is one: here it has 8 MiB."""
     root = tmp_path / "small"

@@ -355,7 +355,7 @@ print(connection.recv(4096).decode())
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.needs("root")
 def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     node = start("node", "--store", memory / "store")
     with dis.connect(node.uri) as client:
@@ -371,7 +371,7 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
     assert heard().stdout == '{"error": "this node takes nothing from user 65534"}\n'
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.needs("root")
 def test_memory_is_not_handed_over_to_another_user() -> None:
     listening = """
     import os, socket, sys

@@ -490,6 +490,7 @@ with Store(root + "/store", policy=Policy.EVICT) as store:
 """
 
 
+@pytest.mark.needs("tmpfs")
 def test_a_full_file_system_is_told_in_a_sentence_and_can_be_evicted_from(tmp_path: Path) -> None:
     root = tmp_path / "small"
     root.mkdir()

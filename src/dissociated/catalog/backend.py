@@ -86,7 +86,7 @@ class Backend(ABC):
         """See Store.reserve."""
         return wish
 
-    def ensure_room(self, name: str, size: int) -> None:  # noqa: B027  # where there is no limit there is room
+    def ensure_room(self, name: str, size: int) -> None:
         """See Store.ensure_room."""
 
     @abstractmethod

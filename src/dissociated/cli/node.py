@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> None:
             os.close(arguments.ready_fd)
         if arguments.starter_fd is not None:
             follow = threading.Thread(
-                target=_stop_with_starter, args=(arguments.starter_fd, node, before, stop), daemon=True
+                target=stop_with_starter, args=(arguments.starter_fd, node, before, stop), daemon=True
             )
             follow.start()
         busy = time.monotonic()
@@ -150,8 +150,11 @@ def run(arguments: argparse.Namespace) -> None:
         node.drain(arguments.drain)
 
 
-def _stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
-    """Stop when whoever has started this node is gone, nothing has been committed by then, and nobody else is there."""
+def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:
+    """Set `stop` once the node's starter is gone, if nothing has been committed since `before` and nobody is there.
+
+    `starter` is the end of a pipe, which is closed here. Returns as soon as it is decided.
+    """
     os.read(starter, 1)  # which ends when the other end is closed
     os.close(starter)
     idle = 0

@@ -89,7 +89,7 @@ class Dataset(ABC):
         """Its segments, for others to be appended. Raises SourceError where it was not written in segments."""
         raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
 
-    def prepare_sharing(self, wait: bool) -> None:  # noqa: B027  # only what lies elsewhere is copied
+    def prepare_sharing(self, wait: bool) -> None:
         """Copy to shared memory what clients will map: in the background, or with `wait` before this returns.
 
         With `wait` it raises StoreError and SourceError.
@@ -126,17 +126,17 @@ class Dataset(ABC):
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
 
-    def on_moved(self) -> None:  # noqa: B027  # only what is opened when it is read can lie elsewhere
+    def on_moved(self) -> None:
         """Its segments lie elsewhere now. Whoever reads them goes on; the next reading opens them there."""
 
-    def drop(self) -> None:  # noqa: B027  # only what runs by itself has something to end
+    def drop(self) -> None:
         """It is not published any more. Streams of it go on, unless it is read once for all clients: that one ends."""
 
     def close(self) -> None:
         """The server is closing."""
         self.drop()
 
-    def wait_closed(self, timeout: float) -> None:  # noqa: B027  # only what runs by itself is waited for
+    def wait_closed(self, timeout: float) -> None:
         """Wait, once it is closed, for up to `timeout` seconds until nothing of it runs any more."""
 
     def select(self, selection: Selection) -> Dataset:

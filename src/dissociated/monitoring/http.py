@@ -190,7 +190,8 @@ class _Handler(BaseHTTPRequestHandler):
             response = _plain(500, "this could not be answered: the log says why")
         self._send(response)
 
-    do_HEAD = do_GET  # noqa: N815  # http.server's name
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _send(self, response: Response) -> None:
         self.send_response(response.status)

@@ -87,17 +87,17 @@ class Sending(ABC):
         """Bytes of memory that a client holds although it was cut off; None for one that was not."""
         return None
 
-    def stop(self) -> None:  # noqa: B027  # only where more would be kept for it
+    def stop(self) -> None:
         """The client wants nothing more, and may go on holding what it was sent."""
 
-    def detach(self) -> None:  # noqa: B027
+    def detach(self) -> None:
         """The client is cut off. What it holds stays until it lets go, and holds up nobody."""
 
     def end(self, disconnected: bool) -> None:
         """Hold nothing for this client any more. Unless it is `disconnected`, what it may map is not used again."""
         self._ledger.release_all()
 
-    def _on_freed(self, addresses: Collection[int]) -> None:  # noqa: B027
+    def _on_freed(self, addresses: Collection[int]) -> None:
         """The client holds these no more."""
 
     def _take_frees(self) -> None:

@@ -106,15 +106,18 @@ class Connection(ABC):
         """Who is at the other end, for people."""
         return type(self).__name__
 
-    def handshake(self, timeout: float) -> None:  # noqa: B027  # most media need none
+    def handshake(self, timeout: float) -> None:
         """Agree with the peer on what comes before any message, within `timeout` seconds in all.
 
-        `connect` does it for the client; on a connection that was accepted, its own thread does it first.
-        May also raise AccessDenied.
+        Most media need nothing. `connect` does it for the client; on a connection that was accepted, its own thread
+        does it first. May also raise AccessDenied.
         """
 
-    def limit_untagged(self, length: int) -> None:  # noqa: B027  # where nothing is allocated for what is announced
-        """Take untagged messages of up to so many bytes: what is announced to be longer ends the connection."""
+    def limit_untagged(self, length: int) -> None:
+        """Take untagged messages of up to so many bytes: one that is announced to be longer ends the connection.
+
+        Media that allocate nothing for what is announced may ignore this.
+        """
 
     def _time_left(self, timeout: float) -> float:
         """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""
@@ -178,7 +181,7 @@ class Connection(ABC):
         """`abort` for a peer that may not listen now: it learns why when it comes to that, while this side receives."""
         self.abort(reason)
 
-    def flush_close_reason(self, timeout: float) -> None:  # noqa: B027  # `abort` waits by itself
+    def flush_close_reason(self, timeout: float) -> None:
         """Wait until the peer has taken what `send_close_reason` sent, or took nothing for `timeout`. Never raises."""
 
     def linger(self) -> bool:
@@ -219,8 +222,11 @@ class Connection(ABC):
         """Let the peer map this memory, as the addresses `base` to `base + size`. The descriptor stays the caller's."""
         raise TransportError(f"{type(self).__name__} cannot share memory")
 
-    def retain(self, region: Region) -> None:  # noqa: B027  # most media let nobody fetch
-        """Keep memory that the peer may fetch from until it can do so no more, also beyond `close`."""
+    def retain(self, region: Region) -> None:
+        """Keep memory that the peer may fetch from until it can do so no more, also beyond `close`.
+
+        Media whose peers cannot fetch do nothing.
+        """
 
     def fetch(self, wanted: Sequence[tuple[int, int, int]], memory: Buffer, timeout: float) -> None:
         """Fetch (address, length, where in `memory`) from the peer, one-sided. Within `memory` they must stay.
