@@ -13,9 +13,11 @@ and bounds that are wider than the values are as good.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from decimal import Decimal
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +33,10 @@ STATISTICS_MAGIC = b"DISSTATS"
 _ALIGNMENT = 8
 _TAIL = 8 + len(STATISTICS_MAGIC)
 _LEAST_ROWS = 10_000  # of a batch, as Spark's Python has it: to look at a smaller one costs more than it can spare
+_MAX_MEAN = 24  # bytes of a value, with 4 for where it ends
+_MAX_LENGTH = 256  # bytes of a bound
+_MAX_ALIKE = 4
+_MAX_SHORT_DIGITS = 18
 _MAX_VALUES = 1 << 20  # kept while a segment is written; of one with more, nothing is written
 _MAX_SIZE = 1 << 28  # bytes
 
@@ -90,11 +96,14 @@ _BOUND_NAMES = ("null_count", "min", "max")
 
 
 class StatisticsCollector:
-    """Looks at record batches of one schema as they are written; at these of their columns, or at all."""
+    """Looks at record batches of one schema as they are written; at these of their columns, or at all.
 
-    def __init__(self, schema: pa.Schema, columns: Sequence[int] | None = None) -> None:
+    What takes long is not looked at, but if it is `thorough`: small batches, text, decimals, and which slots are null.
+    """
+
+    def __init__(self, schema: pa.Schema, columns: Sequence[int] | None = None, thorough: bool = False) -> None:
         wanted = range(len(schema)) if columns is None else columns
-        self._columns = {number: found for number in wanted if (found := _column(schema.field(number).type))}
+        self._columns = {number: found for number in wanted if (found := _column(schema.field(number).type, thorough))}
         self._num_rows: list[int] = []
         self._left = _MAX_VALUES
 
@@ -113,40 +122,98 @@ class StatisticsCollector:
         return Statistics(pa.array(self._num_rows, pa.int64()), bounds) if bounds else None
 
 
-class _ColumnCollector:
-    """A column whose values are numbers of this `dtype`."""
+_Range: TypeAlias = tuple[Any, Any]
+_UNKNOWN: _Range = (None, None)
 
-    def __init__(self, type_: pa.DataType, dtype: np.dtype) -> None:
+
+class _ColumnCollector(ABC):
+    """A column of one type. Its bounds are kept as values of the type `storage`, which has the same layout."""
+
+    def __init__(self, type_: pa.DataType, storage: pa.DataType, thorough: bool) -> None:
         self._type = type_
-        self._dtype = dtype
+        self._storage = storage
+        self._thorough = thorough
         self._found: dict[str, list[Any]] = {what: [] for what in _BOUND_NAMES}
-        self.known = False
+        self.known = thorough
 
     def add(self, values: pa.Array) -> None:
-        found = values.null_count, *(self._range(values) if len(values) >= _LEAST_ROWS else (None, None))
+        """Slots of nulls count, too, which only widens the bounds. To leave them out takes ten times as long."""
+        null_count = values.null_count
+        if self._thorough and null_count:
+            values = values.drop_null()
+        looked_at = len(values) >= (1 if self._thorough else _LEAST_ROWS)
+        found = null_count, *(self._range(values) if looked_at else _UNKNOWN)
         self.known = self.known or found[1] is not None
         for what, value in zip(_BOUND_NAMES, found, strict=True):
             self._found[what].append(value)
 
     def bounds(self) -> Bounds:
-        storage = pa.from_numpy_dtype(self._dtype)
-        least, most = (pa.array(self._found[what], storage).view(self._type) for what in ("min", "max"))
+        least, most = (pa.array(self._found[what], self._storage).view(self._type) for what in ("min", "max"))
         return Bounds(pa.array(self._found["null_count"], pa.int64()), least, most)
 
-    def _range(self, values: pa.Array) -> tuple[Any, Any]:
-        """Slots of nulls count, too: that only widens the bounds, and to look at validity takes ten times as long."""
+    @abstractmethod
+    def _range(self, values: pa.Array) -> _Range: ...
+
+
+class _NumberCollector(_ColumnCollector):
+    """Its values are numbers of this `dtype`."""
+
+    def __init__(self, type_: pa.DataType, dtype: np.dtype, thorough: bool) -> None:
+        super().__init__(type_, pa.from_numpy_dtype(dtype), thorough)
+        self._dtype = dtype
+
+    def _range(self, values: pa.Array) -> _Range:
         offset = values.offset * self._dtype.itemsize
         content = np.frombuffer(values.buffers()[1], self._dtype, len(values), offset)
         least, most = content.min().item(), content.max().item()
-        return (None, None) if least != least else (least, most)  # NaN is among them
+        return _UNKNOWN if least != least else (least, most)  # NaN is among them
 
 
-def _column(type_: pa.DataType) -> _ColumnCollector | None:
-    """What looks at values of this type; None where that takes about as long as to write them, as for strings."""
+class _DecimalCollector(_ColumnCollector):
+    """Its values have up to 18 digits. So the first of their two words has all of them, and the other the sign."""
+
+    def _range(self, values: pa.Array) -> _Range:
+        words = np.frombuffer(values.buffers()[1], np.int64, 2 * len(values), 16 * values.offset)[::2]
+        return _decimal(words.min(), self._type.scale), _decimal(words.max(), self._type.scale)
+
+
+def _decimal(unscaled: np.int64, scale: int) -> Decimal:
+    return Decimal(int(unscaled)).scaleb(-scale)
+
+
+class _ValueCollector(_ColumnCollector):
+    """Its values can be compared, but are no numbers. Where they are long, that takes as long as to write them."""
+
+    def __init__(self, type_: pa.DataType, storage: pa.DataType, thorough: bool) -> None:
+        super().__init__(type_, storage, thorough)
+        self._last = _UNKNOWN
+        self._alike = 0  # batches, one after the other: whoever looks for values can hardly tell them apart
+
+    def _range(self, values: pa.Array) -> _Range:
+        import pyarrow.compute as pc  # on first use: it takes long to import
+
+        if self._alike == _MAX_ALIKE or values.nbytes > _MAX_MEAN * len(values):
+            return _UNKNOWN
+        range_ = pc.min_max(values.view(self._storage))
+        found = range_["min"].as_py(), range_["max"].as_py()
+        self._alike = self._alike + 1 if found == self._last else 0
+        self._last = found
+        is_long = isinstance(found[0], bytes) and max(map(len, found)) > _MAX_LENGTH
+        return _UNKNOWN if is_long else found
+
+
+def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
+    """What looks at values of this type; None where that takes about as long as to write them."""
     if types.is_integer(type_) or types.is_float32(type_) or types.is_float64(type_):
-        return _ColumnCollector(type_, np.dtype(type_.to_pandas_dtype()))
+        return _NumberCollector(type_, np.dtype(type_.to_pandas_dtype()), thorough)
     if types.is_temporal(type_) and not types.is_interval(type_):
-        return _ColumnCollector(type_, np.dtype(f"i{type_.bit_width // 8}"))
+        return _NumberCollector(type_, np.dtype(f"i{type_.bit_width // 8}"), thorough)
+    if thorough and types.is_decimal128(type_) and type_.precision <= _MAX_SHORT_DIGITS:
+        return _DecimalCollector(type_, type_, thorough)
+    if thorough and (types.is_boolean(type_) or types.is_decimal(type_)):
+        return _ValueCollector(type_, type_, thorough)
+    if thorough and (types.is_string(type_) or types.is_binary(type_)):
+        return _ValueCollector(type_, pa.binary(), thorough)  # not all that Spark calls a string is UTF-8
     return None
 
 

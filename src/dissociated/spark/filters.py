@@ -20,6 +20,7 @@ from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 
 _MAX_LISTED_VALUES = 64  # of a list
+_NULL_OPERATORS = {"IS_NULL": "is null", "IS_NOT_NULL": "is not null"}
 
 
 def parse_filters(text: str) -> Conditions:
@@ -34,15 +35,22 @@ def parse_filters(text: str) -> Conditions:
     return Conditions.parse(plain)
 
 
-def shortened(conditions: Sequence[Any]) -> list[Any]:
-    """Spark's own conditions without long lists, which a server does not take: of whole numbers the bounds are left."""
+def told(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
+    """Spark's own conditions, of a column, an operator and values, in the form of the option.
+
+    A server takes no long lists: of those of whole numbers the bounds are left.
+    """
     found: list[Any] = []
-    for condition in conditions:
-        column, operator, *values = condition
-        if operator != "in" or len(values[0]) <= _MAX_LISTED_VALUES:
-            found.append(condition)
-        elif all(type(value) is int for value in values[0]):
-            found += [column, ">=", min(values[0])], [column, "<=", max(values[0])]
+    for column, operator, all_values in conditions:
+        values = [value for value in all_values if value is not None]  # nothing equals null
+        if operator in _NULL_OPERATORS:
+            found.append([column, _NULL_OPERATORS[operator]])
+        elif operator != "IN":
+            found += ([column, operator, value] for value in values)
+        elif 0 < len(values) <= _MAX_LISTED_VALUES:
+            found.append([column, "in", values])
+        elif values and all(type(value) is int for value in values):
+            found += [column, ">=", min(values)], [column, "<=", max(values)]
     return found
 
 

@@ -104,7 +104,8 @@ def _compile(jars: Path, sources: list[Path], into: Path) -> None:
         f"{jars}/*",
         "scala.tools.nsc.Main",
     ]
-    command += ["-usejavacp", "-deprecation:false", "-nowarn", "-d", str(into), *map(str, sources)]
+    command += ["-usejavacp", "-deprecation:false", "-nowarn", "-opt:inline:<sources>", "-d", str(into)]
+    command += map(str, sources)
     try:
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -44,7 +44,7 @@ from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.memory.shared import create_memfd
 from dissociated.spark import tables
 from dissociated.spark.columns import spark_schema
-from dissociated.spark.filters import shortened
+from dissociated.spark.filters import told
 from dissociated.spark.layouts import ArrayLayout, stream_layouts
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader, Request
@@ -93,7 +93,7 @@ class Sidecar:
     ) -> Any:
         request = Request.parse(options)
         request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
-        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), shortened(conditions))
+        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), told(conditions))
         partitions = [
             {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
             for one in reader.partitions(version, _SLICE_BYTES)

@@ -7,20 +7,22 @@ where it ends, nothing is left of them.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.types as types
 from pyspark.sql.types import StructType
 
-from dissociated.errors import StoreError
+from dissociated.buffers import Buffer
+from dissociated.codec.statistics import StatisticsCollector
+from dissociated.errors import StoreError, StoreFull
+from dissociated.format.encapsulated import end_of_stream
+from dissociated.memory.shared import map_read_only, reopen_read_only, write_parts
 from dissociated.node.local import stage_here
 from dissociated.oserrors import store_errors
 from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
@@ -30,9 +32,6 @@ from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.files import NewFile, StagedFile
 
-if TYPE_CHECKING:
-    from dissociated.spark.streaming import DatasetStreamWriter
-
 #: Names of segments. A task that is killed while its file is made comes back for it within seconds, or never.
 _MAX_UNWANTED = 1 << 16
 
@@ -40,16 +39,13 @@ _MAX_UNWANTED = 1 << 16
 class Writes:
     """The calls, by their names:
 
-    write(options, schema, mode)            on the driver: a plan of a write, see `_plan`
-    commit(writer, written)                 makes what tasks have written a dataset
-    abort(writer)                           removes it
-    write_stream(options, schema, mode)     on the driver: the same for a streaming query, whose micro-batches have a
-    commit_stream(writer, key, written)     commit each
-    abort_stream(writer, key, written)
-    committed(writer, key)                  whether there was a commit with this key
-    stage(writer, segment)                  in a task: a new file {"path", "room", "node"}, of which `room` bytes may be
-    reserve(segment, size)                  written; more room, at least so much
-    finish(segment, size)                   the file is whole, and has so many bytes
+    write(options, schema, mode, streaming) on the driver: {"fits": whether rows can go in as they are, "writer", "key"}
+    commit(writer, key, written)            makes what tasks have written a dataset. The micro-batches of a streaming
+    abort(writer, key, written)             query have a commit with a `key` each; or it removes that
+    stage(writer, segment, key)             in a task: a new file {"path", "node", "position", "room"}: batches go there
+                                            from the position on, up to `room`; null after a commit with this key
+    reserve(segment, size)                  more room, at least so much
+    finish(segment, size)                   all batches are there, up to `size`: how many bytes the stream has
     discard(segment)                        it is not needed, if there is one
     """
 
@@ -58,13 +54,15 @@ class Writes:
         self._unwanted: dict[str, None] = {}  # whose tasks were killed while they were made, the oldest first
         self._lock = threading.Lock()
         calls: Sequence[Callable[..., Any]] = (
-            *(write, commit, abort, write_stream, commit_stream, abort_stream, committed),
-            *(self.stage, self.reserve, self.finish, self.discard),
+            *(write, commit, abort, self.stage, self.reserve, self.finish, self.discard),
         )
         self.calls = {call.__name__: call for call in calls}
 
-    def stage(self, writer: str, segment: str) -> Any:
-        staged = _StagedSegment(unpickled(writer).target.catalog, segment)
+    def stage(self, writer: str, segment: str, key: str | None) -> Any:
+        plan = unpickled(writer)
+        if key is not None and _is_committed(plan.target.catalog, key):
+            return None
+        staged = _StagedSegment(plan.target.catalog, segment)
         with self._lock:
             wanted = segment not in self._unwanted
             if wanted:
@@ -72,13 +70,18 @@ class Writes:
         if not wanted:
             staged.abort()
             raise StoreError(f"the task that writes {segment} was killed")
-        return {"path": staged.path, "room": staged.reserve(0), "node": staged.node}
+        try:
+            position = staged.append(0, plan.fitting.schema.serialize())
+            return {"path": staged.path, "node": staged.node, "position": position, "room": staged.reserve(position)}
+        except BaseException:
+            self.discard(segment)
+            raise
 
     def reserve(self, segment: str, size: int) -> int:
         return self._segments[segment].reserve(size)
 
-    def finish(self, segment: str, size: int) -> None:
-        self._take(segment).commit(size)
+    def finish(self, segment: str, size: int) -> int:
+        return self._take(segment).finish(size)
 
     def discard(self, segment: str) -> None:
         with self._lock:
@@ -115,96 +118,81 @@ class _StagedSegment:
         with store_errors(self._what):
             return self._file.reserve(size)
 
-    def commit(self, size: int) -> None:
+    def append(self, at: int, part: Buffer) -> int:
+        """Where it ends."""
+        end = at + len(part)
+        with store_errors(self._what):
+            self._file.reserve(end)
+            write_parts(self._file.descriptor, [part], at)
+        return end
+
+    def finish(self, size: int) -> int:
         with self._connection, store_errors(self._what):
             try:
-                self._file.commit(size)
+                end = nbytes = self.append(size, end_of_stream())
+                with suppress(StoreFull):  # then without
+                    end = self.append(nbytes, self._statistics(nbytes))
+                self._file.commit(end)
+                return nbytes
             except BaseException:
                 self._file.abort()
                 raise
+
+    def _statistics(self, size: int) -> bytes:
+        descriptor = reopen_read_only(self._file.descriptor)
+        try:
+            stream = map_read_only(descriptor, size)
+        finally:
+            os.close(descriptor)
+        with pa.ipc.open_stream(stream) as batches:
+            collector = StatisticsCollector(batches.schema, thorough=True)
+            for batch in batches:
+                collector.add(batch)
+        found = collector.statistics()
+        return b"" if found is None else found.encode()
 
     def abort(self) -> None:
         with self._connection, store_errors(self._what):
             self._file.abort()
 
 
-def write(options: Mapping[str, str], schema: str, mode: str) -> Any:
-    writer = DatasetWriter(WriteTarget.parse(options, mode, '.save("NAME")'), _arrow_schema(schema))
-    return _plan(writer, writer.key)
+def write(options: Mapping[str, str], schema: str, mode: str, streaming: bool) -> Any:
+    method = '.start("NAME")' if streaming else '.save("NAME")'
+    target = WriteTarget.parse(options, mode, method)
+    columns = arrow_schema(StructType.fromJson(json.loads(schema)))
+    writer = _stream_writer(target, columns) if streaming else DatasetWriter(target, columns)
+    if not writer.fitting.is_identity(writer.schema):
+        return {"fits": False}
+    return {"fits": True, "writer": pickled(writer), "key": "" if streaming else writer.key}
 
 
-def commit(writer: str, written: Sequence[Mapping[str, Any]]) -> None:
-    unpickled(writer).commit([Written(**one) for one in written])
-
-
-def abort(writer: str) -> None:
-    unpickled(writer).abort(())
-
-
-def write_stream(options: Mapping[str, str], schema: str, mode: str) -> Any:
+def _stream_writer(target: WriteTarget, schema: pa.Schema) -> Any:
     from dissociated.spark.streaming import DatasetStreamWriter  # needs Spark 4.2
 
-    return _plan(DatasetStreamWriter(WriteTarget.parse(options, mode, '.start("NAME")'), _arrow_schema(schema)), "")
+    return DatasetStreamWriter(target, schema)
 
 
-def commit_stream(writer: str, key: str, written: Sequence[Mapping[str, Any]]) -> None:
-    unpickled(writer).commit(_task_commits(key, written), 0)
+def commit(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) -> None:
+    unpickled(writer).commit(*_messages(key, written))
 
 
-def abort_stream(writer: str, key: str, written: Sequence[Mapping[str, Any]]) -> None:
-    unpickled(writer).abort(_task_commits(key, written), 0)
+def abort(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) -> None:
+    unpickled(writer).abort(*_messages(key, written))
 
 
-def committed(writer: str, key: str) -> bool:
-    catalog: CatalogConfig = unpickled(writer).target.catalog
+def _messages(key: str | None, written: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """What such a writer is told at the end."""
+    told = [Written(**one) for one in written]
+    if key is None:
+        return (told,)
+    from dissociated.spark.streaming import TaskCommit
 
+    return [TaskCommit(key, one) for one in told], 0
+
+
+def _is_committed(catalog: CatalogConfig, key: str) -> bool:
     def ask() -> bool:
         with catalog.connect() as client:
             return client.committed(key)
 
     return wait_for_catalog(ask)
-
-
-def _arrow_schema(schema: str) -> pa.Schema:
-    return arrow_schema(StructType.fromJson(json.loads(schema)))
-
-
-def _plan(writer: DatasetWriter | DatasetStreamWriter, key: str) -> Any:
-    """Whether rows can go in as they are. Then both schemas as messages: those of the segments, and of their
-    statistics, which these columns have.
-    """
-    if not writer.fitting.is_identity(writer.schema):
-        return {"fits": False}
-    schema = writer.fitting.schema
-    ordered = [number for number, field in enumerate(schema) if _is_ordered(field.type)]
-    return {
-        "fits": True,
-        "writer": pickled(writer),
-        "key": key,
-        "schema": _message(schema),
-        "statistics": ordered,
-        "statistics_schema": _message(_statistics_schema(schema, ordered)),
-    }
-
-
-def _statistics_schema(schema: pa.Schema, columns: Sequence[int]) -> pa.Schema:
-    fields = [pa.field("num_rows", pa.int64())]
-    for number in columns:
-        kind = schema.field(number).type
-        fields += pa.field(f"{number}.null_count", pa.int64()), pa.field(f"{number}.min", kind)
-        fields.append(pa.field(f"{number}.max", kind))
-    return pa.schema(fields)
-
-
-def _is_ordered(kind: pa.DataType) -> bool:
-    return not types.is_nested(kind) and not types.is_null(kind)
-
-
-def _message(schema: pa.Schema) -> str:
-    return base64.b64encode(schema.serialize()).decode()
-
-
-def _task_commits(key: str, written: Sequence[Mapping[str, Any]]) -> list[Any]:
-    from dissociated.spark.streaming import TaskCommit
-
-    return [TaskCommit(key, Written(**one)) for one in written]

@@ -9,7 +9,7 @@ import org.apache.spark.sql.catalyst.analysis.{NoSuchTableException, TableAlread
 import org.apache.spark.sql.connector.catalog._
 import org.apache.spark.sql.connector.expressions.Transform
 import org.apache.spark.sql.connector.read.ScanBuilder
-import org.apache.spark.sql.connector.write.{LogicalWriteInfo, SupportsTruncate, WriteBuilder}
+import org.apache.spark.sql.connector.write.{LogicalWriteInfo, LogicalWriteInfoImpl, SupportsTruncate, WriteBuilder}
 import org.apache.spark.sql.types.{DataType, StructType}
 import org.apache.spark.sql.util.CaseInsensitiveStringMap
 
@@ -26,15 +26,12 @@ class DatasetCatalog extends StagingTableCatalog {
   override def name(): String = catalogName
 
   private def ask(call: String, arguments: (String, Any)*): JsonNode =
-    Sidecar.of(Python.ofDriver()).call(call, ("options" -> options.asJava) +: arguments: _*)
+    Sidecar.of(Python.ofDriver()).call(call, ("options" -> options) +: arguments: _*)
 
   private def named(table: Identifier): (String, String) = "name" -> (table.namespace :+ table.name).mkString(".")
 
   private def of(table: Identifier, schema: StructType): Dataset =
     new DatasetTable(schema, options + ("path" -> named(table)._2))
-
-  private def empty(table: Identifier, schema: StructType): Unit =
-    ask("create_table", named(table), "schema" -> schema.json)
 
   override def listTables(namespace: Array[String]): Array[Identifier] =
     if (namespace.nonEmpty) Array.empty
@@ -50,9 +47,7 @@ class DatasetCatalog extends StagingTableCatalog {
 
   override def createTable(table: Identifier, schema: StructType, by: Array[Transform],
       properties: util.Map[String, String]): Table = {
-    if (tableExists(table)) throw new TableAlreadyExistsException(table)
-    refusePartitions(table, by)
-    empty(table, schema)
+    stageCreate(table, schema, by, properties).commitStagedChanges()
     of(table, schema)
   }
 
@@ -80,7 +75,8 @@ class DatasetCatalog extends StagingTableCatalog {
         super.newWriteBuilder(info).asInstanceOf[SupportsTruncate].truncate()
       }
 
-      override def commitStagedChanges(): Unit = if (!written) empty(table, schema)
+      override def commitStagedChanges(): Unit =
+        if (!written) ask("create_table", named(table), "schema" -> schema.json)
       override def abortStagedChanges(): Unit = ()
     }
   }
@@ -109,9 +105,6 @@ class DatasetTable(schema: StructType, options: Map[String, String])
   override def newScanBuilder(given: CaseInsensitiveStringMap): ScanBuilder = super.newScanBuilder(joined(given))
 
   /** Its types stay, also where a query gives no nulls. */
-  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = super.newWriteBuilder(new LogicalWriteInfo {
-    override def options(): CaseInsensitiveStringMap = joined(info.options)
-    override def queryId(): String = info.queryId
-    override def schema(): StructType = DatasetTable.this.schema
-  })
+  override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder =
+    super.newWriteBuilder(LogicalWriteInfoImpl(info.queryId, schema, joined(info.options)))
 }

@@ -1,12 +1,21 @@
 package org.apache.spark.sql.dissociated
 
+import scala.collection.mutable
+
 import org.apache.spark.sql.catalyst.expressions.UnsafeRow
 import org.apache.spark.unsafe.Platform
 
-/** What lies in native memory: `clear` begins anew, and `free` gives the memory back. */
-trait Native {
-  def clear(): Unit
-  def free(): Unit
+/** What lies in native memory, in its parts: `clear` begins anew, and `free` gives the memory back. */
+abstract class Native {
+  private val parts = mutable.ArrayBuffer.empty[Native]
+
+  final protected def own[T <: Native](part: T): T = {
+    parts += part
+    part
+  }
+
+  def clear(): Unit = parts.foreach(_.clear())
+  def free(): Unit = parts.foreach(_.free())
 }
 
 /** Bytes, which become more. */
@@ -25,6 +34,13 @@ final class Memory extends Native {
     capacity = larger
   }
 
+  /** Zeros from `size` on up to `whole`, which it gives back. */
+  def fill(size: Long, whole: Long): Long = {
+    ensure(whole)
+    Platform.setMemory(address + size, 0, whole - size)
+    whole
+  }
+
   /** What one large row has taken is not kept. */
   override def clear(): Unit = if (capacity > Memory.Kept) free()
 
@@ -38,35 +54,69 @@ final class Memory extends Native {
 object Memory {
   private val Least = 1L << 16 // untouched, it costs nothing; to become more often does
   private val Kept = 1L << 26
-  private val Max = Int.MaxValue - 64L
+  private val Max = Int.MaxValue - 63L // a multiple of 64
+  private val Call = 64 // bytes: to call what copies them takes longer
+
+  /** Copies bytes, by whole words if they are few: up to 7 more are read and written. */
+  @inline def copy(base: AnyRef, from: Long, to: Long, size: Int): Unit =
+    if (size > Call) Platform.copyMemory(base, from, null, to, size)
+    else {
+      var copied = 0
+      while (copied < size) {
+        Platform.putLong(null, to + copied, Platform.getLong(base, from + copied))
+        copied += 8
+      }
+    }
+}
+
+object Loop {
+  /** For each number below `count`. It is compiled into where it stands, as is what it does. */
+  @inline def over(count: Int)(body: Int => Unit): Unit = {
+    var index = 0
+    while (index < count) {
+      body(index)
+      index += 1
+    }
+  }
 }
 
 /** Some of Spark's rows: it takes much less time to go through them one column after the other. */
 final class RowBuffer(fields: Int) extends Native {
-  private val data = new Memory
+  private val data = own(new Memory)
   private val ends = new Array[Long](RowBuffer.Max + 1)
   private val bits = UnsafeRow.calculateBitSetWidthInBytes(fields)
   private val row = new UnsafeRow(fields)
   var count = 0
+  var size = 0L // bytes
 
-  def isFull: Boolean = count == RowBuffer.Max || ends(count) >= RowBuffer.MaxBytes
-
-  def add(row: UnsafeRow): Unit = {
-    val used = ends(count)
-    val size = row.getSizeInBytes
-    data.ensure(used + size + 8) // a word may be read wherever one of its bytes may be
-    Platform.copyMemory(row.getBaseObject, row.getBaseOffset, null, data.address + used, size)
-    count += 1
-    ends(count) = used + size
+  /** False where there is no room for one more. One that is larger than all room comes alone. */
+  def add(row: UnsafeRow): Boolean = {
+    val length = row.getSizeInBytes
+    val fits = count < RowBuffer.Max && size + length <= RowBuffer.MaxBytes || count == 0
+    if (fits) {
+      if (count == 0) data.ensure(math.max(length, RowBuffer.MaxBytes) + 8L)
+      Memory.copy(row.getBaseObject, row.getBaseOffset, data.address + size, length)
+      size += length
+      count += 1
+      ends(count) = size
+    }
+    fits
   }
 
   /** Where a row lies. */
   @inline def at(index: Int): Long = data.address + ends(index)
 
+  /** Whether a field is null in any of them. */
+  def hasNulls(ordinal: Int): Boolean = {
+    var all = 0L
+    Loop.over(count)(index => all |= Platform.getLong(null, at(index) + (ordinal >> 6 << 3)))
+    (all >> (ordinal & 63) & 1) != 0
+  }
+
   @inline def isNullAt(index: Int, ordinal: Int): Boolean =
     (Platform.getLong(null, at(index) + (ordinal >> 6 << 3)) >> (ordinal & 63) & 1) != 0
 
-  /** What it has for a field: a value, or where that begins and how long it is. */
+  /** What it has for a field: a value, or where that begins and how long it is; 0 for null. */
   @inline def word(index: Int, ordinal: Int): Long = Platform.getLong(null, at(index) + bits + 8L * ordinal)
 
   /** One of them, until another is asked for. */
@@ -76,11 +126,10 @@ final class RowBuffer(fields: Int) extends Native {
   }
 
   override def clear(): Unit = {
+    super.clear()
     count = 0
-    data.clear()
+    size = 0
   }
-
-  override def free(): Unit = data.free()
 }
 
 object RowBuffer {

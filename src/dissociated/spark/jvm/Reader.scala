@@ -14,6 +14,7 @@ import org.apache.spark.sql.catalyst.InternalRow
 import org.apache.spark.sql.connector.read.{InputPartition, PartitionReader, PartitionReaderFactory}
 import org.apache.spark.sql.types.StructType
 import org.apache.spark.sql.vectorized.ColumnarBatch
+import org.apache.spark.storage.StorageUtils
 
 /** Reads partitions in tasks; `reader` says to the sidecar what of. */
 class DatasetReaderFactory(python: Python, reader: String, columns: StructType) extends PartitionReaderFactory {
@@ -118,7 +119,8 @@ final class Regions extends Places with AutoCloseable {
 
   override def close(): Unit = {
     channels.foreach(_.close())
-    (windows.values ++ replaced).foreach(Regions.unmap)
+    // Nothing may look at them any more. Left to the garbage collector, they would count against the store for long.
+    (windows.values ++ replaced).foreach(StorageUtils.dispose)
     windows.clear()
     replaced.clear()
   }
@@ -127,13 +129,4 @@ final class Regions extends Places with AutoCloseable {
 object Regions {
   private val Step = 1L << 30
   private val Page = 1L << 16 // of any processor
-
-  private val unsafe = {
-    val field = classOf[sun.misc.Unsafe].getDeclaredField("theUnsafe")
-    field.setAccessible(true)
-    field.get(null).asInstanceOf[sun.misc.Unsafe]
-  }
-
-  /** Nothing may look at it any more. Left to the garbage collector, it would count against the store for long. */
-  private def unmap(window: MappedByteBuffer): Unit = unsafe.invokeCleaner(window)
 }

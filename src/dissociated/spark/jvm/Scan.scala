@@ -1,6 +1,5 @@
 package org.apache.spark.sql.dissociated
 
-import java.util
 import java.util.OptionalLong
 
 import scala.jdk.CollectionConverters._
@@ -57,7 +56,7 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
 
   override def build(): Scan =
     if (counts == 0)
-      new DatasetScan(dataset, options, columns, limit, pushed.flatMap(Conditions.of(_, dataset.schema)).toSeq.asJava)
+      new DatasetScan(dataset, options, columns, limit, pushed.toSeq.flatMap(Conditions.of(_, dataset.schema)))
     else new CountScan(dataset.known(options).get("rows").asLong, counts)
 }
 
@@ -71,11 +70,11 @@ class CountScan(rows: Long, counts: Int) extends LocalScan {
 
 /** Some columns of a dataset. Two that are equal are read once. */
 case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, columns: StructType, limit: Long,
-    conditions: util.List[util.List[Any]])
+    conditions: Seq[Seq[Any]])
     extends Scan with Batch with SupportsReportStatistics with SupportsRuntimeV2Filtering {
   private val python = Python.ofDriver()
   private var streams = false
-  private var joined = Seq.empty[util.List[Any]]
+  private var joined = Seq.empty[Seq[Any]]
   private var planned: Option[JsonNode] = None
 
   override def readSchema(): StructType = columns
@@ -115,7 +114,7 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   private def plan: JsonNode = planned.getOrElse {
     planned = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
       "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
-      "conditions" -> (conditions.asScala ++ joined).asJava))
+      "conditions" -> (conditions ++ joined)))
     planned.get
   }
 

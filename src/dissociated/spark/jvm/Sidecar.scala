@@ -1,13 +1,12 @@
 package org.apache.spark.sql.dissociated
 
-import java.io.{BufferedReader, BufferedWriter, IOException, InputStreamReader, OutputStreamWriter}
+import java.io.{IOException, UncheckedIOException}
 import java.nio.charset.StandardCharsets.UTF_8
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap}
 import java.util.concurrent.atomic.AtomicLong
 
-import scala.jdk.CollectionConverters._
-
 import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
+import com.fasterxml.jackson.module.scala.DefaultScalaModule
 import org.apache.spark.{SparkEnv, SparkRuntimeException}
 import org.apache.spark.api.python.PythonUtils
 
@@ -42,7 +41,7 @@ final class Sidecar private (python: Python) {
       case error: IOException => throw Failure(s"there is no Python for dissociated: $error")
     }
   }
-  private val output = new BufferedWriter(new OutputStreamWriter(process.getOutputStream, UTF_8))
+  private val output = process.outputWriter(UTF_8)
   private val waiting = new ConcurrentHashMap[Long, CompletableFuture[JsonNode]]
   private val numbers = new AtomicLong
   @volatile private var ended = false
@@ -64,7 +63,7 @@ final class Sidecar private (python: Python) {
     val id = numbers.incrementAndGet()
     val answer = new CompletableFuture[JsonNode]
     waiting.put(id, answer)
-    val line = Sidecar.json.writeValueAsString(Map("id" -> id, "call" -> name, "with" -> arguments.toMap.asJava).asJava)
+    val line = Sidecar.json.writeValueAsString(Map("id" -> id, "call" -> name, "with" -> arguments.toMap))
     try output.synchronized {
       output.write(line)
       output.newLine()
@@ -76,28 +75,22 @@ final class Sidecar private (python: Python) {
     found.get("result")
   }
 
-  private def listen(): Unit = {
-    val input = new BufferedReader(new InputStreamReader(process.getInputStream, UTF_8))
-    try {
-      var line = input.readLine()
-      while (line != null) {
-        val found = Sidecar.json.readTree(line)
-        Option(waiting.get(found.get("id").asLong)).foreach(_.complete(found))
-        line = input.readLine()
-      }
-    } catch { case _: IOException => } finally {
+  private def listen(): Unit =
+    try process.inputReader(UTF_8).lines.forEach { line =>
+      val found = Sidecar.json.readTree(line)
+      Option(waiting.get(found.get("id").asLong)).foreach(_.complete(found))
+    } catch { case _: UncheckedIOException => } finally {
       ended = true
       process.destroyForcibly()
       fail()
     }
-  }
 
   private def fail(): Unit = waiting.values.forEach(_.complete(Sidecar.json.createObjectNode().put("error",
     s"${python.executable} -m dissociated.spark.sidecar has ended: is dissociated installed there? Its stderr says why")))
 }
 
 object Sidecar {
-  val json = new ObjectMapper
+  val json: ObjectMapper = new ObjectMapper().registerModule(DefaultScalaModule)
   private var running: Sidecar = _
 
   /** The one of this JVM, which is started where there is none. */

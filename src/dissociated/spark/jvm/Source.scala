@@ -11,7 +11,7 @@ import org.apache.spark.internal.Logging
 import org.apache.spark.sql.connector.catalog.{SupportsRead, SupportsWrite, Table, TableCapability, TableProvider}
 import org.apache.spark.sql.connector.expressions.Transform
 import org.apache.spark.sql.connector.read.ScanBuilder
-import org.apache.spark.sql.connector.write.{LogicalWriteInfo, WriteBuilder}
+import org.apache.spark.sql.connector.write.{LogicalWriteInfo, LogicalWriteInfoImpl, WriteBuilder}
 import org.apache.spark.sql.execution.datasources.v2.python.PythonDataSourceV2
 import org.apache.spark.sql.internal.SQLConf
 import org.apache.spark.sql.sources.DataSourceRegister
@@ -109,11 +109,7 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
   }
 
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
-    val completed = new LogicalWriteInfo {
-      override def schema(): StructType = info.schema
-      override def queryId(): String = info.queryId
-      override def options(): CaseInsensitiveStringMap = Source.withCatalog(info.options)
-    }
+    val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withCatalog(info.options))
     def python = inPython.newWriteBuilder(completed)
     if (Column.supports(info.schema)) new DatasetWriteBuilder(completed, python) else python
   }

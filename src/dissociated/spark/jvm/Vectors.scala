@@ -1,6 +1,7 @@
 package org.apache.spark.sql.dissociated
 
 import java.math.{BigDecimal, BigInteger}
+import java.nio.ByteBuffer
 
 import scala.jdk.CollectionConverters._
 
@@ -94,11 +95,7 @@ final class Offsets(address: Long, length: Int, wide: Boolean, place: ArrayPlace
   /** How many bytes or values there are between the first and the last. */
   val count: Long = if (length == 0) 0 else apply(length) - first
   private var wrong = first < 0
-  private var index = 0
-  while (index < length) {
-    wrong |= apply(index + 1) < apply(index) || apply(index + 1) - apply(index) > Int.MaxValue
-    index += 1
-  }
+  Loop.over(length)(row => wrong |= apply(row + 1) < apply(row) || apply(row + 1) - apply(row) > Int.MaxValue)
   if (wrong) place.damaged("its offsets do not ascend, or one value has 2 GiB")
 
   /** The same as numbers of values, which Spark counts by Int. */
@@ -204,12 +201,8 @@ final class DecimalVector(wanted: DecimalType, place: ArrayPlace) extends ArrowV
     val high = Platform.getLong(null, at + 16L * row + 8)
     if (precision <= Decimal.MAX_LONG_DIGITS && high == low >> 63) Decimal.createUnsafe(low, precision, scale)
     else {
-      val bytes = new Array[Byte](16) // the most significant first
-      for (index <- 0 until 8) {
-        bytes(7 - index) = (high >> 8 * index).toByte
-        bytes(15 - index) = (low >> 8 * index).toByte
-      }
-      Decimal(new BigDecimal(new BigInteger(bytes), scale), precision, scale)
+      val unscaled = new BigInteger(ByteBuffer.allocate(16).putLong(high).putLong(low).array)
+      Decimal(new BigDecimal(unscaled, scale), precision, scale)
     }
   }
 }
@@ -233,11 +226,11 @@ final class ViewVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(
   private val views = place.values(1, 16)
   private val sizes = Array.tabulate(place.buffers - 2)(index => place.size(index + 2))
   private val data = Array.tabulate(sizes.length)(index => place.address(index + 2, 0, sizes(index)))
-  for (row <- 0 until place.length if !isNullAt(row) && size(row) > 12) {
+  Loop.over(place.length)(row => if (!isNullAt(row) && size(row) > 12) {
     val (buffer, from) = (Platform.getInt(null, views + 16L * row + 8), Platform.getInt(null, views + 16L * row + 12))
     if (buffer < 0 || buffer >= sizes.length || from < 0 || from > sizes(buffer) - size(row))
       place.damaged(s"a view of ${size(row)} bytes at $from of buffer $buffer")
-  }
+  })
 
   private def size(row: Int) = {
     val found = Platform.getInt(null, views + 16L * row)
@@ -272,8 +265,8 @@ final class DictionaryVector(wanted: DataType, place: ArrayPlace) extends ArrowV
   private val at = place.values(1, width)
   private val values = Vectors.of(wanted, place.dictionary)
   private val limit = place.dictionary.length
-  for (row <- 0 until place.length)
-    if (!super.isNullAt(row) && (key(row) < 0 || key(row) >= limit)) place.damaged(s"${key(row)} is not in a dictionary of $limit")
+  for (row <- 0 until place.length if !super.isNullAt(row) && (key(row) < 0 || key(row) >= limit))
+    place.damaged(s"${key(row)} is not in a dictionary of $limit")
 
   /** Read without a sign: a number below 0 is too large then, but for 8 bytes, where one that is too large is below 0. */
   private def key(row: Int): Long = width match {
