@@ -85,8 +85,8 @@ def query(client: dis.Client, engine: Callable[[pa.Table], tuple[Ask, pa.Table]]
 def load(client: dis.Client, device: str | None = None) -> None:
     """Two epochs over lineitem, in an order each of its own, in batches that are views; each gives Q6.
 
-    Where PyTorch is installed the epochs are of tensors, which are copies: it knows none that are read-only. With a
-    device, its columns go there once, and give Q6 too.
+    Where PyTorch is installed the epochs are of tensors, whose rows are shuffled, and so copied. With a device, its
+    columns go there once, and give Q6 too.
     """
     columns = ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"]
     client.read("q6").read_all()

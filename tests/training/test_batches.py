@@ -80,7 +80,7 @@ def test_a_run_goes_on_where_another_was_interrupted(client: dis.Client) -> None
     third.load_state_dict(state)
     third.set_epoch(2)
     assert len(rows(third)) == ROWS
-    for other in (made(seed=1), made(world_size=2)):
+    for other in (made(seed=1), made(rank=0, world_size=2)):
         with pytest.raises(OptionError, match="would not be the same rows"):
             other.load_state_dict(state)
     with pytest.raises(OptionError, match="no state"):

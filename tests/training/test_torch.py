@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pytest
 import dissociated as dis
 from dissociated.errors import OptionError
 from dissociated.torch import loader
+from helpers import case, connections_left, serving
 
 ROWS = 1000
 COLUMNS: dict[str, Any] = {"columns": ["n", "x"], "batch_size": 32, "shuffle": True, "buffer_size": 100}
@@ -42,16 +45,98 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [row for batch in batches for row in batch]
 
 
-def test_tensors_may_be_written_to_and_the_data_stays_as_it_is(client: dis.Client) -> None:
-    for shuffle in (False, True):
-        batches = loader(client["data"], columns=["n", "x"], batch_size=64, shuffle=shuffle)
-        for _ in range(2):
-            for batch in batches:
-                assert torch.equal(batch["x"], batch["n"] / 2)
-                batch["x"].add_(1)
-                batch["n"].zero_()
+def private_memory(file: str) -> list[range]:
+    """What this process has mapped of a file for itself alone, and may write to."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if file in line]
+    ends = [line[0].split("-") for line in lines if line[1] == "rw-p"]
+    return [range(int(start, 16), int(end, 16)) for start, end in ends]
+
+
+def in_place(tensor: Any, file: str = "/memfd:dissociated:") -> bool:
+    return any(tensor.data_ptr() in memory for memory in private_memory(file))
+
+
+def test_tensors_lie_in_shared_memory_and_what_is_written_to_one_nobody_else_sees(client: dis.Client) -> None:
+    handle = client.dataset("data", transport="shm")
+    first, second = (iter(loader(handle, columns=["n", "x"], batch_size=30)) for _ in range(2))
+    kept = []
+    for batch, beside in zip(first, second, strict=True):
+        assert torch.equal(batch["x"], batch["n"] / 2)
+        batch["x"].add_(1)
+        batch["n"].zero_()
+        assert torch.equal(beside["x"], beside["n"] / 2)
+        kept.append((batch, beside["n"][0].item()))
+    assert kept.pop(0)[1] == 0
+    assert in_place(kept[0][0]["x"])
+    assert in_place(kept[1][0]["n"]) is False, "it is of two record batches"
+    assert client.read("data").read_all()["n"].to_pylist() == [*range(ROWS)]
+    del first, second, beside
+    for number, (batch, row) in enumerate(kept, 1):
+        assert row == number * 30
+        assert not batch["n"].any()
+        assert torch.equal(batch["x"], torch.arange(row, row + len(batch["x"])) / 2 + 1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tensors_may_be_written_to_and_the_data_stays_as_it_is(
+    client: dis.Client, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dissociated.memory.private._MAX_CLAIMED", 1)  # so that each tensor takes a mapping
+    handle = client.dataset("data", transport=transport)
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"shuffle": True, "buffer_size": 0}, True),
+        ({"shuffle": True}, False),
+        ({"writable": True}, False),
+    ]
+    for options, is_in_place in cases:
+        with case(options):
+            batches = loader(handle, columns=["n", "x"], batch_size=20, **options)
+            kept = []  # more than there may be mappings
+            for _ in range(2):
+                for batch in batches:
+                    assert torch.equal(batch["x"], batch["n"] / 2)
+                    batch["x"].copy_(batch["n"]).add_(1)
+                    kept.append(batch)
+            assert all(torch.equal(batch["x"], batch["n"] + 1) for batch in kept)
+            assert any(in_place(batch["n"]) for batch in kept) is (is_in_place and transport == "shm")
     texts = loader(client["data"], as_arrow=["s"], num_workers=1)
     assert [one for batch in texts for one in batch["s"].to_pylist()] == [*map(str, range(ROWS))]
+
+
+def test_columns_that_share_bytes_are_tensors_that_do_not(
+    server: dis.Server, client: dis.Client, tmp_path: Path
+) -> None:
+    """A segment says where each buffer lies, and may name the same bytes twice."""
+    sink = pa.BufferOutputStream()
+    table = pa.table({"n": range(ROWS), "same": range(ROWS)})
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    apart, together = struct.pack("<qq", 8 * ROWS, 8 * ROWS), struct.pack("<qq", 0, 8 * ROWS)
+    stream = sink.getvalue().to_pybytes()
+    (tmp_path / "shared.arrows").write_bytes(together.join(stream.rsplit(apart, 1)))
+    server.publish("shared", tmp_path / "shared.arrows")
+    batches = [*loader(client.dataset("shared", transport="shm"), batch_size=100)]
+    assert in_place(batches[0]["n"], "shared.arrows")
+    for batch in batches:
+        batch["n"].zero_()
+    assert [row for batch in batches for row in batch["same"].tolist()] == [*range(ROWS)]
+
+
+def test_the_memory_is_the_servers_until_the_last_tensor_is_gone(server: dis.Server, client: dis.Client) -> None:
+    server.publish("dropped", pa.table({"n": range(ROWS), "same": [7] * ROWS}))
+    before = serving(server)
+    batches = loader(client.dataset("dropped", transport="shm"), batch_size=ROWS)
+    (batch,) = batches
+    tensor = batch["n"]
+    del batches, batch
+    server.drop("dropped")
+    assert serving(server) - before
+    assert tensor.tolist() == [*range(ROWS)]
+    assert in_place(tensor)
+    del tensor
+    assert connections_left(server, before) <= len(before)
+    assert not private_memory("/memfd:dissociated:")
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -241,11 +242,14 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         """The same of one of its endpoints."""
         return self._client.read_part(self.info, number, self._transport, request(self._client.defaults))
 
-    def map_part(self, number: int) -> pa.RecordBatchReader | None:
-        """All of one of its endpoints, where that lies in shared memory, and reading it takes no other; else None."""
+    def map_part(self, number: int, keep_files: bool) -> MappedReader | None:
+        """All of one of its endpoints, where that lies in shared memory, and reading it takes no other; else None.
+
+        With `keep_files` its regions can be mapped once more.
+        """
         if not self._client.is_mapped(self.info, number, self._transport):
             return None
-        reader = self.read_part(number, lambda defaults: defaults)
+        reader = self.read_part(number, lambda defaults: replace(defaults, keep_files=keep_files))
         return reader if isinstance(reader, MappedReader) else None
 
 

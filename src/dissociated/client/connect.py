@@ -84,6 +84,8 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
         for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True):
             trace(connection, Tags({tag: streams}, uris[-1].free_data))
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
+            if request.keep_files:
+                connection.keep_files()
             try:
                 connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:

@@ -27,7 +27,8 @@ class ReadRequest:
     Where that need not be `exact`, rows that do not pass are left out only as far as that costs nothing here.
     `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
     `device` is where batches are to lie, if not in memory of this process; bodies that come compressed for it are
-    decompressed here first, or, without `decompress`, refused.
+    decompressed here first, or, without `decompress`, refused. `keep_files` keeps open what is mapped, so that it can
+    be mapped once more.
     Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
 
@@ -46,6 +47,7 @@ class ReadRequest:
     allow_rma: bool = False
     device: Device | None = None
     decompress: bool = True
+    keep_files: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))

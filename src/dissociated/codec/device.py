@@ -282,7 +282,7 @@ def _moved(reader: pa.RecordBatchReader, device: Device) -> Generator[DeviceMess
     with closing(reader), closing(Mover(device)) as mover:
         yield DeviceMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
         if isinstance(reader, MappedReader):
-            mover.register(reader.mapped)
+            mover.register([region.memory for region in reader.regions])
         for batch, metadata in batches(reader):
             for message in splitter.split(batch, metadata):
                 yield mover.move_split(message)

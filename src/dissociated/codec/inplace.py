@@ -26,8 +26,8 @@ Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 class MappedReader(PeerReader):
     """Reads a stream where it lies in shared memory: its batches take no other."""
 
-    #: The memory that they lie in, whole.
-    mapped: Sequence[pa.Buffer] = ()
+    #: What they lie in.
+    regions: Sequence[Region] = ()
 
 
 class _MappedStream:
@@ -88,7 +88,7 @@ class InPlace:
             start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
             pieces.append(whole.slice(start, part.end - start))
         reader = MappedReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
-        reader.mapped = [part.region.memory for part in self._streams]
+        reader.regions = [part.region for part in self._streams]
         return reader
 
     def message(self, delivery: Delivery) -> bool:

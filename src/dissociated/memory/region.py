@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.device.base import Device
+from dissociated.memory.private import SharedFile
 
 _PAGE = mmap.PAGESIZE
 _ALIGNMENT = 8  # that libarrow asks of offsets in a body
@@ -44,8 +45,17 @@ class Region:
     lies in it is collected.
     """
 
-    def __init__(self, base: int, memory: pa.Buffer, static: bool = True, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        base: int,
+        memory: pa.Buffer,
+        static: bool = True,
+        device: Device | None = None,
+        file: SharedFile | None = None,
+    ) -> None:
         self.base = base
+        #: what it was mapped from, where that was to be kept open
+        self.file = file
         #: whose memory it is: None for that of the host, which alone may be looked into here
         self.device = device
         #: whether what lies in it stays as it is

@@ -10,12 +10,13 @@ Needs `pip install 'dissociated[torch]'`. Importing this package does not import
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.once import once
+from dissociated.training.batches import Sampling
 
 if TYPE_CHECKING:
     from dissociated.torch.dataset import IterableDataset, Loader
@@ -23,38 +24,18 @@ if TYPE_CHECKING:
 __all__ = ["IterableDataset", "Loader", "loader"]
 
 
-def loader(
-    dataset: DatasetHandle,
-    *,
-    columns: Sequence[str] | None = None,
-    batch_size: int = 1024,
-    shuffle: bool = False,
-    seed: int = 0,
-    buffer_size: int | None = None,
-    drop_last: bool = False,
-    as_arrow: Sequence[str] = (),
-    rank: int | None = None,
-    world_size: int | None = None,
-    num_workers: int = 0,
-    **options: Any,
-) -> Loader:
+def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> Loader:
     """Batches of a dataset: of each column a tensor, by name. Each `for` is an epoch, with an order of its own.
 
-    Tensors are this process's own, and may be written to: each batch is copied once from where the server has it.
+    Over shared memory tensors lie in the server's memory, where they can. It is mapped for each batch anew, and for
+    this process alone: a tensor can be written to, which neither the server nor another batch sees. With
+    `writable=True` tensors are copies; where they are written to anyway, that is faster.
 
-    - `columns`: these alone. They must be numbers, without nulls, or lists of one size or tensors of one shape of them.
-    - `batch_size`: rows of a batch.
-    - `shuffle`: first the record batches, then rows within `buffer_size` of them. As many rows are held in memory. Left
-      out: 65,536, or as many as have 64 MiB. With 0, rows keep their order within a record batch.
-    - `seed`: tells the orders of all epochs.
-    - `drop_last`: batches that are not full are left out.
-    - `as_arrow`: columns that are given as pyarrow Arrays: texts, nested ones, those with nulls.
-    - `rank`, `world_size`: which part of so many is read. Left out: torch.distributed's, where that is initialised. All
-      parts together are every row once, and as many batches each, unless batches have one row or there are fewer rows
-      than parts.
+    - `options`: those of `dissociated.training.Sampling`: `columns`, `batch_size`, `shuffle`, `seed`, `buffer_size`,
+      `drop_last`, `as_arrow`, `rank`, `world_size` and `writable`; and further ones of torch.utils.data.DataLoader, of
+      which `collate_fn` is called with each batch.
     - `num_workers`: processes that read, each by itself. The part of a rank is divided further among them. Over shared
-      memory a worker seldom pays: what it reads is copied once more, to this process.
-    - `options`: further ones of torch.utils.data.DataLoader. `collate_fn` is called with each batch.
+      memory a worker seldom pays: PyTorch copies what it reads once more, to this process.
 
     Raises WrongKind for columns that are no numbers, ColumnNotFound, OptionError, what reading raises, and OptionError
     where PyTorch is not installed.
@@ -62,19 +43,15 @@ def loader(
     _require_torch()
     from dissociated.torch.dataset import IterableDataset, Loader
 
-    dataset_of_batches = IterableDataset(
-        dataset,
-        columns=columns,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        buffer_size=buffer_size,
-        drop_last=drop_last,
-        as_arrow=as_arrow,
-        rank=rank,
-        world_size=world_size,
-    )
-    return Loader(dataset_of_batches, num_workers=num_workers, **options)
+    sampling = {name: options.pop(name) for name in _SAMPLING if name in options}
+    return Loader(IterableDataset(dataset, **sampling), num_workers=num_workers, **options)
+
+
+_SAMPLING = inspect.signature(Sampling).parameters
+_loader = inspect.signature(loader)
+loader.__signature__ = _loader.replace(  # type: ignore[attr-defined]  # for help, and completion in notebooks
+    parameters=sorted((*_loader.parameters.values(), *_SAMPLING.values()), key=lambda parameter: parameter.kind)
+)
 
 
 @once

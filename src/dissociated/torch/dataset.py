@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,49 +14,32 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
-from dissociated.training.batches import Examples, Position, Sampling, check_rank
+from dissociated.training.access import Access
+from dissociated.training.batches import Examples, Position, Sampling
 from dissociated.training.plan import Shard
 
 #: Options of a DataLoader that would undo what is promised here.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
 
 
-class IterableDataset(TorchIterableDataset):  # type: ignore[misc]  # where PyTorch is not installed
+@dataclass(kw_only=True, eq=False)
+class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # where PyTorch is not installed
     """Batches of tensors for a DataLoader of your own, which must have `batch_size=None`.
 
-    What its parameters mean, and what is raised, says `loader`. Each worker reads a part of its rank's rows, and opens
-    a connection of its own. It can be sent to processes that are spawned, **with the token** of its client.
+    What its parameters mean says `Sampling`, and `loader` what is raised. Each worker reads a part of its rank's rows,
+    and opens a connection of its own. It can be sent to processes that are spawned, **with the token** of its client.
 
     `set_epoch` before each epoch gives that its own order. `state_dict` and `load_state_dict` are the protocol of
     torchdata's StatefulDataLoader, which asks the copy in each worker.
     """
 
-    def __init__(
-        self,
-        dataset: DatasetHandle,
-        *,
-        columns: Sequence[str] | None = None,
-        batch_size: int = 1024,
-        shuffle: bool = False,
-        seed: int = 0,
-        buffer_size: int | None = None,
-        drop_last: bool = False,
-        as_arrow: Sequence[str] = (),
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.rank, self.world_size = _place(rank, world_size)
-        sampling = Sampling(
-            columns=columns,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            buffer_size=buffer_size,
-            drop_last=drop_last,
-            as_arrow=as_arrow,
-        )
-        self._examples = Examples(dataset, sampling)
+    dataset: DatasetHandle = field(kw_only=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rank is None and self.world_size is None:
+            self.rank, self.world_size = _place()
+        super().__post_init__()
+        self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.PRIVATE)
         self._begin = (0, 0)  # an epoch, and how many of its batches this rank was given already
         self._begin_again = torch.zeros(2, dtype=torch.int64).share_memory_()  # the same, for workers that persist
         self._read_in: int | None = None  # the process that has read an epoch
@@ -90,7 +74,7 @@ class IterableDataset(TorchIterableDataset):  # type: ignore[misc]  # where PyTo
 
     def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:
         first = position.step
-        for step, batch in enumerate(self._examples.read(shard, first, writable=True), first + 1):
+        for step, batch in enumerate(self._examples.read(shard, first), first + 1):
             position.step = step
             yield {
                 name: torch.from_numpy(column) if isinstance(column, np.ndarray) else column
@@ -99,11 +83,12 @@ class IterableDataset(TorchIterableDataset):  # type: ignore[misc]  # where PyTo
 
     def position(self, workers: int) -> Position:
         """The beginning, for so many workers on each rank."""
-        return Position(self._examples, self.world_size * workers)
+        return Position(self._examples, self.part[1] * workers)
 
     def shard(self, worker: int, workers: int, epoch: int) -> Shard:
         """What one worker reads."""
-        return self._examples.plan.shard(self.rank * workers + worker, self.world_size * workers, epoch)
+        rank, world_size = self.part
+        return self._examples.plan.shard(rank * workers + worker, world_size * workers, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Which batch comes next, in this process."""
@@ -162,17 +147,12 @@ class Loader:
         self._position.load_state_dict(state)
 
 
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which part of how many."""
-    if rank is None and world_size is None:
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return 0, 1
-        return distributed.get_rank(), distributed.get_world_size()
-    if rank is None or world_size is None:
-        raise OptionError("give rank and world_size, or neither")
-    check_rank(rank, world_size)
-    return rank, world_size
+def _place() -> tuple[int, int]:
+    """Which part of how many this process is to torch.distributed."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _as_it_is(batch: Any) -> Any:

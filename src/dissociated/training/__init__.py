@@ -8,6 +8,6 @@
 `dissociated.torch` makes tensors of them.
 """
 
-from dissociated.training.batches import Batches
+from dissociated.training.batches import Batches, Sampling
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "Sampling"]

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
+from dissociated.training.access import Access, Lender
 from dissociated.training.blocks import Blocks, slice_pieces
 from dissociated.training.columns import ArrayColumns, Column, row_width, take
 from dissociated.training.plan import Plan, Shard
@@ -18,17 +20,23 @@ _WINDOW_ROWS = 1 << 16
 _WINDOW_BYTES = 1 << 26
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Sampling:
     """Which batches are made of a dataset. Raises OptionError for what makes no sense.
 
-    - `columns`: these alone.
+    - `columns`: these alone. They must be numbers, without nulls, or lists of one size or tensors of one shape of them.
     - `batch_size`: rows of a batch.
-    - `shuffle`: in an order that each epoch has for itself, told by `seed`: first the record batches, then rows within
-      `buffer_size` of them. As much is held in memory. Left out: 65,536 rows, or as many as have 64 MiB. With 0 rows
-      keep their order within a record batch.
+    - `shuffle`: in an order that each epoch has for itself: first the record batches, then rows within `buffer_size` of
+      them. As many rows are held in memory. Left out: 65,536, or as many as have 64 MiB. With 0, rows keep their order
+      within a record batch.
+    - `seed`: tells the orders of all epochs.
     - `drop_last`: batches that are not full are left out.
-    - `as_arrow`: columns that are given as pyarrow Arrays; others must be numbers, without nulls.
+    - `as_arrow`: columns that are given as pyarrow Arrays: texts, nested ones, those with nulls.
+    - `rank`, `world_size`: which part of so many is read. All parts together are every row once, and as many batches
+      each, unless batches have one row or there are fewer rows than parts. Left out: everything; for PyTorch the part
+      of this process in torch.distributed, where that is initialised.
+    - `writable`: arrays and tensors have memory of their own. Left out: they lie in the server's memory where they can.
+      Nobody can write to NumPy's then. PyTorch's can be written to, and that changes nothing but the tensor.
     """
 
     columns: Sequence[str] | None = None
@@ -38,6 +46,9 @@ class Sampling:
     buffer_size: int | None = None
     drop_last: bool = False
     as_arrow: Sequence[str] = ()
+    rank: int | None = None
+    world_size: int | None = None
+    writable: bool = False
 
     def __post_init__(self) -> None:
         if not _is_count(self.batch_size) or self.batch_size < 1:
@@ -46,6 +57,16 @@ class Sampling:
             raise OptionError(f"seed is a number, 0 or more, not {self.seed!r}")
         if self.buffer_size is not None and not _is_count(self.buffer_size):
             raise OptionError(f"buffer_size is a number of rows, 0 or more, not {self.buffer_size!r}")
+        if (self.rank is None) != (self.world_size is None):
+            raise OptionError("give rank and world_size, or neither")
+        rank, world_size = self.part
+        if not _is_count(world_size) or not _is_count(rank) or rank >= world_size:
+            raise OptionError(f"rank is a number from 0 up to world_size, not {rank!r} of {world_size!r}")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of how many is read."""
+        return (0, 1) if self.rank is None or self.world_size is None else (self.rank, self.world_size)
 
     def window(self, schema: pa.Schema) -> int:
         """How many rows are shuffled together."""
@@ -58,9 +79,10 @@ class Sampling:
 class Examples:
     """A version of a dataset, to be read in batches by any number of shards, in this process and in others."""
 
-    def __init__(self, dataset: DatasetHandle, sampling: Sampling) -> None:
+    def __init__(self, dataset: DatasetHandle, sampling: Sampling, access: Access) -> None:
         self.dataset = dataset
-        self._blocks = Blocks(dataset, sampling.columns, sampling.batch_size)
+        self._access = access
+        self._blocks = Blocks(dataset, sampling.columns, sampling.batch_size, access is Access.PRIVATE)
         self._columns = ArrayColumns(self._blocks.schema, sampling.as_arrow)
         self.plan = Plan(
             self._blocks.rows,
@@ -71,8 +93,17 @@ class Examples:
             sampling.drop_last,
         )
 
-    def read(self, shard: Shard, first: int = 0, writable: bool = False) -> Iterator[dict[str, Column]]:
+    def read(self, shard: Shard, first: int = 0) -> Iterator[dict[str, Column]]:
         """The batches of a shard, from number `first`."""
+        lender = Lender(self._access, self._blocks.find_region)
+        for batch in self._read(shard, first):
+            yield {
+                name: lender.lend(column) if isinstance(column, np.ndarray) else column
+                for name, column in batch.items()
+            }
+
+    def _read(self, shard: Shard, first: int) -> Iterator[dict[str, Column]]:
+        """The same, as they lie: arrays that can be written to have memory of their own."""
         window = self.plan.window
         loaded: tuple[int, list[pa.RecordBatch]] | None = None  # the block that was read last
         opened: tuple[int, dict[str, Column], Any] | None = None  # a window, and the order of its rows
@@ -89,7 +120,7 @@ class Examples:
         for step in range(first, len(shard)):
             start, stop = shard.extent(step)
             if not window:
-                yield take(load(start, stop), slice(None), writable)
+                yield load(start, stop)
                 continue
             number = start // window
             if opened is None or opened[0] != number:
@@ -97,7 +128,7 @@ class Examples:
                 begin, end = number * window, min((number + 1) * window, shard.rows)
                 opened = number, load(begin, end), shard.order(number, end - begin)
             _, columns, order = opened
-            yield take(columns, order[start - number * window : stop - number * window], writable)
+            yield take(columns, order[start - number * window : stop - number * window])
 
     def describe(self) -> dict[str, Any]:
         """What must be the same for positions to mean the same rows."""
@@ -158,48 +189,22 @@ class Position:
         self.epoch, self.step, self._resumed = state["epoch"], state["step"], True
 
 
-class Batches:
+@dataclass(kw_only=True, eq=False)
+class Batches(Sampling):
     """Batches of a dataset: of each column a NumPy array, by name. Each `for` is an epoch.
-
-    - `rank`, `world_size`: read the part `rank` of so many. All parts together are every row once, and as many batches
-      each, unless batches have one row or there are fewer rows than parts.
-    - `writable`: arrays are copies, that may be written to. Otherwise they lie in the server's memory where they can,
-      and nobody can write to them.
-    - The others: see `Sampling`.
 
     What is read is the version that the handle stands for, from its first row to its last. `set_epoch` tells the next
     epoch; else it is the one after the last that was read to its end. Raises WrongKind for columns that are no numbers,
-    OptionError, and what reading raises.
+    ColumnNotFound, OptionError, and what reading raises.
     """
 
-    def __init__(
-        self,
-        dataset: DatasetHandle,
-        *,
-        columns: Sequence[str] | None = None,
-        batch_size: int = 1024,
-        shuffle: bool = False,
-        seed: int = 0,
-        buffer_size: int | None = None,
-        drop_last: bool = False,
-        as_arrow: Sequence[str] = (),
-        rank: int = 0,
-        world_size: int = 1,
-        writable: bool = False,
-    ) -> None:
-        check_rank(rank, world_size)
-        sampling = Sampling(
-            columns=columns,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            buffer_size=buffer_size,
-            drop_last=drop_last,
-            as_arrow=as_arrow,
-        )
-        self._examples = Examples(dataset, sampling)
+    dataset: DatasetHandle = field(kw_only=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._examples = Examples(self.dataset, self, Access.COPIED if self.writable else Access.READ_ONLY)
+        rank, world_size = self.part
         self._rank = rank
-        self._writable = writable
         self._position = Position(self._examples, world_size)
 
     def __len__(self) -> int:
@@ -209,7 +214,7 @@ class Batches:
     def __iter__(self) -> Iterator[dict[str, Column]]:
         position, shard = self._position, self._shard()
         first = position.begin()
-        for step, batch in enumerate(self._examples.read(shard, first, self._writable), first + 1):
+        for step, batch in enumerate(self._examples.read(shard, first), first + 1):
             position.step = step
             yield batch
         position.set_epoch(shard.epoch + 1)
@@ -229,12 +234,6 @@ class Batches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next `for` goes on where that was. Raises OptionError where it was of other rows."""
         self._position.load_state_dict(state)
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Raise OptionError where this is no part of so many."""
-    if not _is_count(world_size) or not _is_count(rank) or rank >= world_size:
-        raise OptionError(f"rank is a number from 0 up to world_size, not {rank!r} of {world_size!r}")
 
 
 def _is_count(number: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import pyarrow as pa
 
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import ColumnNotFound, SourceError, WrongKind
+from dissociated.memory.region import Region
 from dissociated.training.columns import row_width
 from dissociated.training.plan import Positions
 
@@ -32,10 +34,10 @@ class Blocks:
 
     Over shared memory everything is mapped once. Else the sizes of all batches are asked for, which moves no body, and
     each block when it is read. It can be sent to other processes, each of which then reads by itself. Raises what
-    reading raises, and WrongKind for tensors.
+    reading raises, and WrongKind for tensors. With `keep_files` what is mapped can be mapped once more.
     """
 
-    def __init__(self, dataset: DatasetHandle, columns: Sequence[str] | None, size: int) -> None:
+    def __init__(self, dataset: DatasetHandle, columns: Sequence[str] | None, size: int, keep_files: bool) -> None:
         if dataset.info.tensors is not None:
             raise WrongKind(f"{dataset.name!r} holds tensors: read it with client.read_tensors")
         for name in columns or ():
@@ -43,7 +45,10 @@ class Blocks:
                 raise ColumnNotFound(f"there is no column {name!r}; there are {', '.join(dataset.schema.names)}")
         self.dataset = dataset
         self.schema = dataset.scanner(columns).projected_schema
+        self._keep_files = keep_files
         self._mapped: dict[int, list[pa.RecordBatch] | None] = {}  # parts; None for those that are not
+        self._regions: list[Region] = []  # of these, in the order of their addresses in this process
+        self._addresses: list[int] = []
         lengths = [self._lengths(part) for part in range(len(dataset.info.endpoints))]
         together = min(_BLOCK_BYTES // row_width(self.schema), sum(map(sum, lengths)) // _BLOCKS)
         self._blocks = [
@@ -51,7 +56,7 @@ class Blocks:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": {}}
+        return {**self.__dict__, "_mapped": {}, "_regions": [], "_addresses": []}
 
     @property
     def rows(self) -> Positions:
@@ -77,9 +82,19 @@ class Blocks:
     def _map(self, part: int) -> list[pa.RecordBatch] | None:
         """Where a part lies in shared memory, its batches there."""
         if part not in self._mapped:
-            reader = self.dataset.map_part(part)
+            reader = self.dataset.map_part(part, self._keep_files)
+            if reader is not None:
+                self._regions = sorted([*self._regions, *reader.regions], key=lambda region: region.memory.address)
+                self._addresses = [region.memory.address for region in self._regions]
             self._mapped[part] = None if reader is None else [batch.select(self.schema.names) for batch in reader]
         return self._mapped[part]
+
+    def find_region(self, address: int) -> Region | None:
+        """What of the shared memory that was mapped has this address in this process, if any."""
+        place = bisect_right(self._addresses, address) - 1
+        if place < 0 or address >= self._addresses[place] + self._regions[place].size:
+            return None
+        return self._regions[place]
 
     def _lengths(self, part: int) -> list[int]:
         """The rows of each record batch."""

@@ -62,19 +62,12 @@ class ArrayColumns:
             ) from None
 
 
-def take(columns: Mapping[str, Column], rows: slice | Array, writable: bool) -> dict[str, Column]:
-    """These rows of each. Unless they are `writable`, nobody can write to them; else they are copies, in one piece."""
-    return {name: _take(column, rows, writable) for name, column in columns.items()}
-
-
-def _take(column: Column, rows: slice | Array, writable: bool) -> Column:
-    if isinstance(column, pa.Array):
-        return column[rows] if isinstance(rows, slice) else column.take(pa.array(rows))
-    taken = column[rows]
-    if writable:
-        return taken.copy() if isinstance(rows, slice) else taken  # by position it is a copy already
-    taken.flags.writeable = False
-    return taken
+def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
+    """The rows at these positions, in memory of their own."""
+    return {
+        name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
+        for name, column in columns.items()
+    }
 
 
 class _Nulls(Exception):

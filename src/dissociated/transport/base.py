@@ -119,6 +119,12 @@ class Connection(ABC):
         Media that allocate nothing for what is announced may ignore this.
         """
 
+    def keep_files(self) -> None:
+        """From now on, keep open what regions are mapped from, on media that share files.
+
+        Not where this process has too many descriptors.
+        """
+
     def _time_left(self, timeout: float) -> float:
         """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""
         if self.request_deadline is None:

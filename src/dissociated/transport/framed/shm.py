@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from dissociated.errors import RemoteProtocolError, TransportError, UnsafeMemory, UriError
+from dissociated.memory.private import keep_open
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
 from dissociated.transport.base import Connection, Listener, Transport
@@ -64,6 +65,7 @@ class ShmConnection(SocketConnection):
     def __init__(self, sock: socket.socket, peer: str, accepted: bool, maps_files: bool = True) -> None:
         super().__init__(sock, peer, accepted)
         self._maps_files = maps_files
+        self._keeps_files = False
         self._descriptors: deque[int] = deque()  # received, not yet claimed by a REGION frame
 
     def share(self, descriptor: int, base: int, size: int, backing: int) -> None:
@@ -82,6 +84,9 @@ class ShmConnection(SocketConnection):
                     self._wait_writable(_SHARE_TIMEOUT)
         except OSError as error:
             raise socket_error(error, f"sharing memory with {self._peer}") from None
+
+    def keep_files(self) -> None:
+        self._keeps_files = True
 
     def peer_closed(self) -> bool:
         return bool(super().peer_closed())  # a Unix socket says at once that its peer is closed
@@ -171,11 +176,12 @@ class ShmConnection(SocketConnection):
                     "process: read it over another transport or with packed bodies, or say trusted_files=True"
                 )
             memory = map_received(descriptor, size, backing)
+            file = keep_open(descriptor) if self._keeps_files else None
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map the {size} bytes that {self._peer} shared: {error}") from error
         finally:
             os.close(descriptor)
-        self.address_space.add(Region(base, memory, static=backing != Backing.LIVE))
+        self.address_space.add(Region(base, memory, static=backing != Backing.LIVE, file=file))
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
