@@ -1,6 +1,9 @@
 """Onto a device, beside the bandwidth of pinned memory; and opening by handle what another process has there.
 
 Nobody has run this on a GPU yet. With `--device test:0` it runs everywhere, and its figures mean nothing.
+
+A segment is registered with the driver each time it is read. What that costs has a row of its own, and so has reading
+without it, where the driver copies by way of memory of its own: a GPU has to say which is faster.
 """
 
 from __future__ import annotations
@@ -8,12 +11,13 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow.parquet as pq
 
@@ -22,6 +26,7 @@ from benchmarks.peers import Shape
 from benchmarks.rounds import medians
 from dissociated.cli import text
 from dissociated.codec.device import DeviceBatch, to_device
+from dissociated.codec.inplace import MappedReader
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
 
@@ -95,6 +100,8 @@ def _copies(client: dis.Client, device: Device, shape: Shape, scratch: Path) -> 
     ways: dict[str, Callable[[], Any]] = {"pinned memory, the limit": pinned}
     for transport in ("shm", "tcp"):
         ways[transport] = partial(_read, client, "host", device, transport)
+    ways["shm, not registered"] = partial(_read_unregistered, client, device)
+    ways["registering alone"] = partial(_register, client, device)
     ways["Flight, and then a copy"] = partial(_read, client, "host", device, "grpc")
     if find_spec("pylibcudf"):
         path = scratch / "host.parquet"
@@ -108,6 +115,19 @@ def _read(client: dis.Client, name: str, device: Device, transport: str | None =
     for batch in batches:
         batch.synchronize()
     return batches
+
+
+def _read_unregistered(client: dis.Client, device: Device) -> None:
+    with patch.object(device, "register", lambda memory: lambda: None):
+        _read(client, "host", device, "shm")
+
+
+def _register(client: dis.Client, device: Device) -> None:
+    reader = client.read("host", transport="shm")
+    assert isinstance(reader, MappedReader)
+    with ExitStack() as registered:
+        for memory in reader.mapped:
+            registered.callback(device.register(memory))
 
 
 def _read_parquet(path: Path) -> Any:

@@ -98,6 +98,7 @@ def test_addresses_are_leased_and_nothing_is_copied(device: Device, server: dis.
     with pytest.raises(BufferError, match="must not be written to"):
         batches[0]["n"].__dlpack__(copy=False)
     assert batches[0]["n"].__dlpack__(max_version=(1, 0))
+    assert batches[0]["n"].array_interface()["data"][1], "only read"
     assert (device.allocations, device.nbytes) == before
     for options in ({}, {"copy": True}):  # what may be written to, or might be, is a copy
         stream = device.stream()

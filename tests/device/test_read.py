@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import struct
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -181,6 +183,58 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
         batch["s"].__dlpack__()
     with pytest.raises(BufferError, match="nulls"):
         types["int64 holes"].__dlpack__()
+
+
+def test_array_interfaces_have_the_values_of_each_flat_type(client: dis.Client, device: Device) -> None:
+    batches = [*client.read("types", device=device)]
+    checked = set()
+    for batch, expected in zip(batches, ALL_TYPES, strict=True):
+        for name, column in zip(NAMES, expected.columns, strict=True):
+            there = batch[name]
+            if isinstance(column, pa.ExtensionArray):
+                column = column.storage
+            if not _is_flat(column):
+                with pytest.raises(AttributeError):
+                    there.array_interface()
+                continue
+            found = there.array_interface()
+            words = max(1, column.type.bit_width // 64)
+            assert found["shape"] == ((len(column),) if words == 1 else (len(column), words))
+            assert (found["version"], found["strides"], found["stream"]) == (3, None, None), "it has been waited for"
+            address, read_only = found["data"]
+            assert not read_only, "the memory is the batch's own"
+            content = consumer.fetched(device, address, len(column) * column.type.bit_width // 8, None)
+            assert content == _little_endian(column, found["typestr"]), name
+            checked.add(str(column.type))
+            if device.name.startswith("cuda"):
+                assert there.__cuda_array_interface__ == found
+    assert len(checked) > 25
+
+
+def _is_flat(column: pa.Array) -> bool:
+    is_ = pa.types
+    numbers = is_.is_integer(column.type) or is_.is_floating(column.type) or is_.is_decimal(column.type)
+    moments = is_.is_temporal(column.type) and not is_.is_interval(column.type)
+    return (numbers or moments) and not column.null_count
+
+
+def _little_endian(column: pa.Array, typestr: str) -> bytes:
+    """The values, one by one, as they lie in memory by the specification of Arrow."""
+    width, kind = column.type.bit_width // 8, column.type
+    assert typestr == f"<{'f' if pa.types.is_floating(kind) else 'u' if 'uint' in str(kind) else 'i'}{min(width, 8)}"
+    if pa.types.is_floating(kind):
+        return b"".join(struct.pack("<" + {2: "e", 4: "f", 8: "d"}[width], value) for value in column.to_pylist())
+    if pa.types.is_decimal(kind):
+        numbers = [_unscaled(value, kind.scale) for value in column.to_pylist()]
+    else:
+        numbers = (column if pa.types.is_integer(kind) else column.view(f"int{width * 8}")).to_pylist()
+    return b"".join(number.to_bytes(width, "little", signed=typestr[1] == "i") for number in numbers)
+
+
+def _unscaled(value: Decimal, scale: int) -> int:
+    sign, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int)
+    return (-1) ** sign * int("".join(map(str, digits))) * 10 ** (exponent + scale)
 
 
 def test_columns_rows_and_filters_are_chosen_before(client: dis.Client, device: Device) -> None:

@@ -162,6 +162,13 @@ class DeviceColumn:
         """For CuPy, Numba and others. It waits until the column is there. On other devices there is none."""
         if self.device.type is not DeviceType.CUDA:
             raise AttributeError(f"{self.device.name} is no device of CUDA")
+        return self.array_interface()
+
+    def array_interface(self) -> dict[str, Any]:
+        """The same on any device, for who can copy from it.
+
+        Raises AttributeError for a column that is not flat, as attributes do that are not there.
+        """
         try:
             code, bits, words = self._element()
         except BufferError as error:
@@ -173,6 +180,7 @@ class DeviceColumn:
             "typestr": f"<{'iuf'[code]}{bits // 8}",
             "data": (self._address(bits * words), self._shared),
             "version": 3,
+            "strides": None,
             "stream": None,
         }
 
