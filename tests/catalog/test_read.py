@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
@@ -87,6 +88,19 @@ def test_rows_of_fields_by_their_positions(transport: str, tmp_path: Path) -> No
         assert client.read("data", transport=transport, rows=range(17, 23), options=options).read_all() == pa.table(
             {"m": range(17, 23)}
         )
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_rows_of_parquet_by_their_positions(transport: str, tmp_path: Path) -> None:
+    """In row groups that do not end where batches do, and with each choice of columns."""
+    table = pa.table({"n": range(200_000), "m": range(200_000)})
+    pq.write_table(table, tmp_path / "data.parquet", row_group_size=50_000)
+    with dis.Server() as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", tmp_path / "data.parquet")
+        for columns in (["n"], ["m"], ["n", "m"]):
+            for rows in (range(50_000, 50_003), range(99_999, 140_001), range(199_999, 200_005)):
+                read = client.read("data", transport=transport, columns=columns, rows=rows).read_all()
+                assert read == table.select(columns).slice(rows.start, len(rows))
 
 
 def test_parts_without_any_of_the_rows_are_not_opened(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.errors import RemoteProtocolError
 
 
 class RowMask(Protocol):
@@ -45,8 +46,36 @@ def pick_batches(reader: pa.RecordBatchReader, numbers: Sequence[int]) -> pa.Rec
     return BatchReader(reader.schema, (pair for number, pair in numbered if number in wanted))
 
 
+def even_batches(pieces: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of just so many, the last but for what is left.
+
+    pyarrow cuts Parquet where a row group ends, or an array is full, and that depends on the columns that are read.
+    Batches are known by their numbers, whatever is read of them.
+    """
+    waiting: list[pa.RecordBatch] = []
+    missing = rows
+    for piece in pieces:
+        left = piece
+        while left.num_rows:
+            waiting.append(left[:missing])
+            missing -= waiting[-1].num_rows
+            left = left[waiting[-1].num_rows :]
+            if not missing:
+                yield _concatenate(waiting)
+                waiting, missing = [], rows
+    if waiting:
+        yield _concatenate(waiting)
+
+
+def _concatenate(pieces: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return pieces[0] if len(pieces) == 1 else pa.concat_batches(pieces)
+
+
 def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReader:
-    """These rows. No batch is read after the last of them; a part of one has the metadata of the whole."""
+    """These rows. No batch is read after the last of them; a part of one has the metadata of the whole.
+
+    Reading raises RemoteProtocolError where some of them are not there.
+    """
 
     def pairs() -> Iterator[BatchAndMetadata]:
         remaining = batches(reader)
@@ -57,6 +86,8 @@ def slice_rows(reader: pa.RecordBatchReader, rows: range) -> pa.RecordBatchReade
             if first < end:
                 yield batch.slice(first, end - first), metadata
             at += batch.num_rows
+        if at < rows.stop:
+            raise RemoteProtocolError(f"the stream ended after {at:,} rows, and should have {rows.stop:,} or more")
 
     return BatchReader(reader.schema, pairs())
 

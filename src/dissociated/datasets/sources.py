@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import select_columns, select_fields
+from dissociated.codec.columns import even_batches, select_columns, select_fields
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import BatchAndMetadata, batches
@@ -25,6 +25,8 @@ from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
+#: Rows of a batch that is read of a Parquet file, and bytes of its largest column, about.
+_PARQUET_ROWS, _PARQUET_BYTES = 1 << 16, 1 << 30
 _DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
 
 
@@ -242,9 +244,15 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
 def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     import pyarrow.parquet
 
+    def read(file: Any, schema: pa.Schema, columns: Sequence[str] | None) -> pa.RecordBatchReader:
+        size = _batch_rows(file.metadata)
+        groups = (file.iter_batches(size, [number], columns) for number in range(file.num_row_groups))
+        even = chain.from_iterable(even_batches(pieces, size) for pieces in groups)
+        return pa.RecordBatchReader.from_batches(schema, even)
+
     def open_reader() -> pa.RecordBatchReader:
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        return pa.RecordBatchReader.from_batches(file.schema_arrow, file.iter_batches())
+        return read(file, file.schema_arrow, None)
 
     def open_columns(indices: Sequence[int]) -> pa.RecordBatchReader:
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
@@ -252,7 +260,7 @@ def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
         if len(set(names)) < len(names) or any("." in name for name in names):
             return select_columns(open_reader(), indices)  # names stand for paths too, so these would be ambiguous
         schema = select_fields(file.schema_arrow, indices)
-        return pa.RecordBatchReader.from_batches(schema, file.iter_batches(columns=schema.names))
+        return read(file, schema, schema.names)
 
     try:
         dataset = LiveDataset(name, open_reader, options, open_columns=open_columns)
@@ -260,3 +268,18 @@ def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     except (OSError, pa.ArrowInvalid) as error:
         raise SourceError(f"cannot read {path}: {error}") from error
     return dataset
+
+
+def _batch_rows(metadata: Any) -> int:
+    """Rows of a batch, of which no column should take more than libarrow can put into one array."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    widest = max(
+        (
+            group.column(number).total_uncompressed_size / group.num_rows
+            for group in groups
+            if group.num_rows
+            for number in range(group.num_columns)
+        ),
+        default=0,
+    )
+    return max(1, min(_PARQUET_ROWS, int(_PARQUET_BYTES / max(1, widest))))
