@@ -30,6 +30,7 @@ import pytest
 import dissociated as dis
 import processes
 from dissociated.cli import COMMANDS, main, text
+from dissociated.cli.plain import plain_rows
 from dissociated.node.launch import running
 from helpers import wait_until
 
@@ -383,6 +384,7 @@ def test_json_lines_say_what_arrow_says(catalog: str) -> None:
         twice = run("cat", f"{server.catalog_uri}/twice", "-f", "jsonl")
         assert (twice.returncode, twice.stdout) == (1, "")
         assert run("cat", f"{server.catalog_uri}/twice").stdout == "n  n\n1  2\n"
+    assert plain_rows(table.select([]).to_batches()[0]) == [{}, {}]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc", None])

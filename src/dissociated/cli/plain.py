@@ -45,7 +45,8 @@ def plain_values(column: pa.Array) -> list[Any]:
 def plain_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """The rows of a batch, whose columns have names that differ."""
     columns = [plain_values(column) for column in batch.columns]
-    return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+    rows = zip(*columns, strict=True) if columns else [()] * batch.num_rows
+    return [dict(zip(batch.schema.names, row, strict=True)) for row in rows]
 
 
 def _pairs(entries: pa.StructArray) -> list[list[Any]]:
