@@ -14,6 +14,7 @@ from arrow_cases import ARRAYS, ROWS, batches
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.errors import SourceError
+from dissociated.format.encapsulated import encapsulate, end_of_stream
 from dissociated.format.message import HeaderType
 from helpers import case
 
@@ -48,6 +49,26 @@ def test_messages_are_those_that_libarrow_writes() -> None:
             assert [body(one) for one in got[1:]] == [one.body.to_pybytes() for one in expected[1:]]
             assert got[0].body is None
             assert all(one.body is not None for one in got[1:])
+
+
+def test_empty_arrays_that_libarrow_would_write_wrong() -> None:
+    """An empty slice that came by the C interface, and an empty union of an IPC stream, whole and within a list."""
+    for type_, (whole, *_) in ARRAYS.items():
+        by_interface = pa.RecordBatchReader.from_stream(reader(pa.record_batch({"x": whole}).slice(5, 0)))
+        by_stream = pa.ipc.open_stream(encapsulated(reader(pa.record_batch({"x": whole[:0]})))).read_next_batch()
+        in_list = pa.record_batch({"x": pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), by_stream["x"])})
+        for batch in (by_interface.read_next_batch(), by_stream, in_list):
+            for options in (None, WriteOptions(codec="zstd")):
+                with case((type_, batch.schema, options)):
+                    got = pa.ipc.open_stream(encapsulated(reader(batch), options)).read_next_batch()
+                    got.validate(full=True)
+                    assert (got.schema, got["x"].to_pylist()) == (batch.schema, batch["x"].to_pylist())
+
+
+def encapsulated(source: pa.RecordBatchReader, options: WriteOptions | None = None) -> bytes:
+    """The stream that it is split into."""
+    parts = [part for message in split(source, options) for part in (encapsulate(message.header), body(message))]
+    return b"".join([*parts, end_of_stream()])
 
 
 @pytest.mark.parametrize("options", [{"codec": "zstd"}, {"codec": "lz4"}, {"emit_dictionary_deltas": True}])

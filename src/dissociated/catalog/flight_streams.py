@@ -58,7 +58,7 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
 def _send(pairs: Iterable[BatchAndMetadata], writer: Any, validator: Validator) -> None:
     batches = rows = 0
     for batch, metadata in pairs:
-        validator.check(batch)
+        batch = validator.check(batch)
         if metadata:
             writer.write_with_metadata(batch, _encode_app_metadata({_METADATA_KEY: _encode_metadata(metadata)}))
         else:
@@ -100,8 +100,7 @@ def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterat
     def run() -> Iterator[pa.RecordBatch]:
         nonlocal following
         while following is not None:
-            validator.check(following[0])
-            yield following[0]
+            yield validator.check(following[0])
             following = next(pairs, None)
             if following is not None and following[1]:
                 return

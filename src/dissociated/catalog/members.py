@@ -58,8 +58,8 @@ class Members:
         def pairs() -> Iterator[BatchAndMetadata]:
             with peer:
                 for batch, metadata in batches(reader):
-                    validator.check(batch, full=True)  # it may be another's mistake, and would end this process
-                    yield batch, metadata
+                    # It may be another's mistake, and would end this process.
+                    yield validator.check(batch, full=True), metadata
 
         return BatchReader(reader.schema, pairs())
 

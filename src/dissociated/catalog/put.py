@@ -80,8 +80,7 @@ class Put:
             reserve_all = None if reserve is None else self._reserve_all(reserve)
             writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=reserve_all))
             for batch, metadata in self.pairs():
-                validator.check(batch)
-                writer.write_batch(batch, metadata)
+                writer.write_batch(validator.check(batch), metadata)
         return writer.rows
 
     def _reserve_all(self, reserve: Reserve) -> Reserve:

@@ -105,8 +105,11 @@ def write_batches(
     validator = Validator(reader.schema)
     with written.open(sink, reader.schema) as writer:
         for batch, metadata in batches(reader):
-            (validator.check if written.is_ipc else validator.check_values)(batch)
-            writer.write_batch(batch, **({"custom_metadata": metadata} if written.is_ipc else {}))
+            if written.is_ipc:
+                writer.write_batch(validator.check(batch), custom_metadata=metadata)
+            else:
+                validator.check_values(batch)
+                writer.write_batch(batch)
             size = values_size(batch)
             advance(batch.num_rows, size)
             rows, nbytes = rows + batch.num_rows, nbytes + size

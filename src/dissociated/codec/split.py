@@ -16,6 +16,7 @@ from dissociated.buffers import Buffer
 from dissociated.codec.layouts import Layouts
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.packing import Packing
+from dissociated.codec.writable import Writable, has_children, has_dictionary
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.format.message import Header, parse_header
@@ -152,7 +153,7 @@ class Splitter:
 
         Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
         """
-        self._validator.check(batch)
+        batch = self._validator.check(batch)
         try:
             self._writer.write_batch(batch, custom_metadata=metadata)
         except pa.ArrowException as error:
@@ -178,7 +179,7 @@ class _StreamSplitter(Splitter):
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         super().__init__(schema, options)
         self._begin = len(encapsulate(self._schema_message.header))  # of the first batch in that memory
-        plain = self.options == WriteOptions() and not any(map(_has_dictionary, schema.types))
+        plain = self.options == WriteOptions() and not any(map(has_dictionary, schema.types))
         self._plain = plain and self._begin <= _BLOCK_MARGIN
         self._small = -1  # rows of a batch that is taken for a small one
         self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # with what stands before it
@@ -187,8 +188,7 @@ class _StreamSplitter(Splitter):
 
     def split(self, batch: pa.RecordBatch, metadata: Metadata | None = None) -> list[SplitMessage]:
         if metadata is None and batch.num_rows <= self._small and batch.schema.equals(self.schema):
-            self._validator.check(batch)
-            messages = [self._encoded(batch)]
+            messages = [self._encoded(self._validator.check(batch))]
         else:
             messages = super().split(batch, metadata)
         if self._plain:
@@ -223,14 +223,6 @@ class _StreamSplitter(Splitter):
             self._view = memoryview(self._memory).cast("B")
         self._block = pa.ipc.new_stream(pa.FixedSizeBufferWriter(self._memory), self.schema)
         self._at = self._begin
-
-
-def _has_dictionary(type_: pa.DataType) -> bool:
-    if isinstance(type_, pa.BaseExtensionType):
-        type_ = type_.storage_type
-    if pa.types.is_run_end_encoded(type_):
-        return _has_dictionary(type_.value_type)
-    return pa.types.is_dictionary(type_) or any(_has_dictionary(type_.field(n).type) for n in range(type_.num_fields))
 
 
 class FileSplitter(Splitter):
@@ -269,19 +261,24 @@ class Validator:
     """
 
     def __init__(self, schema: pa.Schema) -> None:
-        self._nested = [index for index, field in enumerate(schema) if _has_children(field.type)]
+        self._columns = len(schema)
+        self._nested = [index for index, field in enumerate(schema) if has_children(field.type)]
         self._layouts = Layouts(schema)
+        self._writable = Writable(schema)
 
-    def check(self, batch: pa.RecordBatch, full: bool = False) -> None:
-        """Raise SourceError where the batch is not valid: see the class."""
-        if self._nested and not full:
-            column_count = batch.num_columns  # others than there should be, perhaps: then libarrow says so
-            full = any(batch.column(index).offset for index in self._nested if index < column_count)
+    def check(self, batch: pa.RecordBatch, full: bool = False) -> pa.RecordBatch:
+        """The batch as it is to be written. Raises SourceError where it is not valid: see the class."""
+        alike = batch.num_columns == self._columns  # else libarrow says so
+        if not batch.num_rows and alike:
+            batch = self._writable.empty(batch)
+        if self._nested and alike and not full:
+            full = any(batch.column(index).offset for index in self._nested)
         try:
             if full:
                 self._layouts.validate(batch)
             else:
                 batch.validate()
+            return self._writable.valid(batch) if alike else batch
         except pa.ArrowException as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
 
@@ -302,17 +299,10 @@ class OnceValidator:
     def check(self, schema: pa.Schema, pairs: Iterable[BatchAndMetadata]) -> Iterator[BatchAndMetadata]:
         """The same batches, which begin with the first of the stream. Raises SourceError where one is not valid."""
         validator = Validator(schema)
-        for number, pair in enumerate(pairs):
-            if number >= self._batches:
-                validator.check(pair[0], full=True)
-                self._batches = number + 1
-            yield pair
-
-
-def _has_children(type_: pa.DataType) -> bool:
-    if isinstance(type_, pa.BaseExtensionType):
-        return _has_children(type_.storage_type)
-    return bool(type_.num_fields)
+        for number, (batch, metadata) in enumerate(pairs):
+            checked = validator.check(batch, full=number >= self._batches)
+            self._batches = max(self._batches, number + 1)
+            yield checked, metadata
 
 
 def _unwritable(error: pa.ArrowException) -> FormatError:

@@ -1,0 +1,85 @@
+"""Record batches with empty arrays in them, as libarrow can write them.
+
+Two kinds of arrays without values are valid, and libarrow's writer breaks on them. A slice that came by the Arrow C
+interface has buffers of no bytes and an offset: it would write lengths below zero. A union that was read from IPC has
+no buffer of type codes: compressing it ends the process. Either may lie within other arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.types as types
+
+
+class Writable:
+    """Makes batches of one schema so that libarrow can write them: the same values and dictionaries."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._outer = [number for number, field in enumerate(schema) if has_children(field.type)]
+
+    def empty(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """One that has no rows, and may be invalid: libarrow calls empty slices of views so."""
+        columns = {number: _empty(column) for number, column in enumerate(batch.columns) if _is_broken(column)}
+        return _replaced(batch, columns)
+
+    def valid(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """One that is valid. Raises ArrowException where that cannot be made."""
+        broken = [number for number in self._outer if _is_broken(batch.column(number))]
+        return _replaced(batch, {number: pa.concat_arrays([batch.column(number)]) for number in broken})
+
+
+def has_children(type_: pa.DataType) -> bool:
+    """Whether arrays of the type have other arrays within, but for a dictionary."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return has_children(type_.storage_type)
+    return bool(type_.num_fields)
+
+
+def has_dictionary(type_: pa.DataType) -> bool:
+    """Whether arrays of the type have a dictionary, at whatever depth."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return has_dictionary(type_.storage_type)
+    if types.is_run_end_encoded(type_):
+        return has_dictionary(type_.value_type)
+    return types.is_dictionary(type_) or any(has_dictionary(type_.field(n).type) for n in range(type_.num_fields))
+
+
+def _empty(array: pa.Array) -> pa.Array:
+    type_ = array.type
+    if isinstance(type_, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(type_, _empty(array.storage))
+    if types.is_dictionary(type_):
+        return pa.DictionaryArray.from_arrays(pa.nulls(0, type_.index_type), array.dictionary, ordered=type_.ordered)
+    return array if has_dictionary(type_) else pa.nulls(0, type_)
+
+
+def _is_broken(array: pa.Array) -> bool:
+    if len(array) == 0:
+        buffers = (array.storage if isinstance(array, pa.ExtensionArray) else array).buffers()[1:]
+        if types.is_union(array.type) and buffers[0] is None:
+            return True
+        if array.offset and any(buffer is not None and not buffer.size for buffer in buffers):
+            return True
+    return any(map(_is_broken, _children(array)))
+
+
+def _children(array: pa.Array) -> Iterator[pa.Array]:
+    type_ = array.type
+    if isinstance(type_, pa.BaseExtensionType):
+        yield array.storage
+    elif types.is_dictionary(type_):
+        yield array.dictionary
+    elif types.is_struct(type_) or types.is_union(type_):
+        for number in range(type_.num_fields):
+            yield array.field(number)
+    elif type_.num_fields:
+        yield array.values
+
+
+def _replaced(batch: pa.RecordBatch, columns: dict[int, pa.Array]) -> pa.RecordBatch:
+    if not columns:
+        return batch
+    all_columns = [columns.get(number, column) for number, column in enumerate(batch.columns)]
+    return pa.RecordBatch.from_arrays(all_columns, schema=batch.schema)
