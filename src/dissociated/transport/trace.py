@@ -25,7 +25,7 @@ from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sender import Tags
 from dissociated.protocol.tags import BodyKind, parse_body_tag
 from dissociated.transport.base import Allocate, Connection
-from dissociated.transport.framed.framing import split_runs
+from dissociated.transport.runs import split_runs
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from dissociated.transport.base import Allocate, Connection, Listener
 from dissociated.transport.framed.framing import (
     MAX_CONTROL,
     MAX_UNTAGGED,
-    MIN_RUN,
     PREAMBLE,
     Frame,
     FrameKind,
@@ -38,6 +37,7 @@ from dissociated.transport.framed.framing import (
     encode_runs,
     parse_run,
 )
+from dissociated.transport.runs import MIN_RUN
 from dissociated.uri import Uri
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")

@@ -12,7 +12,7 @@ Integers are little-endian. Padding keeps bodies aligned that are read in one pi
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import groupby
 from typing import NamedTuple, cast
@@ -21,6 +21,7 @@ from dissociated.buffers import Buffer
 from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.message import Message, Run
 from dissociated.transport.base import Allocate
+from dissociated.transport.runs import message_size, split_runs
 
 PREAMBLE = b"DISSOC\x00\x01"  # the last byte is the version of the framing
 
@@ -37,12 +38,6 @@ MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
 _COALESCE = 512
-#: From how many messages on a run is sent. To receive one costs as much as 20 batches do.
-MIN_RUN = 8
-#: How many bytes one message of a run that is sent has at most, and all of them together: whoever keeps one batch of a
-#: run keeps all of it.
-_MAX_RUN_MESSAGE = 1 << 16
-_MAX_SENT_RUN = 1 << 22
 #: How much is read at once. Payloads up to a quarter of it are handed out as slices of what was read.
 _CHUNK = 1 << 18
 _SLICE = _CHUNK // 4
@@ -133,46 +128,9 @@ def _with_runs(messages: Sequence[Message]) -> list[Buffer]:
     return encoded
 
 
-def split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Message]]]:
-    """The messages in order, in groups: whether a group is worth a RUN frame, and its messages."""
-    at = done = 0
-    while at < len(messages):
-        end = _run_end(messages, at)
-        if (end - at) // 2 >= MIN_RUN:
-            if done < at:
-                yield False, messages[done:at]
-            yield True, messages[at:end]
-            done = end
-        at = end
-    if done < len(messages):
-        yield False, messages[done:]
-
-
-def _run_end(messages: Sequence[Message], at: int) -> int:
-    """The end of the run that begins at `at`; at least the next message, which then is none."""
-    if at + 1 >= len(messages):
-        return at + 1
-    sizes = untagged, tagged = _size(messages[at]), _size(messages[at + 1])
-    most = _MAX_SENT_RUN // max(sum(sizes), 1) if max(sizes) <= _MAX_RUN_MESSAGE else 0
-    end, stop = at, min(len(messages) - 1, at + 2 * most)
-    while end < stop:
-        first, second = messages[end], messages[end + 1]
-        if first.tag is not None or second.tag is None or _size(first) != untagged or _size(second) != tagged:
-            break
-        end += 2
-    return max(end, at + 1)
-
-
-def _size(message: Message) -> int:
-    size = 0
-    for part in message.parts:
-        size += len(part)
-    return size
-
-
 def _encode_run(messages: Sequence[Message]) -> list[Buffer]:
     """A RUN frame. It is put together as the parts of one message, which has its layout but for the kind."""
-    count, sizes = len(messages) // 2, (_size(messages[0]), _size(messages[1]))
+    count, sizes = len(messages) // 2, (message_size(messages[0]), message_size(messages[1]))
     parts: list[Buffer] = [_run_head.pack(count, *sizes)]
     parts.append(struct.pack(f"<{count}Q", *[message.tag for message in messages[1::2]]))
     for some, size in zip((messages[0::2], messages[1::2]), sizes, strict=True):
