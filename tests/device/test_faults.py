@@ -40,8 +40,11 @@ READS = """
 import sys
 import dissociated as dis
 with dis.connect(sys.argv[1]) as client:
-    batches = [*client.read("numbers", device=sys.argv[2])]
+    reader = client.read("numbers", device=sys.argv[2])
+    batches = [reader.read_next_batch() for _ in range(8)]
     print(len(batches), flush=True)
+    sys.stdin.readline()
+    del batches
     sys.stdin.readline()
 """
 
@@ -101,7 +104,13 @@ def test_a_client_that_is_killed_while_it_holds_memory(device: Device, server: d
         assert line == "8"
         assert server.connections == 1
         server.drop("numbers")
+        gc.collect()
         assert device.allocations, "the client holds it"
+        assert killed.stdin is not None
+        print(file=killed.stdin, flush=True)
+        wait_until(lambda: not server.status().leases, "it has given all of it back")
+        gc.collect()
+        assert device.allocations, "and has it open"
         killed.send_signal(signal.SIGKILL)
         wait_until(lambda: not server.connections, "its connection ends")
     gc.collect()

@@ -10,8 +10,6 @@ from dissociated.client.request import ReadRequest
 from dissociated.client.session import ClientSession
 from dissociated.client.stream import ClientStream
 from dissociated.errors import ConnectionClosed, RemoteProtocolError, UnsafeMemory, UriError
-from dissociated.memory.device.segment import open_region
-from dissociated.memory.remote import parse_spans
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Message
 from dissociated.protocol.metadata import PREFIX_SIZE
@@ -78,9 +76,6 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
     timeout = request.timeout
     with ExitStack() as connections:
         opened = [connections.enter_context(transport(one.scheme).connect(one, timeout)) for one in uris]
-        if DEVICE in uris[-1].parameters and request.device is not None:
-            for span in parse_spans(uris[-1]):
-                opened[-1].address_space.add(open_region(request.device, span))
         for connection, tag, streams in zip(opened, tags, _STREAMS[len(uris)], strict=True):
             trace(connection, Tags({tag: streams}, uris[-1].free_data))
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)

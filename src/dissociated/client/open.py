@@ -18,6 +18,7 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DeviceError, RemoteProtocolError, SourceError, WrongKind
 from dissociated.memory.device.registry import open_device
+from dissociated.memory.remote import parse_spans
 from dissociated.protocol.request import REFUSED, Selection
 from dissociated.uri import DEVICE
 
@@ -179,7 +180,7 @@ def read_on_device(uri: str | Sequence[str], ticket: bytes, request: ReadRequest
     try:
         if selection is not None and _fields_to_keep(stream.header, selection, True) is not None:
             raise DeviceError("the server has not left out the columns that are not wanted")
-        return stream.on_device(request.device)
+        return stream.on_device(request.device, parse_spans(uris[-1]))
     except BaseException:
         stream.close()
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from dissociated.client.device import place_on_device
@@ -16,6 +16,8 @@ from dissociated.codec.runs import join_deliveries
 from dissociated.codec.tensor import Tensor, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
 from dissociated.memory.device.base import Device
+from dissociated.memory.device.segment import open_region
+from dissociated.memory.remote import Span
 from dissociated.protocol.delivery import Delivered, Delivery
 
 #: How many messages, or runs of them, are looked at before a dataset in shared memory is opened.
@@ -47,8 +49,14 @@ class ClientStream:
             return reader
         return join_deliveries(self._deliveries(), self._bodies.attach, options, self._session.max_body)
 
-    def on_device(self, device: Device) -> DeviceReader:
-        """A reader of batches on a device, which ends the stream as that of `batches` does."""
+    def on_device(self, device: Device, spans: Sequence[Span]) -> DeviceReader:
+        """A reader of batches on a device, where `spans` of the server's lie; it ends the stream as that of `batches`.
+
+        They are opened only now: the server keeps them since it has taken the request, and until the connection ends.
+        Raises DeviceError where they cannot be opened.
+        """
+        for span in spans:
+            self._bodies.address_space.add(open_region(device, span))
         return join_on_device(device, self._on_device(device))
 
     def _on_device(self, device: Device) -> Generator[DeviceMessage, None, None]:

@@ -34,7 +34,7 @@ class DeviceSending(Sending):
 
     @property
     def holds_live(self) -> bool:
-        return bool(len(self._ledger))
+        return True  # it may have opened the handle, whatever it leases: only when it has hung up has it closed that
 
     def end(self, disconnected: bool) -> None:
         super().end(disconnected)
