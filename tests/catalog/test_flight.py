@@ -18,6 +18,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
+from dissociated.format.encapsulated import encapsulate
 from dissociated.host import boot_id
 from dissociated.node.node import Node
 from dissociated.store.store import Store
@@ -97,6 +98,47 @@ def test_put_list_describe_and_get(anywhere: flight.FlightClient) -> None:
     put(anywhere, command(name="d", mode="append"), TABLE)
     assert read(anywhere, path("d")) == [2, 3, 1, 2, 3]
     assert read(anywhere, flight.FlightDescriptor.for_command("d")) == [2, 3, 1, 2, 3]
+
+
+def test_a_client_that_takes_messages_of_4_mib_gets_batches_that_are_larger(plain: flight.FlightClient) -> None:
+    """So are those of Go, Rust and JavaScript; this one is gRPC's own, with what Flight.proto says of its messages."""
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    rows = 500_000
+    table = pa.table({"n": range(rows), "s": [None, *"x" * (rows - 2), "y" * (1 << 20)]})
+    put(plain, path("large"), table)
+    (endpoint,) = plain.get_flight_info(path("large")).endpoints
+    with grpc.insecure_channel(endpoint.locations[0].uri.decode().removeprefix("grpc://")) as channel:
+        do_get = channel.unary_stream("/arrow.flight.protocol.FlightService/DoGet")
+        messages = [fields(data) for data in do_get(request(endpoint.ticket.ticket), timeout=60)]
+    with pa.BufferOutputStream() as sink:
+        for message in messages:
+            sink.write(encapsulate(message[DATA_HEADER]) + message.get(DATA_BODY, b""))
+        assert pa.ipc.open_stream(sink.getvalue()).read_all().equals(table)
+    whole = plain.do_get(endpoint.ticket).read_all()
+    assert whole.equals(table)
+    assert whole["n"].num_chunks == 1
+
+
+DATA_HEADER, DATA_BODY = 2, 1000  # of FlightData
+
+
+def fields(message: bytes) -> dict[int, bytes]:
+    """The fields of a protobuf message that are bytes, by number."""
+    found, at = {}, 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        key, length = number() >> 3, number()
+        found[key], at = message[at : at + length], at + length
+    return found
 
 
 def test_a_put_with_one_key_counts_once(anywhere: flight.FlightClient) -> None:

@@ -22,6 +22,8 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, Diss
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 _PEER_ACTIONS = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
 
+_MESSAGE_LIMIT = "message limit"
+
 _Body = dict[str, Any]
 
 _log = logging.getLogger(__name__)
@@ -76,6 +78,17 @@ def _with_flight_errors(items: Iterator[Any]) -> Iterator[Any]:
         yield from items
 
 
+class _MessageLimit(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no type hints
+    """Marks the calls of clients that may take messages of up to 4 MiB only.
+
+    That is what gRPC does by itself; Flight in C++, which is in pyarrow, R and Ruby, takes any.
+    """
+
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> flight.ServerMiddleware | None:
+        unlimited = any("grpc-c++/" in agent for agent in headers.get("user-agent", ()))
+        return None if unlimited else flight.ServerMiddleware()
+
+
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
     """Answers at `uri` for the catalog that it is given; calls that come before that wait.
 
@@ -86,7 +99,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         self._catalog_future: Future[Catalog] = Future()
         self._actions: dict[str, tuple[Callable[[_Body], Any], str]] = {}
         self._binary: dict[str, tuple[Callable[[bytes], bytes], str]] = {}
-        super().__init__(uri, **protection)
+        middleware = {**protection.pop("middleware", {}), _MESSAGE_LIMIT: _MessageLimit()}
+        super().__init__(uri, middleware=middleware, **protection)
 
     def set_catalog(self, catalog: Catalog) -> None:
         """From now on."""
@@ -117,7 +131,9 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with flight_errors():
             reader = self._catalog.open(ticket.ticket)
-        return flight.GeneratorStream(reader.schema, _with_flight_errors(generate_get(reader.schema, batches(reader))))
+            limited = context.get_middleware(_MESSAGE_LIMIT) is not None
+        messages = generate_get(reader.schema, batches(reader), limited)
+        return flight.GeneratorStream(reader.schema, _with_flight_errors(messages))
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
         with flight_errors():

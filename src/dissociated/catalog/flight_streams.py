@@ -26,6 +26,7 @@ from dissociated.errors import CatalogError, DissociatedError
 _METADATA_KEY = "dissociated.metadata"
 _FIRST_KEY = "dissociated.first"
 _END_KEY = "dissociated.end"
+_MAX_MESSAGE = 3 << 20  # bytes of a batch for clients of gRPC that take 4 MiB
 
 
 # DoPut
@@ -89,18 +90,19 @@ def receive_put(reader: Iterable[Any], cancelled: Callable[[], bool], marked: bo
 # DoGet
 
 
-def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterator[Any]:
+def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata], split: bool) -> Iterator[Any]:
     """What a `flight.GeneratorStream` sends: runs of batches, which know their dictionaries, and metadata between.
 
-    Raises SourceError before a batch on which libarrow would abort.
+    With `split`, batches that are larger than gRPC takes by itself come as several. Raises SourceError before a batch
+    on which libarrow would abort.
     """
-    validator = Validator(schema)
+    pairs = _checked(schema, pairs, split)
     following = next(pairs, None)
 
     def run() -> Iterator[pa.RecordBatch]:
         nonlocal following
         while following is not None:
-            yield validator.check(following[0])
+            yield following[0]
             following = next(pairs, None)
             if following is not None and following[1]:
                 return
@@ -116,6 +118,24 @@ def generate_get(schema: pa.Schema, pairs: Iterator[BatchAndMetadata]) -> Iterat
             yield batch.slice(0, 0), _encode_app_metadata(app_metadata)
         first = False
         yield pa.RecordBatchReader.from_batches(batch.schema, run())
+
+
+def _checked(schema: pa.Schema, pairs: Iterable[BatchAndMetadata], split: bool) -> Iterator[BatchAndMetadata]:
+    validator = Validator(schema)
+    for batch, metadata in pairs:
+        checked = validator.check(batch)
+        for number, piece in enumerate(_split(checked) if split else [checked]):
+            yield piece, None if number else metadata
+
+
+def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Pieces of it that are small enough, but for a row that is larger by itself."""
+    if batch.num_rows <= 1 or pa.ipc.get_record_batch_size(batch) <= _MAX_MESSAGE:
+        yield batch
+        return
+    middle = batch.num_rows // 2
+    yield from _split(batch.slice(0, middle))
+    yield from _split(batch.slice(middle))
 
 
 def receive_get(reader: Any) -> Iterator[BatchAndMetadata]:
