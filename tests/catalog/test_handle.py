@@ -72,6 +72,18 @@ def test_a_handle_is_read_again_and_again(client: dis.Client, transport: str) ->
     assert pickle.loads(pickle.dumps(handle)).to_table() == TABLE
 
 
+def test_columns_that_share_a_name(server: dis.Server, client: dis.Client) -> None:
+    table = pa.table([[1, 2, 3], [4, 5, 6], [3, 2, 1]], names=["n", "m", "n"])
+    server.publish("twins", table)
+    twins = client["twins"]
+    assert pa.Table.from_batches([*twins.to_batches(batch_size=2)]) == table
+    assert twins.to_table(["m", "n"], batch_size=1) == table.select([1, 0, 2])
+    assert twins.to_table(["m"], ("m", ">", 4)) == table.select([1])[1:]
+    with pytest.raises(OptionError, match="more than one column 'n'"):
+        twins.to_table(filter=("n", ">", 1))
+    server.drop("twins")
+
+
 def test_other_tools_take_a_handle(client: dis.Client) -> None:
     handle = client["data"]
     assert isinstance(handle, ds.Dataset)

@@ -14,6 +14,7 @@ import pyarrow.dataset as ds
 
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
+from dissociated.codec.columns import select_fields
 from dissociated.codec.device import DeviceReader, to_device
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
@@ -78,7 +79,7 @@ class Scanner:
         """The schema of what is read: the chosen columns, in their order."""
         if self._expressions is not None:
             return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
-        return _ordered(self.dataset_schema, self._names)
+        return select_fields(self.dataset_schema, _positions(self.dataset_schema, self._names))
 
     def to_reader(self) -> Any:
         """A reader over what is chosen, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
@@ -97,10 +98,10 @@ class Scanner:
         reader = self._read(self._names, device)
         if self._expressions is not None:
             return self._project(reader, self._expressions)
-        schema = _ordered(reader.schema, self._names)
-        if schema.names == reader.schema.names and self._batch_size is None:
+        positions = _positions(reader.schema, self._names)
+        if positions == [*range(len(reader.schema))] and self._batch_size is None:
             return reader
-        positions = [reader.schema.get_field_index(name) for name in schema.names]
+        schema = select_fields(reader.schema, positions)
         return BatchReader(schema, ((piece.select(positions), None) for piece in self._pieces(reader)))
 
     def to_batches(self) -> Iterator[Any]:
@@ -160,9 +161,8 @@ class Scanner:
                 yield batch.slice(at, size)
 
 
-def _ordered(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
-    """The fields in the order in which they are named. Those that are not there are left out: reading says so."""
+def _positions(schema: pa.Schema, columns: Sequence[str] | None) -> list[int]:
+    """Where the columns stand, in the order in which they are named. What is not there is an error of who reads."""
     if columns is None:
-        return schema
-    fields = [schema.field(name) for name in dict.fromkeys(columns) if name in schema.names]
-    return pa.schema(fields, schema.metadata)
+        return [*range(len(schema))]
+    return [position for name in dict.fromkeys(columns) for position in schema.get_all_field_indices(name)]

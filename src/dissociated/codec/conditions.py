@@ -75,6 +75,8 @@ class Condition:
             raise ColumnNotFound(
                 f"there is no column {self.path[0]!r} to filter by; there are {', '.join(schema.names)}"
             )
+        if schema.names.count(self.path[0]) > 1:
+            raise OptionError(f"there is more than one column {self.path[0]!r}: no filter can tell which is meant")
         type_ = schema.field(self.path[0]).type
         with self._certain(type_):
             for name in self.path[1:]:
