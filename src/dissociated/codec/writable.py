@@ -39,11 +39,20 @@ def has_children(type_: pa.DataType) -> bool:
 
 def has_dictionary(type_: pa.DataType) -> bool:
     """Whether arrays of the type have a dictionary, at whatever depth."""
+    return types.is_dictionary(type_) or any(map(has_dictionary, _inner(type_)))
+
+
+def _has_extension(type_: pa.DataType) -> bool:
+    return isinstance(type_, pa.BaseExtensionType) or any(map(_has_extension, _inner(type_)))
+
+
+def _inner(type_: pa.DataType) -> list[pa.DataType]:
+    """The types that one is made of."""
     if isinstance(type_, pa.BaseExtensionType):
-        return has_dictionary(type_.storage_type)
-    if types.is_run_end_encoded(type_):
-        return has_dictionary(type_.value_type)
-    return types.is_dictionary(type_) or any(has_dictionary(type_.field(n).type) for n in range(type_.num_fields))
+        return [type_.storage_type]
+    if types.is_dictionary(type_):
+        return [type_.value_type]
+    return [type_.field(number).type for number in range(type_.num_fields)]
 
 
 def _empty(array: pa.Array) -> pa.Array:
@@ -52,7 +61,9 @@ def _empty(array: pa.Array) -> pa.Array:
         return pa.ExtensionArray.from_storage(type_, _empty(array.storage))
     if types.is_dictionary(type_):
         return pa.DictionaryArray.from_arrays(pa.nulls(0, type_.index_type), array.dictionary, ordered=type_.ordered)
-    return array if has_dictionary(type_) else pa.nulls(0, type_)
+    if _has_extension(type_):
+        return array  # libarrow makes some that end the process
+    return pa.nulls(0, type_)  # a dictionary further within is sent anew with the next batch that has it
 
 
 def _is_broken(array: pa.Array) -> bool:
