@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.memory.leases import FreeQueue, Ledger, leased_buffer
+from dissociated.memory.device.emulated import EmulatedDevice
+from dissociated.memory.leases import STILL_HELD, FreeQueue, Ledger, leased_buffer, leased_on_device
 from helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
@@ -128,3 +129,23 @@ def test_waking_ends_a_wait() -> None:
         assert begun.wait(PATIENCE)
         returns.wake()
         assert waiting.result(PATIENCE) == []
+
+
+def test_addresses_on_a_device_go_back_when_nothing_reads_there_any_more() -> None:
+    device = EmulatedDevice(0)
+    returns, stream = FreeQueue(), device.stream()
+    memory = device.allocate(16, stream)
+    stream.clear(memory.address, 16)
+    stream.synchronize()
+    buffer = leased_on_device(memory.buffer(), (1, 2), returns, device)
+    target = pa.allocate_buffer(16)
+    stream.copy(target.address, buffer.address, 16)
+    del memory, buffer
+    assert device.allocations == 1, "the queue has it"
+    assert returns.take(100) == [1, 2]
+    assert target.to_pybytes() == bytes(16), "what was begun there is done"
+    assert device.allocations == 0
+    buffer = leased_on_device(device.allocate(16, stream).buffer(), (1, 2), returns, device)
+    device.capturing = True
+    del buffer
+    assert returns.take(100) == [STILL_HELD] * 2, "nobody can tell"
