@@ -179,6 +179,18 @@ def _all() -> dict[str, list[pa.Array]]:
 ARRAYS: dict[str, list[pa.Array]] = _all()
 
 
+def table_of(rows: int) -> pa.Table:
+    """Three batches of so many rows each: integers, and texts with nulls."""
+    names = [None if n % 7 == 0 else f"name {n}" for n in range(3 * rows)]
+    whole = pa.table({"n": pa.array(range(3 * rows), pa.int64()), "name": names})
+    return pa.Table.from_batches(whole.to_batches(max_chunksize=rows))
+
+
+def dictionary_batch(*words: str) -> pa.RecordBatch:
+    """One column of these words, with a dictionary of them."""
+    return pa.record_batch({"d": pa.array(words).dictionary_encode()})
+
+
 def batches(arrays: list[pa.Array]) -> list[pa.RecordBatch]:
     """Batches of these arrays: whole, empty, a slice that begins and ends within a byte, one row."""
     names = ["full", "holes"][: len(arrays)]

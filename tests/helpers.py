@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 from urllib.parse import quote
+
+import pyarrow as pa
 
 import dissociated as dis
 
@@ -23,6 +26,17 @@ PATIENCE = 20.0
 
 #: Makes a server, of shm and tcp unless it is told otherwise, and without a catalog.
 Serve = Callable[..., dis.Server]
+
+
+def location(server: dis.Server, name: str, scheme: str, **options: Any) -> str:
+    """Where a dataset is over one of the server's transports. The options are those of `Server.locations`."""
+    (uri,) = (uri for uri in server.locations(name, **options) if uri.partition(":")[0] == scheme)
+    return uri
+
+
+def open_live(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
+    """Read the dataset that is called live."""
+    return dis.open_stream(location(server, "live", scheme), server.ticket("live"), timeout=PATIENCE, **options)
 
 
 def serving(server: dis.Server) -> set[threading.Thread]:

@@ -22,7 +22,7 @@ from certificates import Certificates
 from dissociated import access
 from dissociated.access import Grant, Signer, Tokens, read_token
 from dissociated.errors import AccessDenied, DatasetNotFound, OptionError, RemoteError
-from helpers import Serve
+from helpers import Serve, location
 
 SECRET = bytes(range(32))
 TABLE = pa.table({"n": [1, 2, 3]})
@@ -111,14 +111,9 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
         yield
 
 
-def location(server: dis.Server, scheme: str) -> str:
-    (uri,) = (uri for uri in server.locations("data") if uri.startswith(scheme))
-    return uri
-
-
 def refused(server: dis.Server, scheme: str, ticket: bytes, sentence: str) -> None:
     with pytest.raises(RemoteError, match=sentence):
-        dis.open_stream(location(server, scheme), ticket)
+        dis.open_stream(location(server, "data", scheme), ticket)
 
 
 @pytest.mark.parametrize("scheme", TRANSPORTS)
@@ -126,7 +121,7 @@ def test_only_a_ticket_of_this_server_in_its_time_is_served(
     server: dis.Server, serve: Serve, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     ticket = server.ticket("data")
-    assert dis.open_stream(location(server, scheme), ticket).read_all() == TABLE
+    assert dis.open_stream(location(server, "data", scheme), ticket).read_all() == TABLE
     other = serve("inproc:", ticket_lifetime=3600.0)
     other.publish("data", TABLE, ticket=server.dataset("data").ticket)
     refused(server, scheme, other.ticket("data"), "not made by this server, or was altered")
@@ -135,7 +130,7 @@ def test_only_a_ticket_of_this_server_in_its_time_is_served(
     refused(server, scheme, server.dataset("data").ticket, "not made by this server, or was altered")
     with at(monkeypatch, 3601):
         refused(server, scheme, ticket, "this ticket has expired")
-        assert dis.open_stream(location(server, scheme), server.ticket("data")).read_all() == TABLE
+        assert dis.open_stream(location(server, "data", scheme), server.ticket("data")).read_all() == TABLE
 
 
 @pytest.mark.parametrize("lifetime", [None, 3600.0])
@@ -156,9 +151,9 @@ def test_a_ticket_for_some_columns_is_good_for_no_others(server: dis.Server, sch
     wide = pa.table({"a": [1, 2], "secret": ["x", "y"], "b": [3, 4]})
     server.publish("data", wide)
     ticket = server.ticket("data", columns=["b", "a"])
-    assert dis.open_stream(location(server, scheme), ticket).read_all() == wide.select(["a", "b"])
+    assert dis.open_stream(location(server, "data", scheme), ticket).read_all() == wide.select(["a", "b"])
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'secret'; there are a, b"):
-        dis.open_stream(location(server, scheme), ticket, columns=["secret"])
+        dis.open_stream(location(server, "data", scheme), ticket, columns=["secret"])
     # What it says of columns is signed, too.
     for part in (ticket.partition(b"[")[0], ticket.replace(b'"b"', b'"s"')):
         refused(server, scheme, part, "not made by this server, or was altered")
@@ -175,7 +170,7 @@ def test_tickets_for_columns_that_cannot_be(server: dis.Server, serve: Serve) ->
 
 def test_a_stream_that_has_begun_outlives_its_ticket(server: dis.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.publish("data", pa.Table.from_batches(TABLE.to_batches() * 100).to_reader())
-    reader = dis.open_stream(location(server, "tcp"), server.ticket("data"))
+    reader = dis.open_stream(location(server, "data", "tcp"), server.ticket("data"))
     with at(monkeypatch, 3601):
         assert reader.read_all().num_rows == 300
 

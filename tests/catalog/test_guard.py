@@ -16,6 +16,7 @@ import pytest
 import dissociated as dis
 from certificates import Certificates, certificates
 from dissociated.errors import AccessDenied, CatalogError, OptionError, UriError
+from helpers import location
 
 TABLE = pa.table({"n": [1, 2, 3]})
 TLS = "grpc+tls://127.0.0.1:0"
@@ -155,7 +156,7 @@ def test_a_withdrawn_token_is_refused_at_the_next_call() -> None:
 
 def test_what_a_catalog_says_of_trust_is_not_believed(server: dis.Server, certified: Certificates) -> None:
     """Locations could say what is to be trusted; only the client may."""
-    (uri,) = (uri for uri in server.locations("data") if uri.startswith("tls"))
+    uri = location(server, "data", "tls")
 
     with dis.Server([]) as lying:
         lying.publish("data", TABLE)

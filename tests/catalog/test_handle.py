@@ -18,7 +18,7 @@ import pytest
 import dissociated as dis
 from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import ColumnNotFound, DatasetNotFound, OptionError, StoreError, WrongKind
-from helpers import connections_left
+from helpers import connections_left, location
 
 TABLE = pa.table({"n": range(100), "x": [n / 2 for n in range(100)], "s": [str(n) for n in range(100)]})
 TRANSPORTS = ("shm", "tcp", "grpc")
@@ -207,7 +207,7 @@ def test_a_filter_gives_just_the_rows_that_pass(server: dis.Server, client: dis.
     assert client.read("data", transport=transport, limit=0).read_all() == TABLE[:0]
     assert client.read("data", transport=transport, limit=95, rows=range(90, 200)).read_all() == TABLE[90:]
     if transport != "grpc":
-        uri = next(one for one in server.locations("data") if one.startswith(transport))
+        uri = location(server, "data", transport)
         ticket = server.ticket("data")
         assert dis.open_stream(uri, ticket, columns=["s"], filter=n < 5).read_all() == TABLE.select(["s"])[:5]
         assert dis.open_stream(uri, ticket, limit=15).read_all() == TABLE[:15]

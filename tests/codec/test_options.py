@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from arrow_cases import dictionary_batch
 from dissociated.errors import FormatError, OptionError
 from dissociated.format.message import buffer_extents, parse_header
 from dissociated.ipc import (
@@ -142,10 +143,6 @@ def buffers(stream: bytes) -> list[bytes]:
     return [body[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
 
 
-def encoded(*words: str) -> pa.RecordBatch:
-    return pa.record_batch({"d": pa.array(words).dictionary_encode()})
-
-
 # A batch whose buffers can be told apart by what compression saves: all of "same", nothing of "random"
 MIXED = pa.record_batch(
     {
@@ -226,7 +223,7 @@ def test_bodies_are_padded_to_the_alignment() -> None:
 
 
 def test_the_legacy_format_has_no_continuation_marker() -> None:
-    some = [encoded("a", "b"), encoded("c")]
+    some = [dictionary_batch("a", "b"), dictionary_batch("c")]
     got = written(*some, write_legacy_ipc_format=True)
     assert got == libarrow(*some, use_legacy_format=True)
     assert got[:4] != b"\xff\xff\xff\xff"
@@ -239,7 +236,7 @@ def test_memory_is_taken_from_the_pool() -> None:
     pool = pa.proxy_memory_pool(pa.default_memory_pool())
     written(MIXED, codec="zstd", min_space_savings=0.5, memory_pool=pool)
     assert pool.max_memory() >= 8000  # what was compressed for nothing comes back
-    table = pa.Table.from_batches([encoded("a" * 1000), encoded("b" * 1000)])
+    table = pa.Table.from_batches([dictionary_batch("a" * 1000), dictionary_batch("b" * 1000)])
     unifying = pa.proxy_memory_pool(pa.default_memory_pool())
     written_file(table, unify_dictionaries=True, memory_pool=unifying)
     assert unifying.max_memory() >= 2000
@@ -316,7 +313,7 @@ def test_threads_change_nothing_that_is_written(threads: bool) -> None:
 
 @pytest.mark.parametrize("alignment", [8, 64])
 def test_dictionaries_that_grow_are_sent_as_what_was_added(alignment: int) -> None:
-    some = [encoded("a"), encoded("a", "b"), encoded("a", "b", "c")]
+    some = [dictionary_batch("a"), dictionary_batch("a", "b"), dictionary_batch("a", "b", "c")]
     for deltas in (False, True):
         got = written(*some, emit_dictionary_deltas=deltas, alignment=alignment)
         reader = pa.ipc.open_stream(got)
@@ -326,7 +323,7 @@ def test_dictionaries_that_grow_are_sent_as_what_was_added(alignment: int) -> No
 
 
 def test_dictionaries_of_a_table_are_unified_in_files_alone() -> None:
-    table = pa.Table.from_batches([encoded("a"), encoded("b", "a")])
+    table = pa.Table.from_batches([dictionary_batch("a"), dictionary_batch("b", "a")])
     with pytest.raises(FormatError, match=r"Dictionary replacement.* unify_dictionaries and write_table"):
         written_file(table)
     reader = pa.ipc.open_file(written_file(table, unify_dictionaries=True))

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from arrow_cases import ARRAYS, ROWS, batches
+from arrow_cases import ARRAYS, ROWS, batches, dictionary_batch
 from dissociated.codec.options import WriteOptions
 from dissociated.codec.split import SplitMessage, Splitter, split
 from dissociated.errors import SourceError
@@ -140,13 +140,10 @@ def test_the_schema_comes_before_the_source_gives_a_batch() -> None:
 
 
 def test_a_splitter_gives_each_batch_its_own_messages() -> None:
-    def encoded(*words: str) -> pa.RecordBatch:
-        return pa.record_batch({"d": pa.array(words).dictionary_encode()})
-
-    splitter = Splitter(encoded("a").schema)
-    kinds = [[one.parsed.type.name for one in splitter.split(encoded(*words))] for words in ("a", "a", "ab")]
+    splitter = Splitter(dictionary_batch("a").schema)
+    kinds = [[one.parsed.type.name for one in splitter.split(dictionary_batch(*words))] for words in ("a", "a", "ab")]
     assert kinds == [["DICTIONARY_BATCH", "RECORD_BATCH"], ["RECORD_BATCH"], ["DICTIONARY_BATCH", "RECORD_BATCH"]]
-    (message,) = splitter.split(encoded("a", "b"), pa.KeyValueMetadata({"k": "v"}))
+    (message,) = splitter.split(dictionary_batch("a", "b"), pa.KeyValueMetadata({"k": "v"}))
     assert message.parsed.has_metadata
 
 

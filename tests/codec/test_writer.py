@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_cases import ARRAYS, batches
+from arrow_cases import ARRAYS, batches, dictionary_batch
 from dissociated.errors import FormatError, LocalProtocolError, OptionError, StoreError
 from dissociated.ipc import DissociatedWriter, FileWriter, RecordBatchWriter, StreamWriter, WriteOptions, WriteStats
 from dissociated.protocol.events import Streams
@@ -34,10 +34,6 @@ PYARROW: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
     StreamWriter: (pa.ipc.new_stream, pa.ipc.open_stream),
 }
 kinds = pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.__name__)
-
-
-def encoded(*words: str) -> pa.RecordBatch:
-    return pa.record_batch({"d": pa.array(words).dictionary_encode()})
 
 
 # What is written
@@ -447,7 +443,7 @@ def dissociated(*some: pa.RecordBatch, streams: Streams = Streams.BOTH, **fields
 
 
 def test_dissociated_messages_are_numbered_metadata_and_tagged_bodies() -> None:
-    some = [encoded("a"), encoded("a", "b")]
+    some = [dictionary_batch("a"), dictionary_batch("a", "b")]
     messages = dissociated(*some)
     written = io.BytesIO()
     with pa.ipc.new_stream(written, some[0].schema) as reference:
@@ -468,7 +464,7 @@ def test_dissociated_messages_are_numbered_metadata_and_tagged_bodies() -> None:
 
 
 def test_metadata_and_bodies_can_go_two_ways() -> None:
-    some = [encoded("a"), encoded("b")]
+    some = [dictionary_batch("a"), dictionary_batch("b")]
 
     def joined(messages: list[Message]) -> list[tuple[int | None, bytes]]:
         return [(message.tag, b"".join(map(bytes, message.parts))) for message in messages]

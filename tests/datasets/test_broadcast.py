@@ -14,7 +14,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.memory import live as live_memory
-from helpers import PATIENCE, Serve, clients_end, connections_left
+from helpers import PATIENCE, Serve, clients_end, connections_left, location, open_live
 from memory.maps import shared_bytes
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string())])
@@ -68,11 +68,6 @@ def numbers(source: pa.RecordBatchReader) -> list[int]:
     return found
 
 
-def open_at(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
-    (uri,) = (uri for uri in server.locations("live") if uri.startswith(scheme))
-    return dis.open_stream(uri, server.ticket("live"), timeout=PATIENCE, **options)
-
-
 def test_all_consumers_get_the_same_stream_over_every_transport(serve: Serve) -> None:
     """25 MB through 2 MB, by address and inline, and through the catalog's own DoGet."""
     server = serve(*MEDIA, catalog="grpc://127.0.0.1:0", live_limit=2 << 20)
@@ -89,9 +84,9 @@ def test_all_consumers_get_the_same_stream_over_every_transport(serve: Serve) ->
             with dis.connect(server.catalog_uri) as client:
                 return numbers(client.read("live", transport="grpc"))
         if which == 6:
-            (packed,) = (u for u in server.locations("live", bodies="packed") if u.startswith("shm"))
+            packed = location(server, "live", "shm", bodies="packed")
             return numbers(dis.open_stream(packed, server.ticket("live")))
-        return numbers(open_at(server, MEDIA[which % 3].partition(":")[0]))
+        return numbers(open_live(server, MEDIA[which % 3].partition(":")[0]))
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(consume, range(8))) == [list(range(100))] * 8
@@ -104,11 +99,11 @@ def test_a_late_consumer_joins_where_the_stream_is(serve: Serve) -> None:
     server = serve(*MEDIA)
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live())
-        first = open_at(server, "shm")
+        first = open_live(server, "shm")
         for number in range(3):
             fed.put(batch(number))
             assert first.read_next_batch()["n"][0].as_py() == number
-        late = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+        late = [open_live(server, scheme) for scheme in ("shm", "tcp", "inproc")]
         for number in range(3, 6):
             fed.put(batch(number))
         fed.put(None)
@@ -119,14 +114,14 @@ def test_a_late_consumer_is_refused_where_the_publisher_says_so(serve: Serve) ->
     server = serve(*MEDIA)
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live(late="refuse", consumers=2))
-        first, second = open_at(server, "shm"), open_at(server, "tcp")
+        first, second = open_live(server, "shm"), open_live(server, "tcp")
         with pytest.raises(dis.errors.RemoteError, match="'live' has begun, and takes nobody who comes later"):
-            open_at(server, "shm")
+            open_live(server, "shm")
         fed.put(batch(0))
         fed.put(None)
         assert [numbers(first), numbers(second)] == [[0], [0]]
     with pytest.raises(dis.errors.RemoteError, match="has ended"):
-        open_at(server, "shm")
+        open_live(server, "shm")
 
 
 def test_nothing_is_read_before_enough_consumers_are_there(serve: Serve) -> None:
@@ -138,10 +133,10 @@ def test_nothing_is_read_before_enough_consumers_are_there(serve: Serve) -> None
         yield batch(0)
 
     server.publish("live", reader(batches()), live=dis.Live(consumers=2))
-    first = open_at(server, "shm")
+    first = open_live(server, "shm")
     assert first.schema == SCHEMA  # who waits knows the schema
     assert not asked.is_set()
-    second = open_at(server, "shm")
+    second = open_live(server, "shm")
     assert asked.wait(PATIENCE)
     assert numbers(first) == numbers(second) == [0]
 
@@ -150,27 +145,27 @@ def test_a_stream_that_all_have_left_waits_for_the_next_one(serve: Serve) -> Non
     server = serve("shm:", "tcp://127.0.0.1:0")
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live())
-        first = open_at(server, "tcp")
+        first = open_live(server, "tcp")
         fed.put(batch(0))
         assert first.read_next_batch()["n"][0].as_py() == 0
         del first
         assert connections_left(server) == 0
         fed.put(batch(1))
         fed.put(None)
-        assert numbers(open_at(server, "shm")) == [1]
+        assert numbers(open_live(server, "shm")) == [1]
 
 
 def test_a_stream_that_takes_nobody_ends_when_all_have_left(serve: Serve) -> None:
     server = serve("shm:")
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live(late="refuse"))
-        open_at(server, "shm")
+        open_live(server, "shm")
         assert connections_left(server) == 0
         fed.put(batch(0))
         assert fed.closed.wait(PATIENCE)
         server.dataset("live").wait_closed(PATIENCE)
         with pytest.raises(dis.errors.RemoteError, match="has ended"):
-            open_at(server, "shm")
+            open_live(server, "shm")
 
 
 WORDS = [["a", "b"], ["a", "b", "c"], ["x"], ["x", "y"], ["x", "y", "z"]]
@@ -194,11 +189,11 @@ def test_a_late_consumer_gets_the_dictionaries_as_they_are(serve: Serve, scheme:
         with Fed(words(0).schema) as fed:
             options = dis.WriteOptions(emit_dictionary_deltas=deltas)
             server.publish("live", fed.reader(), options=options, live=dis.Live())
-            first = open_at(server, "shm")
+            first = open_live(server, "shm")
             for number in range(start):
                 fed.put(words(number))
                 assert first.read_next_batch().to_pylist() == expected(number)
-            late, narrow = open_at(server, scheme), open_at(server, scheme, columns=["t"])
+            late, narrow = open_live(server, scheme), open_live(server, scheme, columns=["t"])
             for number in range(start, len(WORDS)):
                 fed.put(words(number))
                 for one in first, late:
@@ -212,7 +207,7 @@ def test_a_late_consumer_gets_the_dictionaries_as_they_are(serve: Serve, scheme:
 def test_each_consumer_chooses_its_columns(serve: Serve, scheme: str) -> None:
     server = serve(*MEDIA, live_limit=2 << 20)
     server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=4))
-    readers = [open_at(server, scheme, columns=columns) for columns in (["n"], ["s"], [], None)]
+    readers = [open_live(server, scheme, columns=columns) for columns in (["n"], ["s"], [], None)]
 
     def consume(one: pa.RecordBatchReader) -> list[tuple[int, list[dict[str, Any]]]]:
         return [(some.num_rows, some.slice(0, 1).to_pylist()) for some in one]
@@ -222,13 +217,13 @@ def test_each_consumer_chooses_its_columns(serve: Serve, scheme: str) -> None:
     for columns, batches in zip((["n"], ["s"], [], ["n", "s"]), arrived, strict=True):
         assert batches == [(ROWS, batch(number).slice(0, 1).select(columns).to_pylist()) for number in range(50)]
     with pytest.raises(dis.errors.ColumnNotFound, match="no column 'x'; there are n, s"):
-        open_at(server, scheme, columns=["x"])
+        open_live(server, scheme, columns=["x"])
 
 
 def test_what_one_has_freed_another_still_reads(serve: Serve) -> None:
     server = serve("shm:")
     server.publish("live", reader(map(batch, range(3))), live=dis.Live(consumers=2))
-    one, other = open_at(server, "shm"), open_at(server, "shm")
+    one, other = open_live(server, "shm"), open_live(server, "shm")
     kept = other.read_next_batch()
     assert numbers(one) == [0, 1, 2]
     del one
@@ -247,7 +242,7 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
     server = serve(*MEDIA)
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live(consumers=3))
-        readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+        readers = [open_live(server, scheme) for scheme in ("shm", "tcp", "inproc")]
         fed.put(batch(0))
         held = [one.read_next_batch() for one in readers]
         if end == "fails":
@@ -268,12 +263,12 @@ def test_every_consumer_learns_why_there_is_no_more_and_keeps_what_it_has(serve:
             del caught
         # Another stream has its chance to take the memory.
         if end == "replaced":
-            assert open_at(server, "shm").read_all().num_rows == ROWS
+            assert open_live(server, "shm").read_all().num_rows == ROWS
         assert held == [batch(0)] * 3
         if end == "fails":
             assert shared_bytes("live") > 0  # one of them holds it
             with pytest.raises(dis.errors.RemoteError, match="says more"):
-                open_at(server, "shm")
+                open_live(server, "shm")
         if end == "replaced":
             server.drop("live")
         del readers, one, held
@@ -286,9 +281,9 @@ def test_a_consumer_that_holds_up_the_others_is_cut_off(serve: Serve) -> None:
     """What it holds stays as it is; the others get everything."""
     server = serve(*MEDIA, live_limit=2 << 20)
     server.publish("live", reader(map(batch, range(100))), live=dis.Live(consumers=3, stall_timeout=1.0))
-    stalled = open_at(server, "shm")
+    stalled = open_live(server, "shm")
     with ThreadPoolExecutor(2) as pool:
-        others = [pool.submit(numbers, open_at(server, scheme)) for scheme in ("shm", "tcp")]
+        others = [pool.submit(numbers, open_live(server, scheme)) for scheme in ("shm", "tcp")]
         held = [stalled.read_next_batch()]
         assert [other.result(PATIENCE) for other in others] == [list(range(100))] * 2
     with pytest.raises(dis.errors.RemoteError, match=r"held up the others for 1 s: it was cut off"):
@@ -305,9 +300,9 @@ def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
     """It takes longer in all than a consumer may stall, but never stalls for so long."""
     server = serve("shm:", live_limit=1 << 20)
     server.publish("live", reader(map(batch, range(20))), live=dis.Live(consumers=2, stall_timeout=1.0))
-    slow = open_at(server, "shm")
+    slow = open_live(server, "shm")
     with ThreadPoolExecutor(1) as pool:
-        fast = pool.submit(numbers, open_at(server, "shm"))
+        fast = pool.submit(numbers, open_live(server, "shm"))
         found = []
         for one in slow:
             found.append(one["n"][0].as_py())
@@ -318,7 +313,7 @@ def test_a_slow_consumer_is_waited_for(serve: Serve) -> None:
 def test_a_consumer_that_stops_does_not_hold_up_the_others(serve: Serve) -> None:
     server = serve("shm:", live_limit=1 << 20)
     server.publish("live", reader(map(batch, range(50))), live=dis.Live(consumers=2, stall_timeout=PATIENCE))
-    one, other = open_at(server, "shm"), open_at(server, "shm")
+    one, other = open_live(server, "shm"), open_live(server, "shm")
     kept = one.read_next_batch()
     del one  # it reads no further, and still holds a batch
     assert numbers(other) == list(range(50))
@@ -331,7 +326,7 @@ def test_what_a_consumer_that_stops_was_not_sent_any_more_is_free(serve: Serve) 
     server = serve("shm:", live_limit=1 << 20)
     with Fed(large.schema) as fed:
         server.publish("live", fed.reader(), live=dis.Live(consumers=2, stall_timeout=2 * PATIENCE))
-        one, other = open_at(server, "shm"), open_at(server, "shm")
+        one, other = open_live(server, "shm"), open_live(server, "shm")
         fed.put(large)
         kept = one.read_next_batch()
         assert other.read_next_batch() == large
@@ -347,7 +342,7 @@ def test_a_broadcast_goes_on_in_another_region(serve: Serve, monkeypatch: pytest
     monkeypatch.setattr(live_memory.LiveRegion, "size", 1 << 20)
     server = serve("shm:", "tcp://127.0.0.1:0")
     server.publish("live", reader(map(batch, range(60))), live=dis.Live(consumers=2))
-    one, other = open_at(server, "shm"), open_at(server, "tcp")
+    one, other = open_live(server, "shm"), open_live(server, "tcp")
     with ThreadPoolExecutor(1) as pool:
         kept = pool.submit(list, one)
         assert numbers(other) == list(range(60))
@@ -360,7 +355,7 @@ def test_bodies_without_bytes_and_small_ones(serve: Serve) -> None:
     sent = [pa.record_batch({"n": pa.array(range(rows), pa.int64())}) for rows in (0, 1, 0, 5000, 3)]
     server = serve(*MEDIA, inline_limit=1000)
     server.publish("live", reader(iter(sent), schema), live=dis.Live(consumers=3))
-    readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+    readers = [open_live(server, scheme) for scheme in ("shm", "tcp", "inproc")]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(list, readers)) == [sent] * 3
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import PATIENCE, Serve, connections_left, wait_until
+from helpers import PATIENCE, Serve, connections_left, open_live, wait_until
 from memory.maps import shared_bytes
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string()), ("d", pa.dictionary(pa.int8(), pa.string()))])
@@ -23,11 +23,6 @@ WORDS = pa.array(["a", "b", "c"])
 
 #: how to publish: for all readers at once, or for each alone
 SHARED_OR_NOT: list[dict[str, Any]] = [{"live": dis.Live()}, {}]
-
-
-def open_at(server: dis.Server, scheme: str, **options: Any) -> pa.RecordBatchReader:
-    (uri,) = (uri for uri in server.locations("live") if uri.startswith(scheme))
-    return dis.open_stream(uri, server.ticket("live"), timeout=PATIENCE, **options)
 
 
 def test_a_reader_may_be_many_small_batches_behind(serve: Serve) -> None:
@@ -45,7 +40,7 @@ def test_a_reader_may_be_many_small_batches_behind(serve: Serve) -> None:
         exhausted.clear()
         reader = pa.RecordBatchReader.from_batches(rows.schema, source())
         server.publish("live", reader, live=dis.Live(stall_timeout=0.5))
-        one = open_at(server, scheme)
+        one = open_live(server, scheme)
         first = one.read_next_batch()
         assert exhausted.wait(PATIENCE), "it held up the source"
         assert pa.Table.from_batches([first, *one]).combine_chunks() == pa.Table.from_batches([rows])
@@ -67,7 +62,7 @@ def test_what_waits_is_within_the_limit_whatever_its_size(serve: Serve) -> None:
         server = serve("shm:", live_limit=limit, stall_timeout=PATIENCE)
         reader = pa.RecordBatchReader.from_batches(batch.schema, source())
         server.publish("live", reader, live=dis.Live(stall_timeout=0.3))
-        one = open_at(server, "shm")
+        one = open_live(server, "shm")
         held = [one.read_next_batch()]
 
         def given_up(server: dis.Server = server) -> bool:
@@ -100,8 +95,8 @@ def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
     for options, names in product(shared_or_not, (["n", "s", "d"], ["n", "s"], ["n"])):
         some = [one.select(names) for one in sent]
         server.publish("live", partial(pa.RecordBatchReader.from_batches, some[0].schema, some), **options)
-        readers = [open_at(server, scheme) for scheme in ("shm", "tcp", "inproc")]
-        readers.append(open_at(server, "tcp", columns=["n"]))
+        readers = [open_live(server, scheme) for scheme in ("shm", "tcp", "inproc")]
+        readers.append(open_live(server, "tcp", columns=["n"]))
         whole: list[list[pa.RecordBatch]]
         narrow: list[pa.RecordBatch]
         with ThreadPoolExecutor(4) as pool:
@@ -121,7 +116,7 @@ def test_what_a_source_gave_before_it_failed_arrives(serve: Serve) -> None:
             raise ValueError("no more")
 
         server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()), **options)
-        reader = open_at(server, scheme)
+        reader = open_live(server, scheme)
         assert [reader.read_next_batch() for _ in range(length)] == [batch] * length
         with pytest.raises(dis.errors.RemoteError, match="failed"):
             reader.read_next_batch()
@@ -145,7 +140,7 @@ def test_readers_that_go_leave_no_thread_behind(serve: Serve) -> None:
     server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()))
     for pauses, scheme in product((True, False), ("shm", "tcp")):
         goes_on.clear()
-        reader = open_at(server, scheme)
+        reader = open_live(server, scheme)
         if not pauses:
             goes_on.set()
         for _ in range(10 if pauses else 1000):
@@ -175,7 +170,7 @@ def test_no_batch_waits_for_others(serve: Serve) -> None:
         for scheme in ("shm", "tcp", "inproc"):
             server.publish("live", lambda: pa.RecordBatchReader.from_batches(batch.schema, source()), **options)
             count = 0
-            for one in open_at(server, scheme):
+            for one in open_live(server, scheme):
                 assert one == batch
                 count += 1
                 arrived.release()
@@ -198,5 +193,5 @@ def test_a_source_may_use_its_memory_again(serve: Serve) -> None:
     for publish in SHARED_OR_NOT:
         for scheme in ("shm", "tcp", "inproc") if publish else ("shm", "tcp"):  # alone, inproc gives what it got
             server.publish("live", reader, **publish)
-            numbers = [one["n"].unique().to_pylist() for one in open_at(server, scheme)]
+            numbers = [one["n"].unique().to_pylist() for one in open_live(server, scheme)]
             assert numbers == [[number] for number in range(300)], (publish, scheme)

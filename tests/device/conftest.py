@@ -12,7 +12,7 @@ from dissociated.errors import DeviceNotFound
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import clients_end
+from helpers import clients_end, connections_left
 
 
 @pytest.fixture(params=["test:0", "cuda:0"])
@@ -43,8 +43,19 @@ def emulated() -> Iterator[EmulatedDevice]:
 
 
 @pytest.fixture
+def server() -> Iterator[dis.Server]:
+    """One that all its readers have left at the end, and that then drops what it served: its memory is the device's."""
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        yield server
+        gc.collect()
+        assert not connections_left(server)
+        for name in server.names():
+            server.drop(name)
+
+
+@pytest.fixture
 def client(server: dis.Server) -> Iterator[dis.Client]:
-    """Of the module's server. What it has read is given back at its end."""
+    """Of this server, or the module's own. What it has read is given back at its end."""
     with dis.connect(server.catalog_uri) as client:
         yield client
         gc.collect()

@@ -72,14 +72,6 @@ def whole(client: dis.Client, device: Device) -> pa.Table:
     return pa.Table.from_batches([batch.to_host() for batch in client.read("numbers", device=device)])
 
 
-@pytest.fixture
-def server() -> Iterator[dis.Server]:
-    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
-        yield server
-        for name in server.names():
-            server.drop(name)
-
-
 def test_a_server_that_is_killed_while_its_memory_is_open(device: Device) -> None:
     before = device.allocations
     with process(PUBLISHES, device.name) as (killed, uri), dis.connect(uri) as client:

@@ -20,7 +20,7 @@ from dissociated.errors import DeviceError, SourceError, UriError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import case, clients_end, connections_left, wait_until
+from helpers import case, clients_end, wait_until
 
 from . import consumer
 from .cases import ALL_TYPES, NAMES, NUMBERS, pieces
@@ -32,16 +32,6 @@ def on_device(device: Device, batches: list[pa.RecordBatch]) -> DeviceReader:
 
 def to_host(batches: Iterator[DeviceBatch] | DeviceReader) -> pa.Table:
     return pa.Table.from_batches([batch.to_host() for batch in batches])
-
-
-@pytest.fixture
-def server() -> Iterator[dis.Server]:
-    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
-        yield server
-        gc.collect()
-        assert not connections_left(server)
-        for name in server.names():
-            server.drop(name)
 
 
 def test_every_type_goes_to_every_client(device: Device, server: dis.Server, client: dis.Client) -> None:

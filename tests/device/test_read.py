@@ -46,13 +46,6 @@ def server() -> Iterator[dis.Server]:
         assert not connections_left(server)
 
 
-@pytest.fixture
-def client(server: dis.Server) -> Iterator[dis.Client]:
-    with dis.connect(server.catalog_uri) as client:
-        yield client
-        gc.collect()
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_every_type_arrives_on_the_device(client: dis.Client, device: Device, transport: str) -> None:
     with client.read("types", transport=transport, device=device.name) as reader:

@@ -17,6 +17,7 @@ import pytest
 
 import dissociated as dis
 import helpers
+from arrow_cases import table_of
 from certificates import Certificates
 from helpers import wait_until
 
@@ -106,10 +107,8 @@ def _peers_show_a_certificate(trusted: Certificates) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def table() -> pa.Table:
-    """Three batches with integers, strings and nulls."""
-    names = [None if n % 7 == 0 else f"name {n}" for n in range(3 * ROWS)]
-    whole = pa.table({"n": pa.array(range(3 * ROWS), pa.int64()), "name": names})
-    return pa.Table.from_batches(whole.to_batches(max_chunksize=ROWS))
+    """Of three batches."""
+    return table_of(ROWS)
 
 
 class Good:

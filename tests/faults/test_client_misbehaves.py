@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import case, wait_until
+from helpers import case, location, wait_until
 
 from .conftest import ROWS, Good, Serve, Spawn, descriptors
 from .peer import (
@@ -49,7 +49,7 @@ HANDSHAKE = 0.5  # seconds; enough for those who behave, also on a loaded machin
 @contextmanager
 def other(good: Good, scheme: str) -> Iterator[RawConnection]:
     """A connection by hand to a server whose other clients are served before, meanwhile and afterwards."""
-    (uri,) = (uri for uri in good.server.locations("good") if uri.startswith(scheme))
+    uri = location(good.server, "good", scheme)
     good.check()
     with connect(uri) as connection:
         yield connection
@@ -315,7 +315,7 @@ def large(serve: Serve) -> Good:
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])
 def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
     server = large.server
-    (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
+    uri = location(server, "large", scheme, bodies="packed")
     with other(large, scheme) as connection:
         connection.send(want(server.ticket("large"), want_of(uri)))
         with pytest.raises((BrokenPipeError, ConnectionResetError, ssl.SSLEOFError)):
@@ -326,7 +326,7 @@ def test_flood_instead_of_reading(large: Good, scheme: str) -> None:
 def test_client_takes_nothing(large: Good, scheme: str) -> None:
     # What it gets is cut off, and holds nothing that does not belong there: not even the reason.
     server = large.server
-    (uri,) = (uri for uri in server.locations("large", bodies="packed") if uri.startswith(scheme))
+    uri = location(server, "large", scheme, bodies="packed")
     request = want(server.ticket("large"), want_of(uri))
     with connect(uri) as whole:
         whole.send(request)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import wait_until
+from helpers import location, wait_until
 from memory.maps import shared_bytes
 
 from .conftest import ROWS, Serve
@@ -29,7 +29,7 @@ def test_two_hundred_consumers_of_one_dataset(serve: Serve, table: pa.Table, sch
     good = serve("shm:", "tcp://127.0.0.1:0")
     live = dis.Live(late="refuse", consumers=CROWD, stall_timeout=60) if source == "live" else None
     good.server.publish("shared", table if source == "table" else table.to_reader, live=live)
-    (uri,) = (uri for uri in good.server.locations("shared") if uri.startswith(scheme))
+    uri = location(good.server, "shared", scheme)
     ticket = good.server.ticket("shared")
     everybody = threading.Barrier(CROWD)
 

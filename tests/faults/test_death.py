@@ -15,7 +15,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError
-from helpers import wait_until
+from helpers import location, wait_until
 
 from .clients import CLIENT, COUNTING, ENDING, failure_by, line, stop_and_go_on
 from .conftest import PEER, Serve, Spawn
@@ -223,7 +223,7 @@ STAGES = list(client_stages("?want_data=1", b""))
 def test_client_is_killed(serve: Serve, spawn: Spawn, scheme: str, stage: str) -> None:
     good = serve("shm:", "tcp://127.0.0.1:0")
     good.server.publish("large", pa.table({"n": pa.array(np.arange(1 << 20))}))
-    (uri,) = (uri for uri in good.server.locations("large", bodies="packed") if uri.startswith(scheme))
+    uri = location(good.server, "large", scheme, bodies="packed")
     steps = [*client_stages(uri, good.server.ticket("large"))[stage], ["reached"], ["hold"]]
     if stage in ("after want_data", "within the stream"):
         steps[-1] = ["sleep"]

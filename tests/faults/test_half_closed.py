@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import wait_until
+from helpers import location, wait_until
 
 from .conftest import Good, Serve
 from .peer import TAGGED, UNTAGGED, Frame, RawConnection, connect, is_end, want, want_of
@@ -40,7 +40,7 @@ def decoded(frames: list[Frame]) -> list[pa.RecordBatch]:
 
 def asked(good: Good, scheme: str, bodies: str) -> RawConnection:
     """A connection that has asked for the data, and says no more."""
-    (uri,) = (uri for uri in good.server.locations("data", bodies=bodies) if uri.startswith(scheme))
+    uri = location(good.server, "data", scheme, bodies=bodies)
     connection = connect(uri)
     connection.send(want(good.server.ticket("data"), want_of(uri)))
     connection.socket.shutdown(socket.SHUT_WR)

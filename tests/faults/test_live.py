@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import wait_until
+from helpers import location, wait_until
 from memory.maps import shared_bytes
 
 from .conftest import Good, Serve, Spawn
@@ -98,7 +98,7 @@ def consumer(spawn: Spawn) -> Start:
     """Start a consumer in a process of its own."""
 
     def start(good: Good, scheme: str = "shm") -> Child:
-        (uri,) = (uri for uri in good.server.locations("live") if uri.startswith(scheme))
+        uri = location(good.server, "live", scheme)
         process = spawn("-c", CONSUMER, uri, good.server.ticket("live").hex())
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"

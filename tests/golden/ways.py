@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
 import dissociated as dis
 from certificates import Certificates
 from dissociated import ipc
-from helpers import PATIENCE
+from helpers import PATIENCE, location
 
 from .careless import serve
 
@@ -124,7 +124,7 @@ def published(scheme: str, bodies: str) -> Read:
 
     def read(server: dis.Server, path: Path) -> Arrived:
         server.publish("data", path)
-        return _ask(server, _at(server, scheme, bodies=bodies))
+        return _ask(server, location(server, "data", scheme, bodies=bodies))
 
     return read
 
@@ -134,7 +134,7 @@ def apart(scheme: str) -> Read:
 
     def read(server: dis.Server, path: Path) -> Arrived:
         server.publish("data", path)
-        return _ask(server, [_at(server, scheme, streams=streams) for streams in ("metadata", "bodies")])
+        return _ask(server, [location(server, "data", scheme, streams=streams) for streams in ("metadata", "bodies")])
 
     return read
 
@@ -144,7 +144,7 @@ def live(scheme: str, bodies: str) -> Read:
 
     def read(server: dis.Server, path: Path) -> Arrived:
         server.publish("data", lambda: _reader(path))
-        return _ask(server, _at(server, scheme, bodies=bodies))
+        return _ask(server, location(server, "data", scheme, bodies=bodies))
 
     return read
 
@@ -158,11 +158,6 @@ def careless(scheme: str, bodies: str) -> Read:
             return read_all(dis.open_stream(uri, b"data", allow_rma=True, timeout=PATIENCE, max_body=MAX_BODY))
 
     return read
-
-
-def _at(server: dis.Server, scheme: str, **wanted: Any) -> str:
-    (uri,) = (uri for uri in server.locations("data", **wanted) if uri.startswith(f"{scheme}:"))
-    return uri
 
 
 def _ask(server: dis.Server, uri: str | list[str]) -> Arrived:

@@ -17,7 +17,7 @@ import dissociated as dis
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import DatasetNotFound, FormatError, OptionError, RemoteError, SourceError, StoreError
 from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async
-from helpers import PATIENCE, Serve, leaving_nothing
+from helpers import PATIENCE, Serve, leaving_nothing, location
 from ipc.test_files import (
     BATCHES,
     FILE,
@@ -493,7 +493,7 @@ def test_a_dissociated_stream(transport: str, serve: Serve) -> None:
     server = serve("shm:", "tcp://127.0.0.1:0", "inproc:")
     server.publish("static", pa.Table.from_batches(BATCHES))
     server.publish("live", lambda: pa.Table.from_batches(BATCHES).to_reader())
-    (uri,) = (one for one in server.locations("static") if one.startswith(transport))
+    uri = location(server, "static", transport)
 
     async def test() -> None:
         for name in ("static", "live"):

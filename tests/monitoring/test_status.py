@@ -17,7 +17,7 @@ import dissociated as dis
 from certificates import Certificates
 from dissociated.errors import CatalogError, FormatError
 from dissociated.monitoring.status import ServerStatus
-from helpers import PATIENCE, Serve, clients_end, connections_left, serving, wait_until
+from helpers import PATIENCE, Serve, clients_end, connections_left, location, serving, wait_until
 
 #: Three batches, each of 1,000 integers of 8 bytes in 8,000 bytes of body.
 TABLE = pa.Table.from_batches([pa.record_batch({"n": np.full(1000, number)}) for number in range(3)])
@@ -26,7 +26,7 @@ MESSAGES = 1 + 3
 
 
 def read(server: dis.Server, name: str = "data", scheme: str = "tcp") -> pa.Table:
-    (uri,) = (uri for uri in server.locations(name) if uri.startswith(scheme))
+    uri = location(server, name, scheme)
     return dis.open_stream(uri, server.ticket(name), timeout=PATIENCE).read_all()
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from arrow_cases import table_of
 from faults.test_crowds import harmed
 from helpers import wait_until
 from nodes import nothing_is_left_of, put
@@ -21,10 +22,7 @@ ROWS = 1000
 
 @pytest.fixture(scope="module")
 def table() -> pa.Table:
-    """Three batches of integers, and of strings with nulls."""
-    names = [None if n % 7 == 0 else f"name {n}" for n in range(3 * ROWS)]
-    whole = pa.table({"n": pa.array(range(3 * ROWS), pa.int64()), "name": names})
-    return pa.Table.from_batches(whole.to_batches(max_chunksize=ROWS))
+    return table_of(ROWS)
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])

@@ -16,6 +16,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import RemoteError
+from helpers import location
 
 from . import double
 from .double import ABORT, RUN, TAGGED, UNTAGGED, Aborted, Client, Region, Server, Wire, encode, end, metadata
@@ -61,7 +62,7 @@ def test_their_client_reads_from_our_server(server: dis.Server, scheme: str, nam
     kinds = set()
     for what in (name, f"{name} live"):
         for bodies in ("any", "packed"):
-            (uri,) = (uri for uri in server.locations(what, bodies=bodies) if uri.startswith(scheme))
+            uri = location(server, what, scheme, bodies=bodies)
             for half_close in (False, True):
                 client = Client(uri, server.ticket(what))
                 table = double.join(client.messages(half_close))
@@ -75,7 +76,7 @@ def test_their_client_reads_from_our_server(server: dis.Server, scheme: str, nam
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_our_server_says_why_it_refuses_them(server: dis.Server, scheme: str) -> None:
-    (uri,) = (uri for uri in server.locations("numbers") if uri.startswith(scheme))
+    uri = location(server, "numbers", scheme)
     with closing(Client(uri, b"no such ticket")) as client, pytest.raises(Aborted, match="no dataset has this ticket"):
         client.messages()
     request = encode(TAGGED, server.ticket("small"), int(double.address_of(uri)[2]["want_data"]))
@@ -197,7 +198,7 @@ def test_tensors_both_ways(tmp_path: Path) -> None:
         assert values is not None
         assert len(csf) == sum(length + -length % 64 for length in lengths[:-1]) + lengths[-1] + -lengths[-1] % 8
         assert np.frombuffer(values, np.float64)[:24].tolist() == dense.reshape(-1).tolist()
-        (uri,) = (uri for uri in ours.locations("t") if uri.startswith("shm"))
+        uri = location(ours, "t", "shm")
         client = Client(uri, ours.ticket("t"))
         client._bodies[-1] = 0, b""
         while not client._complete:
