@@ -1,5 +1,7 @@
 package org.apache.spark.sql.dissociated
 
+import scala.util.Try
+
 import org.apache.spark.sql.catalyst.expressions.SpecializedGetters
 import org.apache.spark.sql.types._
 import org.apache.spark.unsafe.Platform
@@ -82,23 +84,12 @@ abstract class Column extends Native {
 
 object Column {
   /** Whether there is one for this type. */
-  def supports(wanted: DataType): Boolean = wanted match {
-    case ArrayType(element, _) => supports(element)
-    case MapType(key, value, _) => supports(key) && supports(value)
-    case StructType(fields) => fields.forall(field => supports(field.dataType))
-    case user: UserDefinedType[_] => supports(user.sqlType)
-    case NullType | BooleanType | ByteType | ShortType | IntegerType | LongType | FloatType | DoubleType | BinaryType |
-        DateType | TimestampType | TimestampNTZType | _: DayTimeIntervalType | _: TimeType | _: DecimalType |
-        _: StringType => true
-    case _ => false
-  }
+  def supports(wanted: DataType): Boolean = Try(of(wanted)).isSuccess
 
-  def of(wanted: DataType): Column = wanted match {
+  def of(wanted: DataType): Column = wanted match { // for others there is none
     case NullType => new NullColumn
     case BooleanType => new BooleanColumn
-    case ByteType => new FixedColumn(1)
-    case ShortType => new FixedColumn(2)
-    case IntegerType | FloatType | DateType => new FixedColumn(4)
+    case FixedWidth(width) => new FixedColumn(width)
     case decimal: DecimalType =>
       if (decimal.precision <= Decimal.MAX_LONG_DIGITS) new FixedColumn(16) else new DecimalColumn(decimal)
     case _: StringType => new BytesColumn(true)
@@ -107,7 +98,14 @@ object Column {
     case MapType(key, value, _) => new MapColumn(of(key), of(value))
     case StructType(fields) => new StructColumn(fields.map(field => of(field.dataType)), fields.map(_.nullable))
     case user: UserDefinedType[_] => of(user.sqlType)
-    case _ => new FixedColumn(8)
+  }
+}
+
+/** Numbers, and what Spark has as numbers: how many bytes each has, there and in Arrow. */
+object FixedWidth {
+  def unapply(wanted: DataType): Option[Int] = Option(wanted).collect {
+    case ByteType | ShortType | IntegerType | LongType | FloatType | DoubleType | DateType | TimestampType |
+        TimestampNTZType | _: DayTimeIntervalType | _: TimeType => wanted.defaultSize
   }
 }
 

@@ -111,6 +111,6 @@ class Dataset(override val schema: StructType, by: Array[Transform], options: ut
   override def newWriteBuilder(info: LogicalWriteInfo): WriteBuilder = {
     val completed = LogicalWriteInfoImpl(info.queryId, info.schema, Source.withCatalog(info.options))
     def python = inPython.newWriteBuilder(completed)
-    if (Column.supports(info.schema)) new DatasetWriteBuilder(completed, python) else python
+    if (Column.supports(info.schema)) new DatasetWrite(completed, python) else python
   }
 }

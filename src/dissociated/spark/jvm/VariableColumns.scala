@@ -8,7 +8,6 @@ final class Ends extends Native {
   private val offsets = own(new Memory)
   private var count = 0
   var last = 0
-  clear()
 
   /** The next one ends there. */
   def add(end: Long): Unit = {
@@ -19,12 +18,14 @@ final class Ends extends Native {
     Platform.putInt(null, offsets.address + 4L * count, last)
   }
 
-  def describe(layout: Layout): Unit = layout.buffer(offsets, 4 * (count + 1L))
+  def describe(layout: Layout): Unit = {
+    offsets.ensure(4)
+    Platform.putInt(null, offsets.address, 0) // where the first begins
+    layout.buffer(offsets, 4 * (count + 1L))
+  }
 
   override def clear(): Unit = {
     super.clear()
-    offsets.ensure(4)
-    Platform.putInt(null, offsets.address, 0)
     count = 0
     last = 0
   }

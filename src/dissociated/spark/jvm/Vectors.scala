@@ -125,11 +125,7 @@ object Vectors {
   private def plain(wanted: DataType, place: ArrayPlace): ColumnVector = wanted match {
     case NullType => new NullVector(place)
     case BooleanType => new BooleanVector(place)
-    case ByteType => new FixedVector(wanted, place, 1)
-    case ShortType => new FixedVector(wanted, place, 2)
-    case IntegerType | DateType | FloatType => new FixedVector(wanted, place, 4)
-    case LongType | DoubleType | TimestampType | TimestampNTZType | _: DayTimeIntervalType | _: TimeType =>
-      new FixedVector(wanted, place, 8)
+    case FixedWidth(width) => new FixedVector(wanted, place, width)
     case decimal: DecimalType => new DecimalVector(decimal, place)
     case _: StringType | BinaryType => new BytesVector(wanted, place)
     case ArrayType(element, _) => new ListVector(wanted, place, element)

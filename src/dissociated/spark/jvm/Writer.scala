@@ -18,8 +18,12 @@ import org.apache.spark.sql.connector.write._
 import org.apache.spark.sql.connector.write.streaming.{StreamingDataWriterFactory, StreamingWrite}
 import org.apache.spark.sql.types.StructType
 
-/** Takes whether Spark wants to replace what there is, or to add to it. */
-class DatasetWriteBuilder(info: LogicalWriteInfo, inPython: => WriteBuilder) extends WriteBuilder with SupportsTruncate {
+/**
+ * Takes whether Spark wants to replace what there is, or to add to it. It is written in Python where rows must be made to
+ * fit that.
+ */
+class DatasetWrite(info: LogicalWriteInfo, python: => WriteBuilder)
+    extends WriteBuilder with SupportsTruncate with Write {
   private var mode = "append"
 
   override def truncate(): WriteBuilder = {
@@ -27,18 +31,17 @@ class DatasetWriteBuilder(info: LogicalWriteInfo, inPython: => WriteBuilder) ext
     this
   }
 
-  override def build(): Write = new DatasetWrite(info, mode,
-    if (mode == "append") inPython else inPython.asInstanceOf[SupportsTruncate].truncate())
-}
+  override def build(): Write = this
 
-/** In Python where rows must be made to fit the dataset that they are added to. */
-class DatasetWrite(info: LogicalWriteInfo, mode: String, inPython: => WriteBuilder) extends Write {
   override def description(): String = s"dissociated ${info.options.get("path")}"
 
-  override def toBatch: BatchWrite = plan(None).getOrElse(inPython.build().toBatch)
+  private def inPython: Write =
+    (if (mode == "append") python else python.asInstanceOf[SupportsTruncate].truncate()).build()
+
+  override def toBatch: BatchWrite = plan(None).getOrElse(inPython.toBatch)
 
   override def toStreaming: StreamingWrite =
-    plan(Some(info.queryId.replace("-", ""))).getOrElse(inPython.build().toStreaming)
+    plan(Some(info.queryId.replace("-", ""))).getOrElse(inPython.toStreaming)
 
   private def plan(query: Option[String]): Option[SegmentsWrite] = {
     val python = Python.ofDriver()
