@@ -52,17 +52,21 @@ def test_messages_are_those_that_libarrow_writes() -> None:
 
 
 def test_empty_arrays_that_libarrow_would_write_wrong() -> None:
-    """An empty slice that came by the C interface, and an empty union of an IPC stream, whole and within a list."""
+    """An empty slice that came by the C interface, and an empty union of an IPC stream; each also within a list."""
     for type_, (whole, *_) in ARRAYS.items():
-        by_interface = pa.RecordBatchReader.from_stream(reader(pa.record_batch({"x": whole}).slice(5, 0)))
-        by_stream = pa.ipc.open_stream(encapsulated(reader(pa.record_batch({"x": whole[:0]})))).read_next_batch()
-        in_list = pa.record_batch({"x": pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), by_stream["x"])})
-        for batch in (by_interface.read_next_batch(), by_stream, in_list):
+        batch = pa.record_batch({"x": whole})
+        by_interface = pa.RecordBatchReader.from_stream(reader(batch[5:5])).read_next_batch()
+        by_stream = pa.ipc.open_stream(encapsulated(reader(batch[:0]))).read_next_batch()
+        in_list = pa.record_batch({"x": pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), whole[5:5])})
+        list_by_interface = pa.RecordBatchReader.from_stream(reader(in_list)).read_next_batch()
+        list_by_stream = pa.record_batch({"x": pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), by_stream["x"])})
+        views = type_ in ("string_view", "binary_view")  # libarrow calls such a list invalid
+        for one in (by_interface, by_stream, list_by_stream, *([] if views else [list_by_interface])):
             for options in (None, WriteOptions(codec="zstd")):
-                with case((type_, batch.schema, options)):
-                    got = pa.ipc.open_stream(encapsulated(reader(batch), options)).read_next_batch()
+                with case((type_, one.schema, options)):
+                    got = pa.ipc.open_stream(encapsulated(reader(one), options)).read_next_batch()
                     got.validate(full=True)
-                    assert (got.schema, got["x"].to_pylist()) == (batch.schema, batch["x"].to_pylist())
+                    assert (got.schema, got["x"].to_pylist()) == (one.schema, one["x"].to_pylist())
 
 
 def encapsulated(source: pa.RecordBatchReader, options: WriteOptions | None = None) -> bytes:

@@ -12,6 +12,15 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.types as types
 
+#: How many buffers lists have beside those of their values.
+_OWN_BUFFERS = (
+    (types.is_fixed_size_list, 1),
+    (types.is_list, 2),
+    (types.is_large_list, 2),
+    (types.is_list_view, 3),
+    (types.is_large_list_view, 3),
+)
+
 
 class Writable:
     """Makes batches of one schema so that libarrow can write them: the same values and dictionaries."""
@@ -27,7 +36,7 @@ class Writable:
     def valid(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """One that is valid. Raises ArrowException where that cannot be made."""
         broken = [number for number in self._outer if _is_broken(batch.column(number))]
-        return _replaced(batch, {number: pa.concat_arrays([batch.column(number)]) for number in broken})
+        return _replaced(batch, {number: _mended(batch.column(number)) for number in broken})
 
 
 def has_children(type_: pa.DataType) -> bool:
@@ -66,21 +75,35 @@ def _empty(array: pa.Array) -> pa.Array:
     return pa.nulls(0, type_)  # a dictionary further within is sent anew with the next batch that has it
 
 
+def _mended(array: pa.Array) -> pa.Array:
+    """The same with empty arrays made anew where they are the values of lists. Raises ArrowException elsewhere."""
+    type_ = array.type
+    if not _is_broken(array):
+        return array
+    if len(array) == 0 and not _has_extension(type_):
+        return _empty(array)
+    if isinstance(type_, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(type_, _mended(array.storage))
+    for is_list, count in _OWN_BUFFERS:
+        if is_list(type_):
+            own = array.buffers()[:count]
+            return pa.Array.from_buffers(type_, len(array), own, -1, array.offset, [_mended(array.values)])
+    return pa.concat_arrays([array])
+
+
 def _is_broken(array: pa.Array) -> bool:
-    if len(array) == 0:
-        buffers = (array.storage if isinstance(array, pa.ExtensionArray) else array).buffers()[1:]
-        if types.is_union(array.type) and buffers[0] is None:
-            return True
-        if array.offset and any(buffer is not None and not buffer.size for buffer in buffers):
-            return True
+    if isinstance(array, pa.ExtensionArray):
+        return _is_broken(array.storage)
+    if len(array) == 0 and types.is_union(array.type) and array.buffers()[1] is None:
+        return True
+    if len(array) == 0 and array.offset and not array.type.num_fields:
+        return any(buffer is not None and not buffer.size for buffer in array.buffers()[1:])
     return any(map(_is_broken, _children(array)))
 
 
 def _children(array: pa.Array) -> Iterator[pa.Array]:
     type_ = array.type
-    if isinstance(type_, pa.BaseExtensionType):
-        yield array.storage
-    elif types.is_dictionary(type_):
+    if types.is_dictionary(type_):
         yield array.dictionary
     elif types.is_struct(type_) or types.is_union(type_):
         for number in range(type_.num_fields):
