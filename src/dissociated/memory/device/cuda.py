@@ -150,6 +150,15 @@ class CudaDevice(Device):
         return pa.foreign_buffer(address, size, _Pinned(self, address))
 
     def _allocate(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
+        with suppress(DeviceFull):
+            return self._allocate_now(size, stream, exportable)
+        self._freeing.synchronize()  # what was given back may be what is missing
+        try:
+            return self._allocate_now(size, stream, exportable)
+        except DeviceFull as error:
+            raise DeviceFull(f"{self.name} has no {size} bytes left: drop batches, or read fewer ({error})") from None
+
+    def _allocate_now(self, size: int, stream: Stream, exportable: bool) -> tuple[int, Release]:
         if exportable:
             address = int(self.call("cuMemAlloc", size + -size % _BLOCK))
             return address, lambda after: self._call_after(after, "cuMemFree", address)
