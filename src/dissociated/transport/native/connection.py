@@ -41,7 +41,9 @@ _CLOSE_TIMEOUT = 0.25  # seconds for what was sent last
 _DRAIN_TIMEOUT = 0.25  # seconds for what was under way when the peer went
 _TURN = 0.05  # seconds that the thread which keeps things moving may have the connection for itself
 _YIELD_TIME = 0.001  # seconds in which others can take it
-_AHEAD = 1 << 25  # bytes that are received at once
+#: Bytes that are received at once, and one message more: about what a TCP connection has under way. More leaves the
+#: processor's caches: 32 MB cost clients a fifth of their time.
+_AHEAD = 1 << 22
 
 
 class NativeConnection(ProgressConnection):

@@ -89,7 +89,7 @@ class UcxConnection(NativeConnection):
                 return not self._under_way or self._gone or time.monotonic() >= end
 
             self._drive(lambda: self._has(over), timeout)  # it may send without end before we know that it is there
-            self._connected = not self._under_way
+            self._connected = not (self._under_way or self._gone)
             if self._under_way and not self._gone:
                 raise DeadlineExceeded(f"connecting to {self._peer}: no answer for {timeout:g} s")
             if self._gone:
@@ -278,7 +278,7 @@ class UcxConnection(NativeConnection):
     def _release(self) -> None:
         endpoint = self._endpoint
         if endpoint.handle is None or not self._connected:
-            endpoint.destroy()  # at once: UCX 1.22 would go on with connecting, and crash
+            endpoint.destroy()  # at once: UCX 1.22 would go on with connecting, or with its end, and crash
             return
         if not (self._gone and endpoint.err_mode_none):
             endpoint.begin_close()
