@@ -71,7 +71,8 @@ class EmulatedDevice(Device):
     def stream(self) -> Stream:
         self.check()
         stream = _EmulatedStream(self)
-        self._streams.add(stream)
+        with self.lock:
+            self._streams.add(stream)
         return stream
 
     def register(self, memory: pa.Buffer) -> Callable[[], None]:
