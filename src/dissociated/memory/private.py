@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import weakref
 from bisect import bisect_right
 
 _MAX_MAPPINGS = 64  # that are there at once: each takes a descriptor
+_KEPT_PART = 4  # files are kept open among the first of so many parts of what descriptors there may be
 _MAX_CLAIMED = 1 << 25  # bytes of one mapping, which are memory of this process's own if all of them are written to
 _mappings: weakref.WeakSet[PrivateMapping] = weakref.WeakSet()
 
@@ -41,11 +43,16 @@ class SharedFile:
 
 
 def keep_open(descriptor: int) -> SharedFile | None:
-    """The descriptor stays the caller's. None where this process may have no more."""
+    """The descriptor stays the caller's. None where this process has many: what is still to be mapped needs them."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        return SharedFile(os.dup(descriptor))
+        own = os.dup(descriptor)
     except OSError:
         return None
+    if own >= most // _KEPT_PART:  # the kernel gives the lowest number that is free
+        os.close(own)
+        return None
+    return SharedFile(own)
 
 
 class PrivateMapping(mmap.mmap):
