@@ -43,7 +43,7 @@ class CatalogConfig:
         )
 
     def connect(self, uri: str | None = None) -> Client:
-        """A client of the catalog, or of one of its nodes."""
+        """A client of the catalog, or of one of its nodes: close it after use. Raises what `dis.connect` does."""
         token = None if self.token_file is None else read_token(self.token_file)
         return connect(uri or self.uri, token=token, tls_roots=self.tls_roots)
 

@@ -212,7 +212,7 @@ def _positions(schema: pa.Schema, names: Sequence[str]) -> list[int]:
 
 
 def _spark_type(type_: pa.DataType) -> pa.DataType:
-    """What Spark takes of a type. Raises _Untaken."""
+    """The type as which Spark takes this one. Raises _UnsupportedType."""
     if isinstance(type_, pa.BaseExtensionType):
         return _spark_type(type_.storage_type)
     if types.is_dictionary(type_) or types.is_run_end_encoded(type_):
@@ -302,7 +302,7 @@ def is_readable(type_: pa.DataType) -> bool:
 
 
 def is_own(type_: pa.DataType) -> bool:
-    """Whether this is what a type of Spark's is in Arrow, and each of its values is one of Spark's."""
+    """Whether this is the Arrow type of one of Spark's types, and each of its values is one of Spark's."""
     try:
         return bool(type_.equals(_spark_type(type_))) and not _has_times(type_)
     except _UnsupportedType:

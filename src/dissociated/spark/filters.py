@@ -19,7 +19,7 @@ from dissociated.codec.conditions import Conditions
 from dissociated.errors import OptionError
 from dissociated.spark.columns import is_own
 
-_MAX_LISTED_VALUES = 64  # of a list
+_MAX_LISTED_VALUES = 64  # of an IN that a server takes
 _NULL_OPERATORS = {"IS_NULL": "is null", "IS_NOT_NULL": "is not null"}
 
 
@@ -35,8 +35,8 @@ def parse_filters(text: str) -> Conditions:
     return Conditions.parse(plain)
 
 
-def told(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
-    """Spark's own conditions, of a column, an operator and values, in the form of the option.
+def as_filters(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
+    """Spark's own conditions (a column, an operator, values) as the option `filters` has them.
 
     A server takes no long lists: of those of whole numbers the bounds are left.
     """
@@ -54,10 +54,10 @@ def told(conditions: Sequence[tuple[str, str, Sequence[Any]]]) -> list[Any]:
     return found
 
 
-def certain(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
-    """Those of Spark's own conditions that mean the same for the Arrow columns of this schema.
+def exact_filters(conditions: Sequence[Any], schema: pa.Schema) -> list[Any]:
+    """Those of Spark's own conditions, as `as_filters` gives them, that mean the same for Arrow columns of this schema.
 
-    Spark tells values as it has them: days, and microseconds, since 1970.
+    The others are left out. Spark has dates as days since 1970, and instants as microseconds.
     """
     found = []
     for column, operator, *values in conditions:

@@ -38,20 +38,22 @@ _ANOTHER_LAYOUT = {
 class Fitting:
     """How the batches of a DataFrame become those of the dataset `name`, which has this `schema`.
 
-    `places` tells for each of its columns which of the DataFrame it is; None for nulls. In those `without_nulls` there
-    may come a null, and must not.
+    `sources` has for each of its columns the number of the one of the DataFrame that goes there; None for nulls. To
+    those `without_nulls` a null may come, and must not.
     """
 
     name: str
     schema: pa.Schema
-    places: tuple[int | None, ...]
+    sources: tuple[int | None, ...]
     without_nulls: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, frame: pa.Schema, target: WriteTarget) -> Fitting:
-        """What replaces a dataset, or begins one, brings its own schema. What is appended takes that which is there.
+        """For a DataFrame with the schema `frame`.
 
-        Raises SourceError, naming columns and types, where it cannot.
+        What is appended takes the schema that is there. What replaces a dataset, or begins one, brings its own.
+
+        Raises CatalogError where there is no catalog, and SourceError, naming columns and types, where it cannot.
         """
         name, append = target.publication.name, target.publication.mode == "append"
         if twice := [one for one in dict.fromkeys(frame.names) if frame.names.count(one) > 1]:
@@ -67,18 +69,18 @@ class Fitting:
         if differences := [*_differences(frame, existing, target.merge_schema)]:
             more = [] if len(differences) <= _MAX_NAMED else [f"and {len(differences) - _MAX_NAMED} more"]
             raise SourceError(f"this cannot be appended to {name!r}: {'; '.join(differences[:_MAX_NAMED] + more)}")
-        places = tuple(frame.names.index(one) if one in frame.names else None for one in existing.names)
+        sources = tuple(frame.names.index(one) if one in frame.names else None for one in existing.names)
         stricter = tuple(
             number
-            for number, place in enumerate(places)
-            if place is not None and _is_stricter(existing.field(number), frame.field(place))
+            for number, source in enumerate(sources)
+            if source is not None and _is_stricter(existing.field(number), frame.field(source))
         )
-        return cls(name, existing, places, stricter)
+        return cls(name, existing, sources, stricter)
 
     def is_identity(self, frame: pa.Schema) -> bool:
         """Whether the values of a DataFrame with this schema are in memory what the dataset has."""
         return (
-            self.places == (*range(len(frame)),)
+            self.sources == (*range(len(frame)),)
             and not self.without_nulls
             and all(map(same_layout, frame.types, self.schema.types))
         )
@@ -88,11 +90,11 @@ class Fitting:
 
         Raises SourceError, naming the column, for a null where the dataset has none.
         """
-        if not self.places:
+        if not self.sources:
             return batch
         columns = [
-            pa.nulls(batch.num_rows, field.type) if place is None else batch.column(place)
-            for field, place in zip(self.schema, self.places, strict=True)
+            pa.nulls(batch.num_rows, field.type) if source is None else batch.column(source)
+            for field, source in zip(self.schema, self.sources, strict=True)
         ]
         for number in self.without_nulls:
             if where := _misplaced_null(columns[number], self.schema.field(number)):

@@ -27,6 +27,7 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, type_: pa.DataType) -> ArrayLayout:
+        """The layout of arrays of this type."""
         if types.is_null(type_):
             return cls("", 0, 0)
         if types.is_map(type_):
@@ -51,7 +52,7 @@ class ArrayLayout:
         return cls("unsigned" if types.is_unsigned_integer(type_) else "", 0, 2)
 
     def to_json(self) -> list[Any]:
-        """For JSON."""
+        """As lists and numbers: kind, width, number of buffers (-1 where it differs), children."""
         children = [child.to_json() for _, child in self.children]
         return [self.kind, self.width, -1 if self.buffers is None else self.buffers, children]
 

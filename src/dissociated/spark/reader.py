@@ -41,7 +41,7 @@ from dissociated.node.local import restart_here
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.direct import direct_request
-from dissociated.spark.filters import certain, parse_filters
+from dissociated.spark.filters import exact_filters, parse_filters
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
@@ -108,8 +108,11 @@ class Request:
     def open(
         self, client: Client, info: DatasetInfo, endpoint: Endpoint, transport: str | None, read_request: ReadRequest
     ) -> pa.RecordBatchReader:
-        """What is wanted of an endpoint. Where the node that tasks have started on this host has ended, it is started
-        again: its store is still there."""
+        """Read what is wanted of an endpoint. Close the reader after use.
+
+        Where the node that tasks have started on this host has ended, it is started again: its store is still there.
+        Raises what `Client.open_endpoint` does.
+        """
         try:
             return client.open_endpoint(info, endpoint, transport, read_request)
         except (CatalogError, TransportError):
@@ -141,7 +144,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class EndpointPartition(InputPartition):
-    """What one task reads: an endpoint, or a slice of it, and the `hosts` that it lies on.
+    """What one task reads: the endpoint of this `number`, or a slice of it, and the `hosts` that it lies on.
 
     `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned. `rows` is 0 where
     nobody knows.
@@ -202,18 +205,18 @@ class DatasetReader(DataSourceReader):
         with self.request.catalog.connect() as client:
             was_known = self._lookup is not None
             try:
-                reader, selected = self._open(client, partition)
+                reader, batch_filter = self._open(client, partition)
             except DissociatedError:
                 self._lookup = None
                 if not was_known:
                     raise
                 # It may have moved since.
-                reader, selected = self._open(client, partition)
+                reader, batch_filter = self._open(client, partition)
         with closing(reader):
             for batch in portions(reader, max_rows):
-                selected_batch = selected.of(batch, in_place)
-                if selected_batch.num_rows:
-                    yield selected_batch
+                wanted = batch_filter.of(batch, in_place)
+                if wanted.num_rows:
+                    yield wanted
 
     def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
         """In a task: the server that sends just the wanted rows, and how to ask it; None where there is none.
@@ -233,19 +236,19 @@ class DatasetReader(DataSourceReader):
     def _open(self, client: Client, partition: EndpointPartition) -> tuple[pa.RecordBatchReader, _BatchFilter]:
         lookup, endpoint, read_request = self._request(client, partition)
         reader = self.request.open(client, lookup.info, endpoint, self.request.transport, read_request)
-        return reader, lookup.selected
+        return reader, lookup.batch_filter
 
     def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Lookup, Endpoint, ReadRequest]:
         """What is wanted of which endpoint, as the catalog knows it now."""
         lookup = self._lookup
         if lookup is None or not lookup.version == partition.version != 0 or time.monotonic() > lookup.until:
             info = wait_for_catalog(lambda: self._planned(client, partition.version))
-            selected = _BatchFilter(self.request, self.schema, info.schema)
-            conditions = certain(self.conditions, info.schema)
-            lookup = _Lookup(partition.version, info, selected, conditions, time.monotonic() + _LOOKUP_TTL)
+            batch_filter = _BatchFilter(self.request, self.schema, info.schema)
+            conditions = exact_filters(self.conditions, info.schema)
+            lookup = _Lookup(partition.version, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL)
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
-        read_request = replace(client.defaults, columns=lookup.selected.requested)
+        read_request = replace(client.defaults, columns=lookup.batch_filter.requested)
         if partition.slice is not None:
             read_request = partition.slice.of(read_request)
         if partition.whole and lookup.conditions:
@@ -283,17 +286,20 @@ class DatasetReader(DataSourceReader):
 
 
 class _Lookup(NamedTuple):
-    """What the catalog said, which is good for a moment: it keeps what it is asked for again and again."""
+    """What the catalog said. After `_LOOKUP_TTL` it is asked again, and so keeps the version for longer."""
 
     version: int
     info: DatasetInfo
-    selected: _BatchFilter
+    batch_filter: _BatchFilter
     conditions: Sequence[Any]
     until: float
 
 
 class _BatchFilter:
-    """What is wanted of batches with the schema `source`: these columns, and the rows that pass. Raises as Columns."""
+    """What is wanted of batches with the schema `source`: the columns `wanted`, and the rows that pass the filters.
+
+    Raises what `Columns` does, and OptionError for filters that cannot be decided for these columns.
+    """
 
     def __init__(self, request: Request, wanted: StructType, source: pa.Schema) -> None:
         self._columns = Columns(source, wanted, request.nanoseconds)
@@ -301,8 +307,8 @@ class _BatchFilter:
         names = self._columns.names
         if self._filters is not None:
             filter_columns = self._filters.columns
-            self._decisive = Columns(source, spark_schema(source, filter_columns), request.nanoseconds)
-            self._filters.mask(pa.RecordBatch.from_pylist([], self._decisive.schema))  # can that be decided?
+            self._filter_columns = Columns(source, spark_schema(source, filter_columns), request.nanoseconds)
+            self._filters.mask(pa.RecordBatch.from_pylist([], self._filter_columns.schema))  # can it be?
             names = [*names, *filter_columns]
         #: The columns to be requested; None for all there are.
         self.requested = None if {*names} == {*source.names} else names
@@ -311,7 +317,7 @@ class _BatchFilter:
         """The wanted columns of the rows that pass."""
         if self._filters is None:
             return self._columns.select(batch) if in_place else self._columns.convert(batch)
-        mask = self._filters.mask(self._decisive.convert(batch))
+        mask = self._filters.mask(self._filter_columns.convert(batch))
         return self._columns.convert(batch).filter(mask)
 
 

@@ -134,6 +134,9 @@ def read(
       conditions, of which one list must be true. They are decided as Spark decides, before rows come to it.
     - `options`: those of the data source: `version`, `transport`, `partitions`, `nanoseconds`, `token_file`,
       `tls_roots`.
+
+    Raises CatalogError where nobody says where the catalog is. What the data source raises, Spark tells in exceptions
+    of its own.
     """
     reader = spark.read.format("dissociated").option("catalog", _catalog(spark, catalog)).options(**options)
     if columns is not None:

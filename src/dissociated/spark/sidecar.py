@@ -44,15 +44,15 @@ from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.memory.shared import create_memfd
 from dissociated.spark import tables
 from dissociated.spark.columns import spark_schema
-from dissociated.spark.filters import told
+from dissociated.spark.filters import as_filters
 from dissociated.spark.layouts import ArrayLayout, stream_layouts
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader, Request
 from dissociated.spark.staging import Writes
 
 _MAX_THREADS = 256  # tasks of one executor
-_MAX_READERS = 64
-_MAX_BATCHES = 64  # in one answer
+_MAX_READERS = 64  # that are kept for the next tasks
+_MAX_BATCHES = 64  # of one answer
 _SLICE_BYTES = 128 << 20  # of one partition: as many as of files, if Spark reads those
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 _MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
@@ -93,7 +93,7 @@ class Sidecar:
     ) -> Any:
         request = Request.parse(options)
         request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
-        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), told(conditions))
+        reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), as_filters(conditions))
         partitions = [
             {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
             for one in reader.partitions(version, _SLICE_BYTES)
@@ -139,60 +139,61 @@ class _Stream:
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
-        self._places = _Places()
+        self._locator = _BufferLocator()
         self._held: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
-        self._count = 1  # a query with a limit may want no more
+        self._next_count = 1  # batches of the next answer: a query with a limit may want no more
         self._lock = threading.Lock()  # a task that is killed closes what it still waits for
 
     def next(self) -> Any:
         with self._lock:
             self._held.clear()
-            self._places.forget()
+            self._locator.forget()
             answer: list[Any] = []
             ended = False
-            while not ended and len(answer) < self._count and not self._places.copied:
+            while not ended and len(answer) < self._next_count and not self._locator.copied:
                 batch = next(self._batches, None)
                 ended = batch is None
                 if batch is not None and batch.num_rows:
                     self._held.append(batch)
-                    answer += [self._place(portion) for portion in _portions(batch)]
-            self._count = min(2 * self._count, _MAX_BATCHES)
-            return {"regions": self._places.new_regions(), "batches": answer, "ended": ended}
+                    answer += [self._place(portion) for portion in _cut_to_map(batch)]
+            self._next_count = min(2 * self._next_count, _MAX_BATCHES)
+            return {"regions": self._locator.new_regions(), "batches": answer, "ended": ended}
 
     def _place(self, batch: pa.RecordBatch) -> Any:
         self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types)]
-        self._places.look_again()
-        return {"rows": batch.num_rows, "columns": [*map(self._places.of, batch.columns, self._layouts)]}
+        self._locator.expect_mappings()
+        return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
         with self._lock:
             self._batches.close()  # type: ignore[attr-defined]  # it is a generator
             self._held.clear()
-            self._places.close()
+            self._locator.close()
 
 
-def _portions(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The rows of a batch in pieces that Java can map."""
     size = batch.get_total_buffer_size()  # `nbytes` would trust the offsets
     step = batch.num_rows if size <= _MAX_BATCH_BYTES else max(1, batch.num_rows * _MAX_BATCH_BYTES // size)
     for first in range(0, batch.num_rows, step):
         yield batch.slice(first, step)
 
 
-class _Places:
-    """Where buffers lie, in files that the JVM can open for as long as this is not closed."""
+class _BufferLocator:
+    """Tells where buffers lie, in files that the JVM can open for as long as this is not closed."""
 
     def __init__(self) -> None:
         self._descriptors = ExitStack()
         self._new: list[str] = []
-        self._count = 0  # of regions
+        self._region_count = 0
         self._regions: dict[tuple[int, str], int] = {}  # by inode and path
         self._mapped: list[tuple[int, int, int, int]] = []  # first address, last, region, where in its file
         self._unmapped: set[int] = set()  # pages that are no mapping of a file
         self._shared: list[_MapEntry] | None = None  # what this process has mapped, as far as it was looked at
         self._memfd = -1
         self._memfd_region = 0
-        self._size = 0
+        self._memfd_size = 0
         #: How much of the memfd is in use.
         self.copied = 0
 
@@ -209,8 +210,8 @@ class _Places:
         new, self._new = self._new, []
         return new
 
-    def look_again(self) -> None:
-        """Another batch may lie in what was mapped since.
+    def expect_mappings(self) -> None:
+        """Another batch may lie in what was mapped since: look at the mappings again when they are needed.
 
         To look takes milliseconds: it is done once for each batch, and no more where the first came another way, as all
         others then do.
@@ -257,8 +258,8 @@ class _Places:
     def _add(self, descriptor: int) -> int:
         self._descriptors.callback(os.close, descriptor)
         self._new.append(f"/proc/{os.getpid()}/fd/{descriptor}")
-        self._count += 1
-        return self._count - 1
+        self._region_count += 1
+        return self._region_count - 1
 
     def _copy(self, buffer: pa.Buffer) -> tuple[int, int]:
         if self._memfd < 0:
@@ -266,8 +267,8 @@ class _Places:
             self._memfd_region = self._add(self._memfd)
         at = self.copied
         self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
-        self._size = max(self._size, self.copied)
-        os.ftruncate(self._memfd, self._size)
+        self._memfd_size = max(self._memfd_size, self.copied)
+        os.ftruncate(self._memfd, self._memfd_size)
         rest = memoryview(buffer)
         while len(rest):
             rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]

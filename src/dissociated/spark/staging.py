@@ -32,7 +32,8 @@ from dissociated.spark.types import arrow_schema
 from dissociated.spark.writer import DatasetWriter, Written
 from dissociated.store.files import NewFile, StagedFile
 
-#: Names of segments. A task that is killed while its file is made comes back for it within seconds, or never.
+#: Names of segments that are remembered. A task that is killed while its file is made comes back for it within
+#: seconds, or never.
 _MAX_UNWANTED = 1 << 16
 
 
@@ -40,8 +41,9 @@ class Writes:
     """The calls, by their names:
 
     write(options, schema, mode, streaming) on the driver: {"fits": whether rows can go in as they are, "writer", "key"}
-    commit(writer, key, written)            makes what tasks have written a dataset. The micro-batches of a streaming
-    abort(writer, key, written)             query have a commit with a `key` each; or it removes that
+    commit(writer, key, written)            on the driver: makes what tasks have written a dataset. Each micro-batch of
+                                            a streaming query has a commit with a `key` of its own
+    abort(writer, key, written)             on the driver: removes what tasks have written
     stage(writer, segment, key)             in a task: a new file {"path", "node", "position", "room"}: batches go there
                                             from the position on, up to `room`; null after a commit with this key
     reserve(segment, size)                  more room, at least so much
@@ -119,7 +121,7 @@ class _StagedSegment:
             return self._file.reserve(size)
 
     def append(self, at: int, part: Buffer) -> int:
-        """Where it ends."""
+        """Write `part` at this position. Returns where it ends."""
         end = at + len(part)
         with store_errors(self._what):
             self._file.reserve(end)
@@ -181,13 +183,13 @@ def abort(writer: str, key: str | None, written: Sequence[Mapping[str, Any]]) ->
 
 
 def _messages(key: str | None, written: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """What such a writer is told at the end."""
-    told = [Written(**one) for one in written]
+    """The arguments of `commit` and `abort` of a writer; of a streaming one, where there is a key."""
+    messages = [Written(**one) for one in written]
     if key is None:
-        return (told,)
+        return (messages,)
     from dissociated.spark.streaming import TaskCommit
 
-    return [TaskCommit(key, one) for one in told], 0
+    return [TaskCommit(key, one) for one in messages], 0
 
 
 def _is_committed(catalog: CatalogConfig, key: str) -> bool:

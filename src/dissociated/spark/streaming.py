@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     raise PySparkNotFound(f"streaming needs Spark 4.2 or later: {error}", name=error.name) from None
 
-# Spark tells tasks which query and batch they work for, and nobody else.
+# The properties by which Spark tells a task, and nobody else, which query and which batch it works for.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 
@@ -147,7 +147,7 @@ def _positive(options: Mapping[str, str], name: str) -> int | None:
 
 @dataclass
 class RowsPartition(InputPartition):
-    """Some rows of the dataset that began so."""
+    """Rows of a dataset, from `first` up to `end`, as long as it has this lineage."""
 
     lineage_id: str
     first: int
@@ -234,7 +234,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return None
 
     def _check_lineage(self, info: DatasetInfo | None, lineage_id: str, rows: int) -> int:
-        """How many rows the dataset has, if it is still the one that began so and has these rows."""
+        """How many rows the dataset has. Raises CatalogError where its lineage is another, or it has fewer `rows`."""
         if info is None or (lineage_id and info.lineage_id != lineage_id):
             raise CatalogError(
                 f"{self.name!r} was {'dropped' if info is None else 'replaced'} after this query had read {rows} rows "
@@ -265,5 +265,5 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:
-    """The end of a dataset, as a checkpoint has it: so many rows of the one that began so. None is one to come."""
+    """The end of a dataset, as a checkpoint has it: its lineage and its number of rows. None is a dataset to come."""
     return {"began": "", "rows": 0} if info is None else {"began": info.lineage_id, "rows": info.rows or 0}

@@ -22,28 +22,30 @@ from dissociated.spark.writer import commit
 
 
 def tables(options: Mapping[str, str]) -> Sequence[str]:
-    """Their names; there is none for tensors."""
+    """The names of all tables; tensors are none."""
     with CatalogConfig.parse(options).connect() as client:
         return [info.name for info in client.list() if info.tensors is None]
 
 
 def table_exists(options: Mapping[str, str], name: str) -> bool:
+    """Whether there is a dataset of this name, be it of tensors."""
     with CatalogConfig.parse(options).connect() as client:
         return name in client
 
 
 def table_schema(options: Mapping[str, str], name: str) -> str:
+    """As Spark's JSON."""
     return Request(CatalogConfig.parse(options), name).schema().json()
 
 
 def create_table(options: Mapping[str, str], name: str, schema: str) -> None:
-    """It has no rows."""
+    """Publish a dataset without rows."""
     target = WriteTarget(CatalogConfig.parse(options), Publication(name))
     commit(target, uuid.uuid4().hex, arrow_schema(StructType.fromJson(json.loads(schema))), ())
 
 
 def drop_table(options: Mapping[str, str], name: str) -> bool:
-    """Whether it was there."""
+    """Returns whether it was there."""
     with CatalogConfig.parse(options).connect() as client:
         try:
             client.drop(name)

@@ -18,7 +18,7 @@ _KNOWN_OPTIONS = {*(name.lower() for name in _NAMES_OF_OPTIONS), *_SPARKS_OWN}
 
 @dataclass(frozen=True)
 class WriteTarget:
-    """A dataset of a catalog: its name, whether to replace it or to add to it, its tags and its end.
+    """A dataset of a catalog: its name, whether to replace it or to add to it, its tags, and how long it stays.
 
     With `merge_schema`, what is added may lack columns and have narrower numbers.
     """
