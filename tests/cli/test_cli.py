@@ -447,7 +447,7 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["inspect", "FILES"], "is a directory"),
         (["put", "pyproject.toml", "CATALOG/x"], "is text, not Arrow IPC or Parquet: --format csv or jsonl says"),
         (["put", "FILES", "CATALOG/x"], "it is a directory, and a dataset is made of files: name them"),
-        (["put", "-", "CATALOG/x"], "the standard input is not Arrow IPC or Parquet: --format"),
+        (["put", "-", "CATALOG/x"], "nothing came by the standard input"),
         (["put", "FILES/planes.arrow", "CATALOG"], "names no dataset: write CATALOG/NAME"),
         (
             ["put", "FILES/planes.arrow", "FILES/other/numbers.arrow", "CATALOG/x"],

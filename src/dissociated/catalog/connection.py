@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,6 +26,11 @@ from dissociated.uri import Uri
 
 T = TypeVar("T")
 
+#: What gRPC says before it comes to why a server cannot be reached.
+_UNREACHABLE = re.compile(
+    "Flight returned unavailable error, with message: "
+    "(failed to connect to all addresses; last error: [A-Z_]+: \\S+ (Failed to connect to remote host: )?)?"
+)
 _UNTRUSTED_SIGNS = ("certificate verify failed", "is not in peer certificate")  # how gRPC says it
 
 
@@ -133,5 +139,5 @@ class FlightBatches:
 def _server_message(error: BaseException) -> str:
     """What the other side said, without what gRPC and libarrow add to it."""
     text = str(error).partition(". gRPC client debug context")[0].partition(". Client context")[0]
-    text = text.partition(". Detail: ")[0].strip()
+    text = _UNREACHABLE.sub("", text.partition(". Detail: ")[0].strip())
     return text[1:-1] if text[:1] == text[-1:] and text[:1] in ("'", '"') else text  # a KeyError prints its repr

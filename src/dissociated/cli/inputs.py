@@ -80,6 +80,8 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
         memory.flush()
         path = f"/proc/self/fd/{memory.fileno()}"
         return make_dataset("-", Path(path) if written is None else _open_text("the standard input", path, written))
+    if not stdin.peek(1):
+        raise SourceError("nothing came by the standard input")
     try:
         return make_dataset("-", pa.ipc.open_stream(stdin))
     except pa.ArrowException:
