@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shlex
@@ -263,17 +264,19 @@ def test_a_node_that_cannot_be_started_is_told_by_the_task(
         run(writing(outer), 1)
 
 
-def test_what_is_prepared_for_a_commit_that_is_aborted_is_released(
-    outer: str, run: Run, on_host: OnHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_prepared_for_a_commit_that_is_aborted_is_released(outer: str, run: Run, on_host: OnHost) -> None:
     writer = writing(outer)
     store = on_host("one")
     messages = [run(writer, 1)]
-    gone = Written(1, "no such node", "nothing", 1, 1)
     with pytest.raises(CatalogError, match="no node 'no such node'"):
-        writer.commit([*messages, gone])
+        writer.commit([*messages, Written(1, "no such node", "nothing", 1, 1)])
+    assert not [*store.glob("segments/*/*.arrows")]  # nobody was asked to prepare anything yet
+    on_host("two")
+    lost = dataclasses.replace(run(writer, 2, partition=1), segment="nothing")
+    with pytest.raises(CatalogError, match="nothing"):
+        writer.commit([*messages, lost])
     assert len([*store.glob("segments/*/*.arrows")]) == 1
-    writer.abort(messages)
+    writer.abort([*messages, lost])
     wait_until(lambda: not any(store.glob("segments/*")), "the node has released its part")
 
 
