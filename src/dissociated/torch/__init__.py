@@ -27,9 +27,9 @@ __all__ = ["IterableDataset", "Loader", "loader"]
 def loader(dataset: DatasetHandle, *, num_workers: int = 0, **options: Any) -> Loader:
     """Batches of a dataset: of each column a tensor, by name. Each `for` is an epoch, with an order of its own.
 
-    Over shared memory tensors lie in the server's memory, where they can. It is mapped for each batch anew, and for
-    this process alone: a tensor can be written to, which neither the server nor another batch sees. With
-    `writable=True` tensors are copies; where they are written to anyway, that is faster.
+    Over shared memory tensors lie in the server's memory, where they can, mapped for this process alone: a tensor can
+    be written to, which neither the server nor any other tensor sees. With `writable=True` tensors are copies; where
+    they are written to anyway, that is faster.
 
     - `options`: those of `dissociated.training.Sampling`: `columns`, `batch_size`, `shuffle`, `seed`, `buffer_size`,
       `drop_last`, `as_arrow`, `rank`, `world_size` and `writable`; and further ones of torch.utils.data.DataLoader, of
