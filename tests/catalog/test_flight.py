@@ -10,14 +10,17 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
 import dissociated as dis
 from dissociated.catalog.database import Database
+from dissociated.catalog.flight_streams import generate_get
 from dissociated.catalog.listing import REUSE_CONNECTION
 from dissociated.catalog.service import CatalogService
+from dissociated.errors import SourceError
 from dissociated.format.encapsulated import encapsulate
 from dissociated.host import boot_id
 from dissociated.node.node import Node
@@ -117,6 +120,21 @@ def test_a_client_that_takes_messages_of_4_mib_gets_batches_that_are_larger(plai
     whole = plain.do_get(endpoint.ticket).read_all()
     assert whole.equals(table)
     assert whole["n"].num_chunks == 1
+
+
+def test_batches_with_wrong_offsets_are_not_cut_for_such_a_client() -> None:
+    """libarrow would end the process, or send what lies beside them."""
+    rows, length = 8, 1 << 20
+    offsets = np.arange(0, (rows + 1) * length, length, dtype=np.int32)
+    offsets[rows // 2] = np.iinfo(np.int32).max
+    values, at = pa.array(np.zeros(rows * length, np.int8)), pa.py_buffer(offsets.tobytes())
+    for array in (
+        pa.Array.from_buffers(pa.binary(), rows, [None, at, values.buffers()[1]]),
+        pa.Array.from_buffers(pa.list_(pa.int8()), rows, [None, at], children=[values]),
+    ):
+        batch = pa.record_batch({"x": array})
+        with pytest.raises(SourceError, match="not valid"):
+            [run.read_all() for run in generate_get(batch.schema, iter([(batch, None)]), True)]
 
 
 DATA_HEADER, DATA_BODY = 2, 1000  # of FlightData
