@@ -428,6 +428,7 @@ def test_get_to_standard_output(catalog: str) -> None:
         (["get", "CATALOG/planes", "-o", "out.csv", "--transport", "ucx"], "it is offered by"),
         (["ls", "grpc://127.0.0.1:1"], "is it running?"),
         (["head", "CATALOG/planes", "--filter", "n >"], "the condition 'n >' cannot be read at its end"),
+        (["head", "CATALOG/planes", "--filter", "n = 'x"], 'at "\'x": a quote that ends it is expected there'),
         (
             ["head", "CATALOG/planes", "--filter", "text = 5"],
             "'=' 5 says nothing that is certain: write a",

@@ -179,7 +179,8 @@ class _ConditionParser:
         found = _TOKEN.match(self._written, self._at)
         if found is None:
             self._kind = ""
-            self._fail("what can be read")
+            open_quote = self._written[self._at :].lstrip()[0] in "'\""
+            self._fail("a quote that ends it" if open_quote else "a name, a value or a comparison")
         self._kind, self._next_at = str(found.lastgroup), found.end()
         quote = {"text": "'", "quoted": '"'}.get(self._kind, "")
         self._token = found[self._kind].replace(quote * 2, quote) if quote else found[self._kind]
