@@ -23,7 +23,7 @@ from dissociated.codec.filter import RowFilter
 from dissociated.codec.pruning import may_pass
 from dissociated.codec.statistics import Bounds, Statistics, StatisticsCollector, read_statistics
 from dissociated.codec.substrait import encode_filter, parse_filter
-from dissociated.errors import FormatError, OptionError
+from dissociated.errors import ColumnNotFound, FormatError, OptionError
 from dissociated.format.encapsulated import end_of_stream
 
 NAN, INF = math.nan, math.inf
@@ -153,6 +153,42 @@ def test_which_sets_of_values_travel() -> None:
     assert not travels(pc.field("unsigned").isin([1]))  # of which libarrow makes int64
     with pytest.raises(FormatError, match="a set of the filter"):
         parse_filter(bytes.fromhex("1a040a024200"))
+
+
+def test_moments_of_other_units_and_zones() -> None:
+    """pyarrow writes all moments as microseconds, and those that are none it writes as others."""
+
+    def moment(value: int) -> pa.Scalar:
+        return pa.array([value]).view(type_)[0]
+
+    t = pc.field("t")
+    for type_ in (pa.timestamp("s"), pa.timestamp("s", "UTC"), pa.timestamp("ms", "Europe/Berlin")):
+        schema = pa.schema([("t", type_)])
+        for far in (2**62 + 5, -(2**62), 2**63 - 1):
+            for expression in (t > moment(far), t == moment(far), t.isin(pa.array([far]).view(type_))):
+                assert encode_filter(RowFilter.bind(expression, schema), schema) is None
+        collector = StatisticsCollector(schema)
+        for first in (0, SIZE):
+            collector.add(pa.record_batch([pa.array(range(first, first + SIZE)).view(type_)], schema=schema))
+        known = collector.statistics()
+        assert known is not None
+        encoded = encode_filter(RowFilter.bind(t > moment(SIZE), schema), schema)
+        assert encoded is not None
+        assert may_pass(parse_filter(encoded).tree, known.num_rows, known.bounds).to_pylist() == [False, True]
+
+
+def test_a_set_that_is_printed_within_a_letter() -> None:
+    texts = ["\N{SNOWMAN}" * length for length in range(1, 60)]
+    table = pa.table({"text": [*texts, "a"], "n": range(60)})
+    expression = pc.field("text").isin(texts)
+    with pytest.raises(UnicodeDecodeError):
+        str(expression)
+    for wanted in (expression, ("text", "in", texts)):
+        rows = RowFilter.bind(wanted, table.schema)
+        assert encode_filter(rows, table.schema) is None
+        assert rows.mask(table.to_batches()[0].select([*rows.columns])).true_count == 59
+    with pytest.raises(ColumnNotFound):
+        RowFilter.bind(expression, pa.schema([("n", pa.int64())]))
 
 
 def test_batches_without_a_row_are_left_out() -> None:

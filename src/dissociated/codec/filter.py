@@ -58,7 +58,16 @@ class RowFilter:
                 table = table.cast(pa.schema([*zip(table.schema.names, self.types, strict=True)]))
             return _compute(self.expression, table).combine_chunks()
         except pa.ArrowException as error:
-            raise OptionError(f"the filter {self.expression} cannot be applied to these rows: {error}") from None
+            shown = printed(self.expression)
+            raise OptionError(f"the filter {shown} cannot be applied to these rows: {error}") from None
+
+
+def printed(expression: pc.Expression) -> str:
+    """An expression as pyarrow prints it; nothing where it cuts a long set of values within a letter."""
+    try:
+        return str(expression)
+    except UnicodeDecodeError:
+        return ""
 
 
 def _compute(expression: pc.Expression, table: pa.Table) -> pa.ChunkedArray:
@@ -77,11 +86,11 @@ def _try(expression: pc.Expression, schema: pa.Schema, columns: Sequence[int]) -
         why = str(error).partition("\n")[0]
         if why.startswith("No match for FieldRef"):
             raise ColumnNotFound(
-                f"the filter {expression} has a column that is not there; there are {', '.join(schema.names)}"
+                f"the filter {printed(expression)} has a column that is not there; there are {', '.join(schema.names)}"
             ) from None
-        raise OptionError(f"{expression} is no filter of these columns: {why}") from None
+        raise OptionError(f"{printed(expression)} is no filter of these columns: {why}") from None
     if type_ != pa.bool_():
-        raise OptionError(f"{expression} is no filter: it gives {type_}, not true or false")
+        raise OptionError(f"{printed(expression)} is no filter: it gives {type_}, not true or false")
 
 
 def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
@@ -90,8 +99,9 @@ def _columns(expression: pc.Expression, schema: pa.Schema) -> tuple[int, ...]:
     A name in it that is no column costs reading that column. Where a column is told by its position, all are taken.
     Raises as `_try` does.
     """
-    text = str(expression)
-    named = [index for index, name in enumerate(schema.names) if name in text or "FieldPath" in text]
+    text = printed(expression)
+    unknown = not text or "FieldPath" in text
+    named = [index for index, name in enumerate(schema.names) if name in text or unknown]
     try:
         _try(expression, schema, named)
     except DissociatedError:

@@ -21,14 +21,23 @@ def may_pass(tree: FilterNode, num_rows: pa.Array, columns: dict[int, Bounds]) -
     """
     known = {"num_rows": num_rows}
     for number, bounds in columns.items():
-        known |= {f"{number}.null_count": bounds.null_count, f"{number}.min": bounds.min, f"{number}.max": bounds.max}
+        known |= {f"{number}.{what}": _in_utc(getattr(bounds, what)) for what in ("null_count", "min", "max")}
     expression = pc.and_kleene(pc.field("num_rows") > 0, _may(tree, columns.keys()))
     steps = [
         acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.table(known))),
         acero.Declaration("project", acero.ProjectNodeOptions([expression], ["may"])),
     ]
-    found = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
+    try:
+        found = acero.Declaration.from_sequence(steps).to_table(use_threads=False).column(0).combine_chunks()
+    except pa.ArrowException:  # bounds that cannot be compared with the values of the filter
+        return pa.repeat(True, len(num_rows))
     return found.fill_null(True)
+
+
+def _in_utc(values: pa.Array) -> pa.Array:
+    """Moments as they are in a filter: Substrait knows no other zone, and libarrow compares none with another unit."""
+    type_ = values.type
+    return values.cast(pa.timestamp(type_.unit, "UTC")) if pa.types.is_timestamp(type_) and type_.tz else values
 
 
 def _may(node: FilterNode, known: object) -> pc.Expression:

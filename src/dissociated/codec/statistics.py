@@ -210,7 +210,7 @@ def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
         return _NumberCollector(type_, np.dtype(f"i{type_.bit_width // 8}"), thorough)
     if thorough and types.is_decimal128(type_) and type_.precision <= _MAX_SHORT_DIGITS:
         return _DecimalCollector(type_, type_, thorough)
-    if thorough and (types.is_boolean(type_) or types.is_decimal(type_)):
+    if thorough and (types.is_boolean(type_) or types.is_decimal128(type_) or types.is_decimal256(type_)):
         return _ValueCollector(type_, type_, thorough)
     if thorough and (types.is_string(type_) or types.is_binary(type_)):
         return _ValueCollector(type_, pa.binary(), thorough)  # not all that Spark calls a string is UTF-8

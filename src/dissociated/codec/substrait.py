@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dissociated.buffers import Buffer
-from dissociated.codec.filter import RowFilter
+from dissociated.codec.filter import RowFilter, printed
 from dissociated.codec.reader import check_field_names
 from dissociated.errors import FormatError
 
@@ -94,7 +94,9 @@ class ReceivedFilter:
 def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
     """The filter of batches of this schema as it travels; None where it would mean something else, or be too long."""
     filter_schema = pa.schema([schema.field(number) for number in rows.columns])
-    text = str(rows.expression)
+    text = printed(rows.expression)
+    if not text or _changes_moments(text, filter_schema.types):
+        return None
     functions = {*_CALL.findall(text)}
     if not functions <= _PRINTED_FUNCTIONS or "nan_is_null=true" in text or _depth(text) > _MAX_NESTED:
         return None
@@ -107,6 +109,15 @@ def encode_filter(rows: RowFilter, schema: pa.Schema) -> bytes | None:
     except (pa.ArrowException, FormatError, ValueError):
         return None
     return encoded
+
+
+def _changes_moments(text: str, columns: Sequence[pa.DataType]) -> bool:
+    """Whether a moment of the filter may be another in microseconds, as which pyarrow writes seconds and milliseconds.
+
+    What is that far away is printed as a number. Of a set of values not all are printed.
+    """
+    coarse = any(pa.types.is_timestamp(one) and one.unit in ("s", "ms") for one in columns)
+    return coarse and ("<value out of range" in text or f"{_SET}(" in text)
 
 
 def _check_sets(received: ReceivedFilter) -> None:
