@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,39 @@ def test_a_segment_without_room_for_them_is_written_without(tmp_path: Path) -> N
         segment = Segment.open(path)
         assert (segment.statistics is not None) is there
         assert [batch for batch, _ in segment.batches()] == [BATCH]
+
+
+def test_a_thorough_look_takes_text_and_decimals_and_leaves_out_nulls() -> None:
+    columns: dict[str, tuple[list[Any], pa.DataType, Any, Any]] = {
+        "text": (["b", None, "aé"], pa.string(), "aé", "b"),
+        "bytes": ([b"\xff", b"", None], pa.binary(), b"", b"\xff"),
+        "long": (["x" * 300, "a"], pa.string(), None, None),
+        "short": ([Decimal("1.50"), None, Decimal("-3")], pa.decimal128(18, 2), Decimal("-3.00"), Decimal("1.50")),
+        "digits": ([Decimal(10**37), Decimal(-(10**37))], pa.decimal128(38), Decimal(-(10**37)), Decimal(10**37)),
+        "flag": ([True, None], pa.bool_(), True, True),
+        "number": ([None, 7, 9], pa.int64(), 7, 9),
+        "nan": ([None, NAN, 9.0], pa.float64(), None, None),
+        "null": ([None], pa.int32(), None, None),
+    }
+    batch = pa.record_batch({name: repeated(values, type_) for name, (values, type_, _, _) in columns.items()})
+    collector = StatisticsCollector(batch.schema, thorough=True)
+    for some in (batch[:6], batch, batch):
+        collector.add(some)
+    found = collector.statistics()
+    assert found is not None
+    for number, (name, (_, type_, least, most)) in enumerate(columns.items()):
+        bounds = found.bounds[number]
+        assert bounds.null_count.to_pylist() == [some.column(number).null_count for some in (batch[:6], batch, batch)]
+        assert (bounds.min.type, bounds.min[0].as_py(), bounds.max[0].as_py()) == (type_, least, most), name
+        # text of several values, with which one batch begins like the other, is compared once
+        again = None if name in ("text", "bytes", "digits") else least
+        assert [bounds.min[at].as_py() for at in (1, 2)] == [again] * 2, name
+
+
+def test_a_column_of_one_value_for_many_batches_is_known_in_each() -> None:
+    collector = StatisticsCollector(pa.schema({"sorted": pa.string()}), thorough=True)
+    for value in ["a"] * 20 + ["b"] * 20:
+        collector.add(pa.record_batch({"sorted": [value] * 5_000}))
+    found = collector.statistics()
+    assert found is not None
+    assert found.bounds[0].max.to_pylist() == ["a"] * 20 + ["b"] * 20

@@ -90,7 +90,8 @@ def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSes
             column = batch.column(number)
             told = [statistics[f"{number}.{what}"][at] for what in ("null_count", "min", "max")]
             assert told[0].as_py() == column.null_count, field
-            if field.name == "special":  # it has NaNs, or nothing but nulls
+            alike = at == 1 and field.name in ("flag", "money", "text", "raw", "many digits", "empty")  # as batch 0
+            if field.name == "special" or alike:  # it has NaNs, or nothing but nulls
                 assert (told[1].is_valid, told[2].is_valid) == (False, False)
             else:
                 sorted_ = column.take(pc.sort_indices(column)).drop_null()

@@ -35,7 +35,7 @@ _TAIL = 8 + len(STATISTICS_MAGIC)
 _LEAST_ROWS = 10_000  # of a batch, as Spark's Python has it: to look at a smaller one costs more than it can spare
 _MAX_MEAN = 24  # bytes of a value, with 4 for where it ends
 _MAX_LENGTH = 256  # bytes of a bound
-_MAX_ALIKE = 4
+_SAMPLE = 1024  # values that a batch begins with
 _MAX_SHORT_DIGITS = 18
 _MAX_VALUES = 1 << 20  # kept while a segment is written; of one with more, nothing is written
 _MAX_SIZE = 1 << 28  # bytes
@@ -182,24 +182,33 @@ def _decimal(unscaled: np.int64, scale: int) -> Decimal:
 
 
 class _ValueCollector(_ColumnCollector):
-    """Its values can be compared, but are no numbers. Where they are long, that takes as long as to write them."""
+    """Its values can be compared, but are no numbers, and that takes about as long as to write them.
+
+    So it is not done where they are long, nor where a batch begins as the last one did, with values of some range:
+    whoever looks for values could hardly tell these batches apart.
+    """
 
     def __init__(self, type_: pa.DataType, storage: pa.DataType, thorough: bool) -> None:
         super().__init__(type_, storage, thorough)
-        self._last = _UNKNOWN
-        self._alike = 0  # batches, one after the other: whoever looks for values can hardly tell them apart
+        self._first = _UNKNOWN
 
     def _range(self, values: pa.Array) -> _Range:
-        import pyarrow.compute as pc  # on first use: it takes long to import
-
-        if self._alike == _MAX_ALIKE or values.nbytes > _MAX_MEAN * len(values):
+        if values.nbytes > _MAX_MEAN * len(values):
             return _UNKNOWN
-        range_ = pc.min_max(values.view(self._storage))
-        found = range_["min"].as_py(), range_["max"].as_py()
-        self._alike = self._alike + 1 if found == self._last else 0
-        self._last = found
+        comparable = values.view(self._storage)
+        last, self._first = self._first, _min_max(comparable[:_SAMPLE])
+        if last == self._first and last[0] != last[1]:
+            return _UNKNOWN
+        found = _min_max(comparable)
         is_long = isinstance(found[0], bytes) and max(map(len, found)) > _MAX_LENGTH
         return _UNKNOWN if is_long else found
+
+
+def _min_max(values: pa.Array) -> _Range:
+    import pyarrow.compute as pc  # on first use: it takes long to import
+
+    found = pc.min_max(values)
+    return found["min"].as_py(), found["max"].as_py()
 
 
 def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:

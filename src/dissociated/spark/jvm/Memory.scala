@@ -85,6 +85,8 @@ final class RowBuffer(fields: Int) extends Native {
   private val data = own(new Memory)
   private val ends = new Array[Long](RowBuffer.Max + 1)
   private val bits = UnsafeRow.calculateBitSetWidthInBytes(fields)
+  private val nulls = new Array[Long](bits / 8)
+  private var seen = 0 // rows whose nulls are in there
   private val row = new UnsafeRow(fields)
   var count = 0
   var size = 0L // bytes
@@ -108,9 +110,11 @@ final class RowBuffer(fields: Int) extends Native {
 
   /** Whether a field is null in any of them. */
   def hasNulls(ordinal: Int): Boolean = {
-    var all = 0L
-    Loop.over(count)(index => all |= Platform.getLong(null, at(index) + (ordinal >> 6 << 3)))
-    (all >> (ordinal & 63) & 1) != 0
+    while (seen < count) {
+      Loop.over(nulls.length)(index => nulls(index) |= Platform.getLong(null, at(seen) + 8L * index))
+      seen += 1
+    }
+    (nulls(ordinal >> 6) >> (ordinal & 63) & 1) != 0
   }
 
   @inline def isNullAt(index: Int, ordinal: Int): Boolean =
@@ -129,6 +133,8 @@ final class RowBuffer(fields: Int) extends Native {
     super.clear()
     count = 0
     size = 0
+    seen = 0
+    java.util.Arrays.fill(nulls, 0)
   }
 }
 
