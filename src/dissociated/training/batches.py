@@ -35,8 +35,9 @@ class Sampling:
     - `rank`, `world_size`: which part of so many is read. All parts together are every row once, and as many batches
       each, unless batches have one row or there are fewer rows than parts. Left out: everything; for PyTorch the part
       of this process in torch.distributed, where that is initialised.
-    - `writable`: arrays and tensors have memory of their own. Left out: they lie in the server's memory where they can.
-      Nobody can write to NumPy's then. PyTorch's can be written to, and that changes nothing but the tensor.
+    - `writable`: arrays and tensors have memory of their own, as shuffled rows have anyway. Left out: they lie in the
+      server's memory where they can. Nobody can write to NumPy's then. PyTorch's can be written to, and that changes
+      nothing but the tensor.
     """
 
     columns: Sequence[str] | None = None
@@ -192,6 +193,8 @@ class Position:
 @dataclass(kw_only=True, eq=False)
 class Batches(Sampling):
     """Batches of a dataset: of each column a NumPy array, by name. Each `for` is an epoch.
+
+    `dataset`, a handle, comes first, by position. The others are those of `Sampling`.
 
     What is read is the version that the handle stands for, from its first row to its last. `set_epoch` tells the next
     epoch; else it is the one after the last that was read to its end. Raises WrongKind for columns that are no numbers,
