@@ -132,7 +132,7 @@ class _StagedSegment:
         with self._connection, store_errors(self._what):
             try:
                 end = nbytes = self.append(size, end_of_stream())
-                with suppress(StoreFull):  # then without
+                with suppress(StoreFull, pa.ArrowException):  # then without: nobody needs them
                     end = self.append(nbytes, self._statistics(nbytes))
                 self._file.commit(end)
                 return nbytes
