@@ -99,6 +99,11 @@ def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSes
                 assert (told[1], told[2]) == wanted, field
 
 
+def test_text_is_compared_with_bytes_that_are_no_utf_8(spark: SparkSession, node: Node) -> None:
+    write(spark.sql("SELECT 'b😀' AS text"), "text", node.uri)
+    assert read(spark, "text", node.uri).where("text < CAST(X'62FF' AS STRING)").count() == 1
+
+
 def test_large_rows_make_small_batches(spark: SparkSession, node: Node) -> None:
     df = spark.range(0, 30, numPartitions=1).selectExpr("id", "repeat('0123456789', 300000) AS text")
     write(df, "large", node.uri)

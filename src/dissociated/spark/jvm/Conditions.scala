@@ -34,7 +34,7 @@ object Conditions {
       case whole @ (null | _: Byte | _: Short | _: Int | _: Long | _: Boolean) => Some(whole)
       case number: Float if !number.isNaN && !number.isInfinite => Some(number.toDouble)
       case number: Double if !number.isNaN && !number.isInfinite => Some(number)
-      case text: UTF8String => Some(text.toString)
+      case text: UTF8String => Some(text.toString).filter(UTF8String.fromString(_) == text) // else it is no UTF-8
       case decimal: Decimal => Some(decimal.toJavaBigDecimal.toPlainString)
       case _ => None
     }
