@@ -56,7 +56,7 @@ LONGEST = (
     "store/test_store",
     "fabric",
     "faults",
-    "ipc/test_tensor",
+    "ipc/test_tensors",
     "test_once",
     "test_fork",
 )

@@ -11,9 +11,8 @@ import pytest
 import dissociated as dis
 from dissociated.client.tensors import TensorReader
 from helpers import Serve, connections_left
+from memory.maps import mappings
 from tensor_cases import arrays, some
-
-from .maps import mappings
 
 SPARSE = np.arange(1 << 20) % 7 == 0
 LARGE = [

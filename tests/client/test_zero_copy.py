@@ -15,8 +15,7 @@ import pytest
 
 import dissociated as dis
 from helpers import Serve, clients_end, connections_left, serving
-
-from .maps import origins, shared_bytes
+from memory.maps import origins, shared_bytes
 
 MB = 1 << 20
 
