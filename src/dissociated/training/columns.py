@@ -43,7 +43,7 @@ class ArrayColumns:
                 )
 
     def join(self, pieces: Sequence[pa.RecordBatch]) -> dict[str, Column]:
-        """One array of each column, in place where there is one piece. Raises OptionError for nulls."""
+        """One array of each column; where there is one piece, in place, and read-only. Raises OptionError for nulls."""
         return {name: self._join(name, [piece.column(name) for piece in pieces]) for name in self._types}
 
     def _join(self, name: str, pieces: list[pa.Array]) -> Column:
@@ -54,12 +54,14 @@ class ArrayColumns:
 
     def _view(self, name: str, array: pa.Array) -> Array:
         try:
-            return view(array)
+            values = view(array)
         except _Nulls:
             raise OptionError(
                 f"column {name!r} has nulls, which numbers cannot say: fill them where it is published, leave it out "
                 "by columns=, or name it in as_arrow= to get a pyarrow.Array"
             ) from None
+        values.flags.writeable = False  # some of libarrow's buffers say that they may be written to, whoever has them
+        return values
 
 
 def take(columns: Mapping[str, Column], rows: Array) -> dict[str, Column]:
