@@ -57,7 +57,8 @@ def test_empty_arrays_that_libarrow_would_write_wrong() -> None:
         batch = pa.record_batch({"x": whole})
         by_interface = pa.RecordBatchReader.from_stream(reader(batch[5:5])).read_next_batch()
         by_stream = pa.ipc.open_stream(encapsulated(reader(batch[:0]))).read_next_batch()
-        in_list = pa.record_batch({"x": pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), whole[5:5])})
+        empty_list = pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), whole[5:5])
+        in_list = pa.record_batch({"x": pa.StructArray.from_arrays([empty_list, [1]], ["l", "n"])})
         list_by_interface = pa.RecordBatchReader.from_stream(reader(in_list)).read_next_batch()
         list_by_stream = pa.record_batch({"x": pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), by_stream["x"])})
         views = type_ in ("string_view", "binary_view")  # libarrow calls such a list invalid

@@ -76,7 +76,7 @@ def _empty(array: pa.Array) -> pa.Array:
 
 
 def _mended(array: pa.Array) -> pa.Array:
-    """The same with empty arrays made anew where they are the values of lists. Raises ArrowException elsewhere."""
+    """The same with empty arrays made anew, within lists and structs. Raises ArrowException elsewhere."""
     type_ = array.type
     if not _is_broken(array):
         return array
@@ -88,6 +88,9 @@ def _mended(array: pa.Array) -> pa.Array:
         if is_list(type_):
             own = array.buffers()[:count]
             return pa.Array.from_buffers(type_, len(array), own, -1, array.offset, [_mended(array.values)])
+    if types.is_struct(type_) and not array.offset:
+        fields = [_mended(array.field(number)) for number in range(type_.num_fields)]
+        return pa.Array.from_buffers(type_, len(array), array.buffers()[:1], -1, 0, fields)
     return pa.concat_arrays([array])
 
 
