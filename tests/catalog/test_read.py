@@ -42,7 +42,8 @@ def test_of_places_that_are_equally_near_the_first_is_tried_first() -> None:
         assert [listener.accepted for listener in client.status().listeners] == [1, 0, 0]
 
 
-def test_a_dataset_that_is_replaced_all_the_time_can_be_read() -> None:
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_dataset_that_is_replaced_all_the_time_can_be_read(transport: str) -> None:
     with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
         wanted, done = threading.Semaphore(0), threading.Semaphore(0)
@@ -58,7 +59,7 @@ def test_a_dataset_that_is_replaced_all_the_time_can_be_read() -> None:
         try:
             for _ in range(50):
                 wanted.release(5)  # while it is read, and less often than it is looked up again
-                assert client.read("data").read_all() == TABLE
+                assert client.read("data", transport=transport).read_all() == TABLE
                 for _ in range(5):
                     assert done.acquire(timeout=PATIENCE)
         finally:

@@ -24,7 +24,15 @@ from dissociated.codec.device import DeviceReader, chain_on_device, to_device
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
-from dissociated.errors import CatalogError, DeviceError, OptionError, RemoteError, SourceError, TransportError
+from dissociated.errors import (
+    CatalogError,
+    DatasetNotFound,
+    DeviceError,
+    OptionError,
+    RemoteError,
+    SourceError,
+    TransportError,
+)
 from dissociated.memory.device.base import Device
 from dissociated.protocol.request import REFUSED, Selection
 from dissociated.transport import registry
@@ -119,7 +127,7 @@ class EndpointReader:
         for _ in range(_MAX_RETRIES):
             try:
                 return info, open_all(info)
-            except RemoteError:
+            except (RemoteError, DatasetNotFound):  # of a transport, or of Flight
                 current = describe()
                 if current.endpoints == info.endpoints:
                     raise
