@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 
 from dissociated.buffers import Buffer
 from dissociated.codec.statistics import StatisticsCollector
-from dissociated.errors import StoreError, StoreFull
+from dissociated.errors import StoreError
 from dissociated.format.encapsulated import end_of_stream
 from dissociated.memory.shared import map_read_only, reopen_read_only, write_parts
 from dissociated.node.local import stage_here
@@ -65,19 +65,17 @@ class Writes:
         if key is not None and _is_committed(plan.target.catalog, key):
             return None
         staged = _StagedSegment(plan.target.catalog, segment)
-        with self._lock:
-            wanted = segment not in self._unwanted
-            if wanted:
-                self._segments[segment] = staged
-        if not wanted:
-            staged.abort()
-            raise StoreError(f"the task that writes {segment} was killed")
         try:
             position = staged.append(0, plan.fitting.schema.serialize())
-            return {"path": staged.path, "node": staged.node, "position": position, "room": staged.reserve(position)}
+            room = staged.reserve(position)
+            with self._lock:  # from here on `discard` may close it, so it is written to no more
+                if segment in self._unwanted:
+                    raise StoreError(f"the task that writes {segment} was killed")
+                self._segments[segment] = staged
         except BaseException:
-            self.discard(segment)
+            staged.abort()
             raise
+        return {"path": staged.path, "node": staged.node, "position": position, "room": room}
 
     def reserve(self, segment: str, size: int) -> int:
         return self._segments[segment].reserve(size)
@@ -132,8 +130,9 @@ class _StagedSegment:
         with self._connection, store_errors(self._what):
             try:
                 end = nbytes = self.append(size, end_of_stream())
-                with suppress(StoreFull, pa.ArrowException):  # then without: nobody needs them
-                    end = self.append(nbytes, self._statistics(nbytes))
+                statistics = self._statistics(nbytes)
+                with suppress(StoreError):  # there is no room, so without: nobody needs them
+                    end = self.append(nbytes, statistics)
                 self._file.commit(end)
                 return nbytes
             except BaseException:
@@ -146,12 +145,15 @@ class _StagedSegment:
             stream = map_read_only(descriptor, size)
         finally:
             os.close(descriptor)
-        with pa.ipc.open_stream(stream) as batches:
-            collector = StatisticsCollector(batches.schema, thorough=True)
+        with pa.ipc.open_stream(stream) as reader:
+            batches = [*reader]  # views: what cannot be read is an error of the task
+        with suppress(pa.ArrowException):  # of values that cannot be compared: nobody needs statistics
+            collector = StatisticsCollector(reader.schema, thorough=True)
             for batch in batches:
                 collector.add(batch)
-        found = collector.statistics()
-        return b"" if found is None else found.encode()
+            found = collector.statistics()
+            return b"" if found is None else found.encode()
+        return b""
 
     def abort(self) -> None:
         with self._connection, store_errors(self._what):
