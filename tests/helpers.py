@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
+from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -90,6 +91,17 @@ def wait_until(condition: Callable[[], object], what: str, patience: float = PAT
     while not condition():
         assert monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
         sleep(0.005)
+
+
+class Child(subprocess.Popen[str]):
+    """A process that does not outlive a test that fails: leaving its `with` would wait for it for ever."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, error, trace)
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:

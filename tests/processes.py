@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import dissociated as dis
-from helpers import PATIENCE, files_below
+from helpers import PATIENCE, Child, files_below
 
 
 class Process:
@@ -81,7 +81,7 @@ def in_terminal(columns: int, arguments: Sequence[str], environment: Mapping[str
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     around = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
+    with Child(arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=around, cwd=cwd) as process:
         os.close(theirs)
         written = b""
         with suppress(OSError):  # EIO, at the end

@@ -12,7 +12,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.monitoring.activity import Rate
-from helpers import PATIENCE, Serve, connections_left, wait_until
+from helpers import PATIENCE, Child, Serve, connections_left, wait_until
 from machine import media
 
 SIZE = 1 << 28
@@ -66,7 +66,7 @@ def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serv
     size = 32 * batch.nbytes
     (uri,) = server.locations("large", bodies="packed")
     command = [sys.executable, "-c", ONE_BATCH, uri, server.ticket("large").hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "begun\n"
         wait_until(lambda: server.status().totals.bytes, "some of it is counted")
@@ -95,7 +95,7 @@ def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, sch
     server.publish("short", pa.Table.from_batches([batch] * 16))
     (uri,) = server.locations("short", bodies="packed")
     command = [sys.executable, "-c", ONE_BATCH, uri, server.ticket("short").hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "begun\n"
         wait_until(lambda: [one.state for one in server.status().consumers] == ["holding"], "the medium has all of it")

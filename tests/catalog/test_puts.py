@@ -26,7 +26,7 @@ from dissociated.cli import main
 from dissociated.errors import OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, wait_until
+from helpers import PATIENCE, Child, wait_until
 
 OLD = pa.table({"n": pa.array([7, 8, 9], pa.int64())})
 BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
@@ -60,7 +60,7 @@ def nothing_has_changed(uri: str, stage: Path) -> None:
 
 #: Puts batches for ever, until it ends in the way that it is told.
 WRITER = """
-import signal, sys
+import signal, sys, time
 import pyarrow as pa, pyarrow.flight as flight
 import dissociated as dis
 
@@ -72,8 +72,8 @@ def batches():
     for number in range(4):
         yield BATCH
     print("reached", flush=True)
-    if end == "wait":
-        signal.pause()
+    while end == "wait":
+        time.sleep(0.1)  # not for ever: a signal that came just before it would not end it
     if end == "exit":
         sys.exit(1)
     if end == "raise":
@@ -128,7 +128,7 @@ def test_a_writer_that_fails_or_is_killed_publishes_nothing(place: tuple[str, Pa
     with ExitStack() as running:
         writers = [
             running.enter_context(
-                subprocess.Popen(
+                Child(
                     [sys.executable, "-c", WRITER, uri, kind, end],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -220,7 +220,7 @@ def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[
         for _ in range(20_000):
             writer.write_batch(BATCH)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        with subprocess.Popen([*put, large, f"{uri}/d"], stderr=subprocess.DEVNULL) as process:
+        with Child([*put, large, f"{uri}/d"], stderr=subprocess.DEVNULL) as process:
             wait_until(lambda: os.listdir(stage), "it has begun to write")
             process.send_signal(number)
             process.wait(PATIENCE)

@@ -32,7 +32,7 @@ import processes
 from dissociated.cli import COMMANDS, main, text
 from dissociated.cli.plain import plain_rows
 from dissociated.node.launch import running
-from helpers import wait_until
+from helpers import Child, wait_until
 
 _ENVIRONMENT = ("DISSOCIATED_CATALOG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
 PATIENCE = 30.0  # seconds; nothing waits this long but a test that fails
@@ -104,7 +104,7 @@ def size(files: Path) -> str:
 @pytest.fixture(scope="module")
 def catalog(files: Path) -> Iterator[str]:
     """The catalog of a `dissociated serve` of both files."""
-    with subprocess.Popen(command("serve", files), stdout=subprocess.PIPE, text=True) as process:
+    with Child(command("serve", files), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield until_catalog(process.stdout).split()[-1]
         process.terminate()
@@ -115,7 +115,7 @@ def catalog(files: Path) -> Iterator[str]:
 def test_serve_ends_at_a_signal_and_leaves_nothing(files: Path, size: str, tmp_path: Path, number: int) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     arguments = command("serve", files / "planes.arrow")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with Child(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         printed = until_catalog(process.stdout)
         assert len(list(tmp_path.glob("dissociated/*.sock"))) == 1
@@ -131,13 +131,14 @@ def test_serve_ends_at_a_signal_and_leaves_nothing(files: Path, size: str, tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_leaves_signals_to_the_program(number: int) -> None:
     script = (
-        "import dissociated, signal, sys\n"
+        "import dissociated, signal, sys, time\n"
         f"signal.signal({number}, lambda *_: sys.exit(7))\n"
         "with dissociated.Server(['shm:']) as server:\n"
         "    print(server.catalog_uri, flush=True)\n"
-        "    signal.pause()\n"
+        "    while True:\n"
+        "        time.sleep(0.1)\n"  # not for ever: a signal that came just before it would not end it
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with Child([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("grpc://")
         process.send_signal(number)
@@ -298,7 +299,7 @@ def interactive(
 ) -> Iterator[tuple[Callable[[str], None], Callable[[bytes], int]]]:
     """A shell in a terminal: what waits until it has written a text, and what types one."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
+    with Child(
         arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
     ) as process:
         os.close(theirs)
@@ -526,7 +527,7 @@ def test_help_and_version() -> None:
 
 def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
     arguments = command("node", "--store", tmp_path / "store", "--limit", "64MB")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+    with Child(arguments, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         uri = until_catalog(process.stdout).split()[-1]
         put = run("put", files / "planes.arrow", files / "flights.parquet", f"{uri}/both", "--tag", "of=cli")

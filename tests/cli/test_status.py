@@ -24,6 +24,7 @@ import pytest
 import dissociated as dis
 from certificates import Certificates
 from dissociated.cli import text
+from helpers import Child
 
 from .test_cli import PATIENCE, TABLE, command, run, until_catalog
 
@@ -166,7 +167,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, certified: Certificates) -
     )  # fmt: skip
     with (
         (directory / "log").open("w") as log,
-        subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        Child(arguments, stdout=subprocess.PIPE, stderr=log, text=True) as process,
     ):
         assert process.stdout is not None
         printed = until_catalog(process.stdout).split()

@@ -20,7 +20,7 @@ from dissociated.format.record_batch import encode_record_batch
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.server import device as sending
-from helpers import PATIENCE, clients_end, wait_until
+from helpers import PATIENCE, Child, clients_end, wait_until
 
 from .cases import NUMBERS
 
@@ -53,7 +53,7 @@ with dis.connect(sys.argv[1]) as client:
 def process(script: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process, and the line that it says first."""
     command = [sys.executable, "-c", script, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         try:
             yield started, started.stdout.readline().strip()

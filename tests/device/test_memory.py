@@ -14,7 +14,7 @@ from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device.base import Device, DeviceMemory, Stream
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.memory.device.registry import open_device
-from helpers import PATIENCE, rest_of
+from helpers import PATIENCE, Child, rest_of
 
 CONTENT = os.urandom(1 << 16)
 
@@ -88,7 +88,7 @@ def test_another_process_opens_it_once_and_reads_it(device: Device) -> None:
     handle = device.export(memory)
     assert device.open(handle, memory.size) is memory
     arguments = [sys.executable, "-c", OPENS, device.name, handle.hex(), str(memory.size)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with Child(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         process.stdin.write("\n\n")
         process.stdin.flush()

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from helpers import Child
 
 ROWS = 1 << 20
 BATCHES = 12  # of 16 MiB
@@ -30,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(file: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "dissociated", "serve", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with Child(command, stdout=subprocess.PIPE, text=True) as process:
         yield process
         process.terminate()
 

@@ -18,6 +18,7 @@ import ucx_peer
 from dissociated.errors import DissociatedError, UriError
 from dissociated.transport.native.ucx import worker
 from dissociated.uri import Uri
+from helpers import Child
 
 pytestmark = pytest.mark.needs("ucx")
 
@@ -127,7 +128,7 @@ FOREIGN_SERVER = """
 
 
 def test_a_client_sends_no_larger_segments_than_its_server_has_said() -> None:
-    with subprocess.Popen(
+    with Child(
         [sys.executable, "-c", textwrap.dedent(FOREIGN_SERVER)],
         env=foreign_environment(UCX_TCP_RX_SEG_SIZE="8k"),
         stdout=subprocess.PIPE,
