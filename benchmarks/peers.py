@@ -1,13 +1,16 @@
-"""The processes that are measured against each other: our server with its Flight, and a bare socket."""
+"""What is measured against each other: our server with its Flight, a bare socket, a mapped file, and Ray."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +18,9 @@ import pyarrow as pa
 import dissociated as dis
 
 _CONTEXT = multiprocessing.get_context("spawn")
+
+#: How to read each shape, by its name.
+Readers: TypeAlias = Mapping[str, Callable[[], pa.Table]]
 
 
 class Shape(NamedTuple):
@@ -107,3 +113,41 @@ def receive_bare(port: int, index: int, shape: Shape) -> list[pa.Buffer]:
                 at += connection.recv_into(view[at:])
             received.append(body)
     return received
+
+
+@contextmanager
+def in_files(shapes: Sequence[Shape]) -> Iterator[Readers]:
+    """Arrow IPC streams in shared memory, written by another process; whoever reads maps them by hand."""
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        paths = {shape.name: Path(directory, str(number)) for number, shape in enumerate(shapes)}
+        writer = _CONTEXT.Process(target=_write, args=(shapes, [*paths.values()]))
+        writer.start()
+        writer.join()
+        yield {name: partial(_map, path) for name, path in paths.items()}
+
+
+def _write(shapes: Sequence[Shape], paths: Sequence[Path]) -> None:
+    for shape, path in zip(shapes, paths, strict=True):
+        table = shape.table()
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+def _map(path: Path) -> pa.Table:
+    return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+
+
+@contextmanager
+def in_ray(shapes: Sequence[Shape]) -> Iterator[Readers]:
+    """Objects of Ray, made by a task. None where Ray is not installed (pip install ray)."""
+    try:
+        import ray
+    except ImportError:
+        yield {}
+        return
+    memory = 2 * sum(shape.nbytes for shape in shapes)
+    with ray.init(num_cpus=1, include_dashboard=False, object_store_memory=memory, log_to_driver=False):
+        make = ray.remote(Shape.table)
+        objects = {shape.name: make.remote(shape) for shape in shapes}
+        ray.wait([*objects.values()], num_returns=len(objects))
+        yield {name: partial(ray.get, object) for name, object in objects.items()}

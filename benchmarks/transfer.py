@@ -1,17 +1,19 @@
 """shm, tcp, Flight DoGet and a bare socket, moving the same bytes between the same two processes.
 
-What is timed is from the request until there is a Table; for the bare socket until the bytes are in memory. The
-peers take turns in each round, so that what disturbs the machine disturbs all of them; medians are compared.
+What is timed is from the request until there is a Table; for the bare socket until the bytes are in memory. Beside
+shm, an Arrow IPC stream in shared memory is mapped by hand, and Ray's `get` is called, if Ray is installed. The peers
+take turns in each round, so that what disturbs the machine disturbs all of them; medians are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import dissociated as dis
-from benchmarks.peers import Peers, Shape, receive_bare, running
+from benchmarks.peers import Peers, Readers, Shape, in_files, in_ray, receive_bare, running
 from benchmarks.rounds import medians
 from dissociated.cli import text
 
@@ -19,6 +21,8 @@ from dissociated.cli import text
 PROMISES = [
     ("16 MB", "shm", "Flight", 100.0),
     ("1 MB", "shm", "Flight", 100.0),
+    ("1 MB", "shm", "by hand", 0.67),
+    ("1 MB", "shm", "Ray", 5.0),
     ("16 MB", "tcp", "socket", 0.9),
     ("16 MB", "tcp", "Flight", 1.6),
     ("1 MB", "tcp", "socket", 0.9),
@@ -40,9 +44,12 @@ def shapes(gigabytes: float) -> list[Shape]:
 def run(gigabytes: float, rounds: int) -> None:
     """Measure and print."""
     measured = shapes(gigabytes)
-    with running(measured) as peers, dis.connect(peers.catalog) as client:
+    with ExitStack() as opened:
+        peers = opened.enter_context(running(measured))
+        client = opened.enter_context(dis.connect(peers.catalog))
+        others = {"by hand": opened.enter_context(in_files(measured)), "Ray": opened.enter_context(in_ray(measured))}
         measured_in = {
-            shape.name: _measure(client, peers, index, shape, rounds) for index, shape in enumerate(measured)
+            shape.name: _measure(client, peers, others, index, shape, rounds) for index, shape in enumerate(measured)
         }
         growth = _growth(client, measured[0])
     rows = [
@@ -61,6 +68,8 @@ def run(gigabytes: float, rounds: int) -> None:
     print()
     promised = []
     for name, ours, peer, goal in PROMISES:
+        if peer not in measured_in[name]:
+            continue
         ratio = measured_in[name][peer] / measured_in[name][ours]
         promised.append(
             (f"{ours} against {peer}, {name}", f"{ratio:.2f}x", f"{goal:g}x", "" if ratio >= goal else "missed")
@@ -69,12 +78,20 @@ def run(gigabytes: float, rounds: int) -> None:
     print(f"\nmemory that opening over shm added to the client: {growth}")
 
 
-def _measure(client: dis.Client, peers: Peers, index: int, shape: Shape, rounds: int) -> dict[str, float]:
+def _measure(
+    client: dis.Client,
+    peers: Peers,
+    others: Mapping[str, Readers],
+    index: int,
+    shape: Shape,
+    rounds: int,
+) -> dict[str, float]:
     calls: dict[str, Callable[[], Any]] = {
         "shm": lambda: client.read(shape.name, transport="shm").read_all(),
         "tcp": lambda: client.read(shape.name, transport="tcp").read_all(),
         "Flight": lambda: client.read(shape.name, transport="grpc").read_all(),
         "socket": lambda: receive_bare(peers.bare_port, index, shape),
+        **{name: readers[shape.name] for name, readers in others.items() if readers},
     }
     return medians(calls, rounds)
 
