@@ -126,8 +126,8 @@ def _register(client: dis.Client, device: Device) -> None:
     reader = client.read("host", transport="shm")
     assert isinstance(reader, MappedReader)
     with ExitStack() as registered:
-        for memory in reader.mapped:
-            registered.callback(device.register(memory))
+        for region in reader.regions:
+            registered.callback(device.register(region.memory))
 
 
 def _read_parquet(path: Path) -> Any:
