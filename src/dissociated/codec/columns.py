@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
+from dissociated.codec.nesting import contains
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import RemoteProtocolError
 
@@ -139,13 +140,5 @@ def _passing(batch: pa.RecordBatch, mask: pa.BooleanArray) -> pa.RecordBatch:
 def values_size(rows: pa.RecordBatch | pa.Table) -> int:
     """Bytes of these rows, which are valid. With unions among them, those of the whole buffers that they lie in."""
     # Without unions `nbytes` of pyarrow is exact; on a union without rows it crashes.
-    has_union = any(_has_union(field.type) for field in rows.schema)
+    has_union = any(contains(type_, pa.types.is_union) for type_ in rows.schema.types)
     return int(rows.get_total_buffer_size() if has_union else rows.nbytes)
-
-
-def _has_union(type_: pa.DataType) -> bool:
-    if isinstance(type_, pa.BaseExtensionType):
-        return _has_union(type_.storage_type)
-    if pa.types.is_dictionary(type_):
-        return _has_union(type_.value_type)
-    return pa.types.is_union(type_) or any(_has_union(type_.field(index).type) for index in range(type_.num_fields))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from dissociated.codec.nesting import contains
+
 _STORED_AS = {
     pa.string(): pa.binary(),
     pa.large_string(): pa.large_binary(),
@@ -59,7 +61,7 @@ def layout(type_: pa.DataType) -> pa.DataType:
         return pa.binary(type_.byte_width)
     if pa.types.is_run_end_encoded(type_):
         return pa.run_end_encoded(type_.run_end_type, layout(type_.value_type))
-    return type_ if _has_runs(type_) else _nested(type_)
+    return type_ if contains(type_, pa.types.is_run_end_encoded) else _nested(type_)
 
 
 def _nested(type_: pa.DataType) -> pa.DataType:
@@ -89,15 +91,6 @@ def _name(field: pa.Field) -> str:
         return str(field.name)
     except UnicodeDecodeError:
         return ""
-
-
-def _has_runs(type_: pa.DataType) -> bool:
-    if isinstance(type_, pa.BaseExtensionType):
-        return _has_runs(type_.storage_type)
-    if pa.types.is_dictionary(type_):
-        return _has_runs(type_.value_type)
-    runs = pa.types.is_run_end_encoded(type_)
-    return runs or any(_has_runs(type_.field(number).type) for number in range(type_.num_fields))
 
 
 def _seen_as(array: pa.Array, type_: pa.DataType) -> pa.Array:

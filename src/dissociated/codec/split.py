@@ -14,9 +14,10 @@ import pyarrow as pa
 
 from dissociated.buffers import Buffer
 from dissociated.codec.layouts import Layouts
+from dissociated.codec.nesting import contains, has_children
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.packing import Packing
-from dissociated.codec.writable import Writable, has_children, has_dictionary
+from dissociated.codec.writable import Writable
 from dissociated.errors import FormatError, SourceError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.format.message import Header, parse_header
@@ -179,8 +180,8 @@ class _StreamSplitter(Splitter):
     def __init__(self, schema: pa.Schema, options: WriteOptions | None = None) -> None:
         super().__init__(schema, options)
         self._begin = len(encapsulate(self._schema_message.header))  # of the first batch in that memory
-        plain = self.options == WriteOptions() and not any(map(has_dictionary, schema.types))
-        self._plain = plain and self._begin <= _BLOCK_MARGIN
+        dictionaries = any(contains(type_, pa.types.is_dictionary) for type_ in schema.types)
+        self._plain = self.options == WriteOptions() and not dictionaries and self._begin <= _BLOCK_MARGIN
         self._small = -1  # rows of a batch that is taken for a small one
         self._last: tuple[bytes, bytes, Header] = b"", b"", self._schema_message.parsed  # with what stands before it
         self._memory: pa.Buffer | None = None

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.types as types
 
+from dissociated.codec.nesting import contains, has_children, is_extension
+
 #: How many buffers lists have beside those of their values.
 _OWN_BUFFERS = (
     (types.is_fixed_size_list, 1),
@@ -39,38 +41,13 @@ class Writable:
         return _replaced(batch, {number: _mended(batch.column(number)) for number in broken})
 
 
-def has_children(type_: pa.DataType) -> bool:
-    """Whether arrays of the type have other arrays within, but for a dictionary."""
-    if isinstance(type_, pa.BaseExtensionType):
-        return has_children(type_.storage_type)
-    return bool(type_.num_fields)
-
-
-def has_dictionary(type_: pa.DataType) -> bool:
-    """Whether arrays of the type have a dictionary, at whatever depth."""
-    return types.is_dictionary(type_) or any(map(has_dictionary, _inner(type_)))
-
-
-def _has_extension(type_: pa.DataType) -> bool:
-    return isinstance(type_, pa.BaseExtensionType) or any(map(_has_extension, _inner(type_)))
-
-
-def _inner(type_: pa.DataType) -> list[pa.DataType]:
-    """The types that one is made of."""
-    if isinstance(type_, pa.BaseExtensionType):
-        return [type_.storage_type]
-    if types.is_dictionary(type_):
-        return [type_.value_type]
-    return [type_.field(number).type for number in range(type_.num_fields)]
-
-
 def _empty(array: pa.Array) -> pa.Array:
     type_ = array.type
     if isinstance(type_, pa.BaseExtensionType):
         return pa.ExtensionArray.from_storage(type_, _empty(array.storage))
     if types.is_dictionary(type_):
         return pa.DictionaryArray.from_arrays(pa.nulls(0, type_.index_type), array.dictionary, ordered=type_.ordered)
-    if _has_extension(type_):
+    if contains(type_, is_extension):
         return array  # libarrow makes some that end the process
     return pa.nulls(0, type_)  # a dictionary further within is sent anew with the next batch that has it
 
@@ -80,7 +57,7 @@ def _mended(array: pa.Array) -> pa.Array:
     type_ = array.type
     if not _is_broken(array):
         return array
-    if len(array) == 0 and not _has_extension(type_):
+    if len(array) == 0 and not contains(type_, is_extension):
         return _empty(array)
     if isinstance(type_, pa.BaseExtensionType):
         return pa.ExtensionArray.from_storage(type_, _mended(array.storage))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as types
 
+from dissociated.codec.nesting import contains
 from dissociated.errors import ColumnNotFound, OptionError, SourceError
 from dissociated.spark.types import TIMEZONE, arrow_schema, kept_type
 
@@ -256,11 +257,7 @@ def _is_list(type_: pa.DataType) -> bool:
 
 def _is_unchanged(type_: pa.DataType, to: pa.DataType) -> bool:
     """Whether values can stay as they are. A time may have nanoseconds, though its type is the one that Spark takes."""
-    return bool(type_.equals(to)) and not _has_times(to)
-
-
-def _has_times(type_: pa.DataType) -> bool:
-    return types.is_time(type_) or any(_has_times(type_.field(index).type) for index in range(type_.num_fields))
+    return bool(type_.equals(to)) and not contains(to, types.is_time)
 
 
 def _fits(field: pa.Field, to: pa.Field) -> bool:
@@ -304,7 +301,7 @@ def is_readable(type_: pa.DataType) -> bool:
 def is_own(type_: pa.DataType) -> bool:
     """Whether this is the Arrow type of one of Spark's types, and each of its values is one of Spark's."""
     try:
-        return bool(type_.equals(_spark_type(type_))) and not _has_times(type_)
+        return bool(type_.equals(_spark_type(type_))) and not contains(type_, types.is_time)
     except _UnsupportedType:
         return False
 

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.types as types
 
+from dissociated.codec.nesting import contains
 from dissociated.spark.columns import is_readable
 
 
@@ -62,12 +63,6 @@ _VALUES, _DICTIONARY = map(attrgetter, ("values", "dictionary"))
 
 def stream_layouts(schema: pa.Schema) -> list[ArrayLayout] | None:
     """Those of all columns of a stream; None where Spark's JVM cannot take its batches apart."""
-    if not all(is_readable(type_) and not _has_dictionary(type_) for type_ in schema.types):
+    if not all(is_readable(type_) and not contains(type_, types.is_dictionary) for type_ in schema.types):
         return None
     return [ArrayLayout.of(type_) for type_ in schema.types]
-
-
-def _has_dictionary(type_: pa.DataType) -> bool:
-    return types.is_dictionary(type_) or any(
-        _has_dictionary(type_.field(index).type) for index in range(type_.num_fields)
-    )
