@@ -11,11 +11,12 @@ over by what comes within a minute.
 from __future__ import annotations
 
 import multiprocessing
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -39,15 +40,24 @@ if TYPE_CHECKING:
 _CONTEXT = multiprocessing.get_context("spawn")
 _NARROW_ROWS = 10_000_000  # at scale 1
 _HEAP = 4  # GiB for Java, and as many more for each unit of the scale: what is cached, and what toArrow collects
-#: What reading is measured by, and the columns that each uses; all of them where there is no query.
-_QUERIES: dict[str, list[str] | None] = {
-    "q1": [
-        *("l_returnflag", "l_linestatus", "l_quantity", "l_extendedprice"),
-        *("l_discount", "l_tax", "l_shipdate"),
-    ],
-    "q6": ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"],
-    "all": None,
+#: What reading is measured by: the tables that each uses, and their columns; all of them where there is no query.
+_QUERIES: dict[str, dict[str, list[str] | None]] = {
+    "q1": {
+        "lineitem": [
+            *("l_returnflag", "l_linestatus", "l_quantity", "l_extendedprice"),
+            *("l_discount", "l_tax", "l_shipdate"),
+        ]
+    },
+    "q3": {
+        "lineitem": ["l_orderkey", "l_extendedprice", "l_discount", "l_shipdate"],
+        "orders": ["o_orderkey", "o_custkey", "o_orderdate", "o_shippriority"],
+        "customer": ["c_custkey", "c_mktsegment"],
+    },
+    "q6": {"lineitem": ["l_shipdate", "l_discount", "l_quantity", "l_extendedprice"]},
+    "all": {"lineitem": None},
 }
+_TABLES = ("lineitem", "orders", "customer")
+_MEMORY_ROUNDS = 5
 _PANDAS = 1  # the largest scale at which toPandas is measured: its decimals are Python objects
 
 #: What is measured, against what, at most so many times as long.
@@ -72,14 +82,16 @@ def run(scale: float, rounds: int) -> None:
                 "spark.sql.shuffle.partitions": "2",
             },
         )
-        generate(scale, directory, ["lineitem"], parts=4)
-        lineitem = spark.read.parquet(str(directory / "lineitem"))
+        generate(scale, directory, _TABLES, parts=4)
+        tables = {name: spark.read.parquet(str(directory / name)) for name in _TABLES}
+        lineitem = tables["lineitem"]
         narrow = spark.range(round(_NARROW_ROWS * scale), numPartitions=4).selectExpr("id", "rand(1) AS value")
         measured = {"lineitem": lineitem, "narrow": narrow}
         for name, frame in measured.items():
             _compare(spark, name, frame, catalog, reader, directory, rounds, pandas=scale <= _PANDAS)
             if frame is lineitem:
-                _query(spark, catalog, directory, rounds)
+                _query(spark, tables, catalog, directory, rounds)
+                _hold(spark, lineitem, catalog)
         spark.stop()
 
 
@@ -136,27 +148,25 @@ def _compare(
     frame.unpersist()
 
 
-def _query(spark: SparkSession, catalog: str, directory: Path, rounds: int) -> None:
-    """Queries of TPC-H over lineitem as Parquet, and as it was published: in Spark's JVM, and in Python.
+def _query(spark: SparkSession, tables: Mapping[str, DataFrame], catalog: str, directory: Path, rounds: int) -> None:
+    """Queries of TPC-H over Parquet, cached DataFrames, and what was published: in Spark's JVM, and in Python.
 
     Python is told the columns that a query uses.
     """
+    for name, frame in tables.items():
+        publish(frame, name, catalog)
+        frame.write.mode("overwrite").parquet(str(directory / f"{name}.parquet"))
+        frame.cache().count()  # what is read from there alone: the files that were written are not cached
     calls: dict[str, Callable[[], Any]] = {}
-    for query, columns in _QUERIES.items():
-        sources = {
-            "Parquet": spark.read.parquet(str(directory / "out.parquet")),
-            "JVM": read(spark, "lineitem", catalog),
+    for query, used in _QUERIES.items():
+        sources: dict[str, Callable[[str], DataFrame]] = {
+            "Parquet": lambda name: spark.read.parquet(str(directory / f"{name}.parquet")),
+            "cached": lambda name: tables[name],
+            "JVM": lambda name: read(spark, name, catalog),
+            "Python": partial(_read_in_python, spark, used, catalog),
         }
-        with _in_python(spark):
-            sources["Python"] = read(spark, "lineitem", catalog, columns=columns)
-        for source, frame in sources.items():
-            view = f"lineitem_{query}_{source}"
-            frame.createOrReplaceTempView(view)
-            if columns is None:
-                calls[f"{query}, {source}"] = partial(_consume, frame)
-            else:
-                asked = QUERIES[query].replace("FROM lineitem", f"FROM {view}")
-                calls[f"{query}, {source}"] = partial(_collect, spark, asked)
+        for source, table in sources.items():
+            calls[f"{query}, {source}"] = _asked(spark, query, source, {name: table(name) for name in used})
     seconds = medians(calls, rounds)
     lines = [
         (what, f"{took * 1e3:,.1f}", f"{took / seconds[what.partition(',')[0] + ', Parquet']:.2f}")
@@ -164,6 +174,60 @@ def _query(spark: SparkSession, catalog: str, directory: Path, rounds: int) -> N
     ]
     print(f"\nqueries, median of {rounds} rounds\n")
     print(text.table(("WHAT", "MS", "OF PARQUET"), lines, right=(1, 2)), flush=True)
+    for frame in tables.values():
+        frame.unpersist()
+
+
+def _asked(spark: SparkSession, query: str, source: str, frames: Mapping[str, DataFrame]) -> Callable[[], Any]:
+    """The query over these tables; all of the only one into the no-op sink, where there is no query."""
+    if query not in QUERIES:
+        return partial(_consume, *frames.values())
+    asked = QUERIES[query]
+    for name, frame in frames.items():
+        view = f"{name}_{query}_{source}"
+        frame.createOrReplaceTempView(view)
+        asked = re.sub(rf"\b{name}\b", view, asked)
+    return partial(_collect, spark, asked)
+
+
+def _read_in_python(spark: SparkSession, used: Mapping[str, list[str] | None], catalog: str, name: str) -> DataFrame:
+    with _in_python(spark):
+        return read(spark, name, catalog, columns=used[name])
+
+
+def _hold(spark: SparkSession, frame: DataFrame, catalog: str) -> None:
+    """Tell what Java holds before and after more rounds of publishing and reading."""
+    frame.cache().count()
+    before = _java_memory(spark)
+    for _ in range(_MEMORY_ROUNDS):
+        publish(frame, "lineitem", catalog)
+        for transport in ("shm", "tcp"):
+            _read(spark, "lineitem", catalog, transport)
+    told = (
+        f"{what} {text.size(first)}, then {text.size(last)}"
+        for (what, first), last in zip(before.items(), _java_memory(spark).values(), strict=True)
+    )
+    print(
+        f"\nJava's memory, before and after {_MEMORY_ROUNDS} rounds of publishing and reading: {'; '.join(told)}",
+        flush=True,
+    )
+    frame.unpersist()
+
+
+def _java_memory(spark: SparkSession) -> dict[str, int]:
+    """Bytes: used on the heap after a collection, used for classes and code, and of all memory that is not of files."""
+    jvm: Any = spark._jvm
+    jvm.java.lang.System.gc()
+    factory = jvm.java.lang.management.ManagementFactory
+    memory = factory.getMemoryMXBean()
+    process = int(factory.getRuntimeMXBean().getName().partition("@")[0])
+    status = Path(f"/proc/{process}/status").read_text()
+    anonymous = next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))
+    return {
+        "heap": memory.getHeapMemoryUsage().getUsed(),
+        "classes and code": memory.getNonHeapMemoryUsage().getUsed(),
+        "all of the process, without files": int(anonymous) << 10,
+    }
 
 
 def _collect(spark: SparkSession, query: str) -> None:
