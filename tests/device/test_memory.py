@@ -62,12 +62,27 @@ def test_memory_goes_back_with_the_last_buffer_in_it(device: Device) -> None:
 
 OPENS = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 import pyarrow as pa
 from dissociated.memory.device.registry import open_device
 name, handle, size = sys.argv[1:]
 device = open_device(name)
-memory = device.open(bytes.fromhex(handle), int(size))
-assert device.open(bytes.fromhex(handle), int(size)) is memory and device.allocations == 1
+handle, size = bytes.fromhex(handle), int(size)
+sys.setswitchinterval(1e-6)  # so that threads meet
+together = Barrier(4)
+
+def opened(_):
+    together.wait()
+    return device.open(handle, size)
+
+with ThreadPoolExecutor(4) as threads:
+    for _ in range(50):
+        memory, *others = threads.map(opened, range(4))
+        assert all(other is memory for other in others) and device.allocations == 1
+        del others
+        memory.close()
+memory = device.open(handle, size)
 stream = device.stream()
 for _ in range(2):
     print("opened", flush=True)

@@ -189,12 +189,10 @@ class Device(ABC):
 
         Close all of it before its owner gives it back. Raises DeviceError where it is not there, or is smaller.
         """
-        with self.lock:
+        with self.lock:  # throughout: two threads shall not open it twice
             known = self._exported.get(handle)
-        if known is None or known.closed:  # a driver opens no handle in the process that it is of
-            known = self._account(size, *self._open(handle, size))
-            with self.lock:
-                self._exported[handle] = known
+            if known is None or known.closed:  # a driver opens no handle in the process that it is of
+                known = self._exported[handle] = self._account(size, *self._open(handle, size))
         if known.size < size:
             raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
         return known
