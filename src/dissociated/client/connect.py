@@ -81,6 +81,8 @@ def _open_session(uris: Sequence[Uri], identifier: bytes, request: ReadRequest) 
             connection.limit_untagged(PREFIX_SIZE + request.max_metadata)
             if request.keep_files:
                 connection.keep_files()
+            if request.spaces is not None:
+                request.spaces.append(connection.address_space)
             try:
                 connection.send([Message(tag, (identifier,))], timeout)
             except ConnectionClosed:

@@ -12,6 +12,7 @@ from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
+from dissociated.memory.region import AddressSpace
 from dissociated.protocol.request import RowSelection, Selection
 from dissociated.transport.base import check_timeout
 
@@ -28,7 +29,7 @@ class ReadRequest:
     `schema` is that of the whole dataset, where it is known. `rows_at_server` is what a server is asked to choose.
     `device` is where batches are to lie, if not in memory of this process; bodies that come compressed for it are
     decompressed here first, or, without `decompress`, refused. `keep_files` keeps open what is mapped, so that it can
-    be mapped once more.
+    be mapped once more, and `spaces` is told of the address spaces that bodies may lie in.
     Raises OptionError for values that make no sense, LocalProtocolError for such a timeout.
     """
 
@@ -48,6 +49,7 @@ class ReadRequest:
     device: Device | None = None
     decompress: bool = True
     keep_files: bool = False
+    spaces: list[AddressSpace] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", check_timeout(self.timeout))

@@ -26,6 +26,11 @@ class SharedFile:
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
 
+    @property
+    def path(self) -> str:
+        """Where other processes of this user find the file, while this is kept."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
     def map_private(self, size: int, source: object) -> PrivateMapping | None:
         """The first `size` bytes; None where there are as many mappings as there may be.
 

@@ -37,6 +37,7 @@ from dissociated.errors import (
     WrongKind,
 )
 from dissociated.host import host_name
+from dissociated.memory.region import AddressSpace
 from dissociated.node.local import restart_here
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
@@ -171,14 +172,19 @@ class DatasetReader(DataSourceReader):
         self.conditions = conditions
         self._lookup: _Lookup | None = None
 
-    def partitions(self, version: int = 0, slice_bytes: int = SLICE_BYTES) -> Sequence[EndpointPartition]:
+    def partitions(
+        self, version: int = 0, slice_bytes: int = SLICE_BYTES, share: float = 1.0, tasks: int = 1
+    ) -> Sequence[EndpointPartition]:
         """One for each endpoint, or for each slice of one where those can be requested.
 
+        A slice has about so many bytes of what is read, which is this `share` of what there is. Where that would make
+        fewer than so many `tasks`, slices are smaller, but not smaller than `slice_bytes` of all columns.
         They are those of this `version`, if it is not 0. Raises DatasetNotFound where it is there no more.
         """
         with self.request.catalog.connect() as client:
             info = self._planned(client, version) if version else self.request.describe(client)
             _BatchFilter(self.request, self.schema, info.schema)  # what does not fit is told before any task
+            nbytes = min(slice_bytes / share, max(slice_bytes, (info.nbytes or 0) / tasks))
             return [
                 EndpointPartition(
                     info.version,
@@ -190,7 +196,7 @@ class DatasetReader(DataSourceReader):
                     whole=whole,
                 )
                 for number, endpoint in enumerate(info.endpoints)
-                for one, whole in self._slices(client, info, endpoint, slice_bytes)
+                for one, whole in self._slices(client, info, endpoint, nbytes)
             ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -199,22 +205,26 @@ class DatasetReader(DataSourceReader):
         return self.batches(partition, _MAX_ROWS)
 
     def batches(
-        self, partition: EndpointPartition, max_rows: int, in_place: bool = False
+        self, partition: EndpointPartition, max_rows: int, spaces: list[AddressSpace] | None = None
     ) -> Generator[pa.RecordBatch, None, None]:
-        """The same, in batches of at most so many rows; and `in_place`, with types as `Columns.select` leaves them."""
+        """The same, in batches of at most so many rows.
+
+        Where `spaces` are given, types are as `Columns.select` leaves them, and values in place where that is possible:
+        in regions of one of these, whose files are kept.
+        """
         with self.request.catalog.connect() as client:
             was_known = self._lookup is not None
             try:
-                reader, batch_filter = self._open(client, partition)
+                reader, batch_filter = self._open(client, partition, spaces)
             except DissociatedError:
                 self._lookup = None
                 if not was_known:
                     raise
                 # It may have moved since.
-                reader, batch_filter = self._open(client, partition)
+                reader, batch_filter = self._open(client, partition, spaces)
         with closing(reader):
             for batch in portions(reader, max_rows):
-                wanted = batch_filter.of(batch, in_place)
+                wanted = batch_filter.of(batch, in_place=spaces is not None)
                 if wanted.num_rows:
                     yield wanted
 
@@ -233,8 +243,11 @@ class DatasetReader(DataSourceReader):
         """Whether Spark's JVM reads what is wanted of a stream with this schema as it is."""
         return Columns(schema, self.schema, self.request.nanoseconds).readable
 
-    def _open(self, client: Client, partition: EndpointPartition) -> tuple[pa.RecordBatchReader, _BatchFilter]:
+    def _open(
+        self, client: Client, partition: EndpointPartition, spaces: list[AddressSpace] | None
+    ) -> tuple[pa.RecordBatchReader, _BatchFilter]:
         lookup, endpoint, read_request = self._request(client, partition)
+        read_request = replace(read_request, keep_files=spaces is not None, spaces=spaces)
         reader = self.request.open(client, lookup.info, endpoint, self.request.transport, read_request)
         return reader, lookup.batch_filter
 
@@ -266,7 +279,7 @@ class DatasetReader(DataSourceReader):
             ) from None
 
     def _slices(
-        self, client: Client, info: DatasetInfo, endpoint: Endpoint, slice_bytes: int
+        self, client: Client, info: DatasetInfo, endpoint: Endpoint, slice_bytes: float
     ) -> Sequence[tuple[Slice | None, bool]]:
         """How to cut an endpoint, and whether at the ends of batches; where it cannot choose, it stays whole."""
         whole: list[tuple[Slice | None, bool]] = [(None, True)]

@@ -5,8 +5,9 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
 "error":
 
     describe(options)                       on the driver: {"schema", "version"}, and "rows" and "nbytes" if known
-    plan(options, schema, columns, version, conditions)
-                                            on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}
+    plan(options, schema, columns, version, conditions, share, tasks)
+                                            on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}; the
+                                            columns are this `share` of a row, and there are so many `tasks` at once
     open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": who sends the rows, "skip",
                                             "rows"}, where the JVM can ask it and `direct` allows that
     layouts(reader, schema)                 {"layouts", "columns": the numbers of the wanted ones} of that server's
@@ -33,14 +34,16 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from typing import Any, TypeAlias
+from contextlib import suppress
+from itertools import chain
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.shared import create_memfd
 from dissociated.spark import tables
 from dissociated.spark.columns import spark_schema
@@ -53,12 +56,10 @@ from dissociated.spark.staging import Writes
 _MAX_THREADS = 256  # tasks of one executor
 _MAX_READERS = 64  # that are kept for the next tasks
 _MAX_BATCHES = 64  # of one answer
-_SLICE_BYTES = 128 << 20  # of one partition: as many as of files, if Spark reads those
+_SLICE_BYTES = 128 << 20  # that one task reads: as many as of files, if Spark reads those
 _MAX_BATCH_ROWS = 1 << 20  # of one batch
 _MAX_BATCH_BYTES = 1 << 29  # of one batch: Java maps no more than 2 GiB at once
 _COLUMN_ALIGNMENT = 64
-
-_MapEntry: TypeAlias = tuple[int, int, int, int, str]
 
 
 class Sidecar:
@@ -89,14 +90,21 @@ class Sidecar:
         return {"schema": spark_schema(info.schema, request.columns).json(), "version": info.version, **known}
 
     def plan(
-        self, options: Mapping[str, str], schema: str, columns: str, version: int, conditions: Sequence[Any]
+        self,
+        options: Mapping[str, str],
+        schema: str,
+        columns: str,
+        version: int,
+        conditions: Sequence[Any],
+        share: float,
+        tasks: int,
     ) -> Any:
         request = Request.parse(options)
         request.reader(StructType.fromJson(json.loads(schema)))  # does that agree with the options?
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), as_filters(conditions))
         partitions = [
             {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
-            for one in reader.partitions(version, _SLICE_BYTES)
+            for one in reader.partitions(version, _SLICE_BYTES, share, tasks)
         ]
         return {"reader": pickled(reader), "partitions": partitions}
 
@@ -105,7 +113,8 @@ class Sidecar:
         with suppress(DissociatedError):  # which are told, or mended, where it is opened here
             if direct and (request := found.direct_request(wanted)) is not None:
                 return {"server": request}
-        stream = _Stream(found.batches(wanted, _MAX_BATCH_ROWS, in_place=True))
+        spaces: list[AddressSpace] = []
+        stream = _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces)
         with self._lock:
             self._opened += 1
             self._streams[self._opened] = stream
@@ -137,9 +146,9 @@ class Sidecar:
 class _Stream:
     """The batches of one partition, as places. Each is held until the next answer."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self, batches: Iterator[pa.RecordBatch], spaces: Sequence[AddressSpace]) -> None:
         self._batches = batches
-        self._locator = _BufferLocator()
+        self._locator = _BufferLocator(spaces)
         self._held: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
         self._next_count = 1  # batches of the next answer: a query with a limit may want no more
@@ -162,7 +171,6 @@ class _Stream:
 
     def _place(self, batch: pa.RecordBatch) -> Any:
         self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types)]
-        self._locator.expect_mappings()
         return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
@@ -183,14 +191,13 @@ def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 class _BufferLocator:
     """Tells where buffers lie, in files that the JVM can open for as long as this is not closed."""
 
-    def __init__(self) -> None:
-        self._descriptors = ExitStack()
+    def __init__(self, spaces: Sequence[AddressSpace]) -> None:
+        """`spaces` are those that the connections have, to which more may be added. Their regions stay mapped here."""
+        self._spaces = spaces
         self._new: list[str] = []
         self._region_count = 0
-        self._regions: dict[tuple[int, str], int] = {}  # by inode and path
-        self._mapped: list[tuple[int, int, int, int]] = []  # first address, last, region, where in its file
-        self._unmapped: set[int] = set()  # pages that are no mapping of a file
-        self._shared: list[_MapEntry] | None = None  # what this process has mapped, as far as it was looked at
+        self._mapped: list[tuple[int, int, int]] = []  # first address of a region, last, its number
+        self._unmapped: set[int] = set()  # pages that are of no region
         self._memfd = -1
         self._memfd_region = 0
         self._memfd_size = 0
@@ -210,61 +217,47 @@ class _BufferLocator:
         new, self._new = self._new, []
         return new
 
-    def expect_mappings(self) -> None:
-        """Another batch may lie in what was mapped since: look at the mappings again when they are needed.
-
-        To look takes milliseconds: it is done once for each batch, and no more where the first came another way, as all
-        others then do.
-        """
-        self._shared = None if self._regions or self._shared is None else []
-
     def forget(self) -> None:
-        """Nobody looks at what was copied any more; and other memory may be where some was that is held no longer."""
+        """Nobody looks at what was copied any more; and a region may be where other memory was."""
         self.copied = 0
-        self._mapped.clear()
         self._unmapped.clear()
 
     def close(self) -> None:
-        self._descriptors.close()
+        if self._memfd >= 0:
+            os.close(self._memfd)
+            self._memfd = -1
 
     def _locate(self, buffer: pa.Buffer) -> tuple[int, int]:
         """Its region, and where in it."""
         first, last = buffer.address, buffer.address + buffer.size
-        for begin, end, region, at in self._mapped:
+        for begin, end, number in self._mapped:
             if begin <= first and last <= end:
-                return region, at + first - begin
-        found = None if first >> 12 in self._unmapped else self._find(first, last)
-        if found is None:
-            self._unmapped.add(first >> 12)
-            return self._copy(buffer)
-        self._mapped.append(found)
-        return found[2], found[3] + first - found[0]
+                return number, first - begin
+        if first >> 12 not in self._unmapped and (region := self._find(first, last)) is not None:
+            assert region.file is not None
+            begin = region.memory.address
+            self._mapped.append((begin, begin + region.size, self._add(region.file.path)))
+            return self._region_count - 1, first - begin
+        self._unmapped.add(first >> 12)
+        return self._copy(buffer)
 
-    def _find(self, first: int, last: int) -> tuple[int, int, int, int] | None:
-        """The shared mapping of a file that these addresses lie in, as a region. It stays while a buffer in it does."""
-        if self._shared is None:
-            self._shared = [*_shared_mappings()]
-        for begin, end, at, inode, path in self._shared:
-            if begin <= first and last <= end:
-                region = self._regions.get((inode, path))
-                if region is None:
-                    descriptor = _reopen(inode, path)
-                    if descriptor is None:
-                        return None
-                    region = self._regions[inode, path] = self._add(descriptor)
-                return begin, end, region, at
+    def _find(self, first: int, last: int) -> Region | None:
+        """The region that these addresses lie in, if its file is there."""
+        for region in chain.from_iterable(space.regions for space in self._spaces):
+            begin = region.memory.address
+            if region.file is not None and begin <= first and last <= begin + region.size:
+                return region
         return None
 
-    def _add(self, descriptor: int) -> int:
-        self._descriptors.callback(os.close, descriptor)
-        self._new.append(f"/proc/{os.getpid()}/fd/{descriptor}")
+    def _add(self, path: str) -> int:
+        self._new.append(path)
         self._region_count += 1
         return self._region_count - 1
 
     def _copy(self, buffer: pa.Buffer) -> tuple[int, int]:
         if self._memfd < 0:
             self._memfd = create_memfd("spark")
-            self._memfd_region = self._add(self._memfd)
+            self._memfd_region = self._add(f"/proc/{os.getpid()}/fd/{self._memfd}")
         at = self.copied
         self.copied = -(-(at + buffer.size) // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
         self._memfd_size = max(self._memfd_size, self.copied)
@@ -273,32 +266,6 @@ class _BufferLocator:
         while len(rest):
             rest = rest[os.pwrite(self._memfd, rest, at + buffer.size - len(rest)) :]
         return self._memfd_region, at
-
-
-def _shared_mappings() -> Iterator[_MapEntry]:
-    """What of files this process has mapped to share it: first address, last, where in the file, inode, path."""
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            extent, mode, at, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            if mode[3] == "s" and path:
-                begin, _, end = extent.partition("-")
-                yield int(begin, 16), int(end, 16), int(at, 16), int(inode), path[0]
-
-
-def _reopen(inode: int, path: str) -> int | None:
-    """A new descriptor of a file that is mapped: Python keeps one for each mapping. None where that is not so."""
-    for number in os.listdir("/proc/self/fd"):
-        link = f"/proc/self/fd/{number}"
-        try:
-            if os.readlink(link) != path or os.stat(link).st_ino != inode:
-                continue
-            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            continue  # it has been closed since; or it is another user's
-        if os.fstat(descriptor).st_ino == inode and os.readlink(f"/proc/self/fd/{descriptor}") == path:
-            return descriptor
-        os.close(descriptor)
-    return None
 
 
 def main() -> None:

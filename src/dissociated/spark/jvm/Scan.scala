@@ -5,6 +5,7 @@ import java.util.OptionalLong
 import scala.jdk.CollectionConverters._
 
 import com.fasterxml.jackson.databind.JsonNode
+import org.apache.spark.SparkContext
 import org.apache.spark.sql.catalyst.InternalRow
 import org.apache.spark.sql.connector.expressions.{FieldReference, NamedReference}
 import org.apache.spark.sql.connector.expressions.aggregate.{Aggregation, CountStar}
@@ -96,12 +97,15 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
     new Statistics {
       override def numRows(): OptionalLong = number("rows", 1)
       override def sizeInBytes(): OptionalLong =
-        number("nbytes", (columns.defaultSize + 8.0) / (dataset.schema.defaultSize + 8.0))
+        number("nbytes", share)
 
       private def number(name: String, part: Double) =
         if (known.has(name)) OptionalLong.of((known.get(name).asLong * part).toLong) else OptionalLong.empty
     }
   }
+
+  /** How much of a row the columns are. */
+  private def share = (columns.defaultSize + 8.0) / (dataset.schema.defaultSize + 8.0)
 
   override def filterAttributes(): Array[NamedReference] = columns.fieldNames.map(FieldReference.column)
 
@@ -114,7 +118,8 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   private def plan: JsonNode = planned.getOrElse {
     planned = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
       "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
-      "conditions" -> (conditions ++ joined)))
+      "conditions" -> (conditions ++ joined), "share" -> share,
+      "tasks" -> SparkContext.getOrCreate().defaultParallelism))
     planned.get
   }
 

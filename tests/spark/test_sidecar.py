@@ -1,0 +1,82 @@
+"""The process beside Spark's JVM, asked without a JVM."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.node.node import Node
+from dissociated.spark.sidecar import Sidecar
+from dissociated.store.store import Store
+from helpers import connections_left, wait_until
+
+EACH, COUNT = 1_000, 6
+TABLE = pa.Table.from_batches(
+    [
+        pa.record_batch({"n": range(first, first + EACH), "text": [f"{n:08}" for n in range(first, first + EACH)]})
+        for first in range(0, COUNT * EACH, EACH)
+    ]
+)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with Node(Store(tmp_path / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("data", TABLE)
+        yield node
+
+
+def planned(sidecar: Sidecar, node: Node, **sizes: Any) -> Any:
+    options = {"path": "data", "catalog": node.uri}
+    described = sidecar.describe(options)
+    schema = described["schema"]
+    columns = json.dumps({**json.loads(schema), "fields": json.loads(schema)["fields"][:1]})
+    return sidecar.plan(options, schema, columns, described["version"], [], **{"share": 0.5, "tasks": 1, **sizes})
+
+
+def test_what_lies_in_the_store_is_told_where_it_lies_and_not_copied(node: Node, tmp_path: Path) -> None:
+    sidecar = Sidecar()
+    plan = planned(sidecar, node)
+    (partition,) = plan["partitions"]
+    stream = sidecar.open(plan["reader"], partition["what"], direct=True)["stream"]
+    regions: list[str] = []
+    numbers: list[int] = []
+    while True:
+        answer = sidecar.next(stream)
+        regions += answer["regions"]
+        for batch in answer["batches"]:
+            ((length, offset, nulls, buffers, children, _kind, _width),) = batch["columns"]
+            assert (length, offset, nulls, children) == (EACH, 0, 0, [])
+            region, at, size = buffers[3:]
+            with open(regions[region], "rb") as file:
+                numbers += memoryview(os.pread(file.fileno(), size, at)).cast("q")[:length].tolist()
+        if answer["ended"]:
+            break
+    assert numbers == TABLE["n"].to_pylist()
+    assert {os.readlink(path).startswith(str(tmp_path)) for path in regions} == {True}
+    sidecar.close(stream)
+    wait_until(lambda: connections_left(node.server) == 0, "it has left")
+
+
+def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar = Sidecar()
+    nbytes = sidecar.describe({"path": "data", "catalog": node.uri})["nbytes"]
+    monkeypatch.setattr("dissociated.spark.sidecar._SLICE_BYTES", -(-nbytes // COUNT))
+
+    def partitions(share: float, tasks: int) -> int:
+        return len(planned(sidecar, node, share=share, tasks=tasks)["partitions"])
+
+    assert partitions(1.0, 1) == COUNT
+    assert partitions(0.5, 1) == COUNT // 2
+    assert partitions(0.01, 1) == 1
+    assert partitions(0.01, 2) == 2
+    assert partitions(0.01, 100) == COUNT
