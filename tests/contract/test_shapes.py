@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
+import pytest
 
+import dissociated as dis
 from arrow_cases import ARRAYS, ROWS
+from helpers import Serve, connections_left
+from machine import media
 
-from .conftest import Route
+from .conftest import MEDIA, Route
 
 #: Small batches, so many that they go in runs, and that not all are under way at once.
 COUNT = 700
@@ -69,6 +75,23 @@ def test_many_small_batches(route: Route) -> None:
         _, arrived = route.read(source)
         assert len(arrived) == COUNT
         assert pa.Table.from_batches(arrived) == table
+
+
+@pytest.mark.parametrize("medium", media(["ucx", "ucx, none", "fabric"]))
+def test_runs_of_several_megabytes_and_odd_batches_between_them(serve: Serve, medium: str) -> None:
+    """Media with messages of their own fetch runs, and what is small overtakes them; some peers take none."""
+    lengths = [*[1000] * 300, 7, *[1000] * 100, *[3] * 40, 999]
+    ends = np.cumsum([0, *lengths]).tolist()
+    whole = pa.record_batch({name: np.arange(ends[-1]) + index for index, name in enumerate("abcd")})
+    words = pa.DictionaryArray.from_arrays(np.zeros(ends[-1], np.int8), pa.array(["x" * 20_000]))
+    whole = whole.append_column("w", words)
+    sent = [whole.slice(begin, end - begin) for begin, end in pairwise(ends)]
+    server = serve(MEDIA[medium])
+    server.publish("data", pa.Table.from_batches(sent))
+    (uri,) = server.locations("data")
+    for one in (uri, uri.replace("&runs=1", ""), uri):
+        assert [*dis.open_stream(one, server.ticket("data"))] == sent
+    assert connections_left(server) == 0
 
 
 def test_a_batch_of_64_mb(route: Route) -> None:

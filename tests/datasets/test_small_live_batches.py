@@ -15,6 +15,7 @@ import pytest
 
 import dissociated as dis
 from helpers import PATIENCE, Serve, connections_left, open_live, wait_until
+from machine import missing
 from memory.maps import shared_bytes
 
 SCHEMA = pa.schema([("n", pa.int64()), ("s", pa.string()), ("d", pa.dictionary(pa.int8(), pa.string()))])
@@ -90,18 +91,28 @@ def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
         )
         texts = ["x" * (number % 50 // 49)] * size
         sent.append(pa.record_batch([np.full(size, number), pa.array(texts, pa.string()), words], schema=SCHEMA))
-    server = serve(*MEDIA)
-    shared_or_not: list[dict[str, Any]] = [{"live": dis.Live(consumers=4)}, {}]
-    for options, names in product(shared_or_not, (["n", "s", "d"], ["n", "s"], ["n"])):
+    native = [
+        *(() if missing("ucx") else ("ucx:", "ucx:?err_mode=none")),
+        *(() if missing("libfabric") else ("fabric:",)),
+    ]
+    server = serve(*MEDIA, *native)
+    for shared, names in product((True, False), (["n", "s", "d"], ["n", "s"], ["n"])):
+        others = native if names == ["n", "s"] else []  # connecting over these takes its time
+        options: dict[str, Any] = {"live": dis.Live(consumers=4 + len(others))} if shared else {}
         some = [one.select(names) for one in sent]
         server.publish("live", partial(pa.RecordBatchReader.from_batches, some[0].schema, some), **options)
         readers = [open_live(server, scheme) for scheme in ("shm", "tcp", "inproc")]
         readers.append(open_live(server, "tcp", columns=["n"]))
+        readers[:0] = [
+            dis.open_stream(uri, server.ticket("live"), timeout=PATIENCE)
+            for uri in server.locations("live")
+            if others and uri.startswith(("ucx", "fabric"))
+        ]
         whole: list[list[pa.RecordBatch]]
         narrow: list[pa.RecordBatch]
-        with ThreadPoolExecutor(4) as pool:
+        with ThreadPoolExecutor(len(readers)) as pool:
             *whole, narrow = pool.map(list, readers)
-        assert whole == [some] * 3, (options, names)
+        assert whole == [some] * (3 + len(others)), (options, names)
         assert narrow == [one.select(["n"]) for one in sent], (options, names)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -11,17 +14,24 @@ import pytest
 
 import dissociated as dis
 from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError
+from dissociated.protocol.message import Message
+from dissociated.transport.base import Connection, Listener
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
 from helpers import case
+from machine import media
 
 from .conftest import Scripted
 from .content import BATCH_HEADER, BODY, BUFFERS, GOOD, META, SCHEMA, SCHEMA_HEADER, TABLE
 from .peer import (
     ABORT,
     ADDRESSES,
+    PATIENCE,
     PREAMBLE,
     RUN,
     TAGGED,
     UNTAGGED,
+    WANT,
     RawConnection,
     RawServer,
     Script,
@@ -203,6 +213,53 @@ ALL = [
         for name, data, error, phrase in cases
     ),
 ]
+
+
+#: The tag of a run over media that have messages of their own.
+RUN_TAG = 0xFE44_4953_534F_0200
+
+
+def _messages(frames: bytes) -> Iterator[tuple[int, Message]]:
+    """What frames are over these media: their kinds, and messages. What only has a head is zeros."""
+    while frames:
+        word, tag = struct.unpack_from("<QQ", frames)
+        kind, length = word >> 56, word & (1 << 56) - 1
+        payload = frames[16 : 16 + length].ljust(length, b"\0")
+        frames = frames[16 + length + -length % 8 :]
+        yield kind, Message({UNTAGGED: None, RUN: RUN_TAG}.get(kind, tag), (payload,))
+
+
+def _say(connection: Connection, frames: bytes) -> None:
+    """Take the request, and send what these frames are."""
+    with connection, suppress(ConnectionClosed):  # the client has had enough
+        connection.handshake(PATIENCE)
+        request = connection.receive(PATIENCE, lambda tag, length: bytearray(length))
+        assert request is not None
+        for kind, message in _messages(frames):
+            if kind == ABORT:
+                connection.abort(bytes(message.parts[0]).decode())
+            else:
+                connection.send([message], PATIENCE)
+        connection.finish(PATIENCE)
+
+
+@pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
+def test_broken_runs_over_media_with_messages_of_their_own(medium: str) -> None:
+    def accept(listener: Listener) -> Connection:
+        connection = listener.accept()
+        assert connection is not None
+        return connection
+
+    with closing(transport(medium).listen(Uri.parse(f"{medium}://127.0.0.1:0"))) as listener:
+        uri = str(replace(listener.uri, want_data=WANT))
+        for name, data, error, phrase in RUNS[::2]:
+            with case(name), ThreadPoolExecutor(1) as pool:
+                saying_it = pool.submit(lambda data=data: _say(accept(listener), data))  # type: ignore[misc]
+                with pytest.raises(error, match=phrase) as caught:
+                    read(uri)
+                assert type(caught.value) is error
+                del caught
+                saying_it.result(PATIENCE)
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls", "shm"])

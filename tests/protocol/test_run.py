@@ -173,13 +173,40 @@ def test_of_a_doubtful_run_all_is_delivered_that_comes_before_the_doubt() -> Non
         receiver.next_together()
 
 
-def test_a_run_that_is_overtaken_by_the_end_is_still_delivered() -> None:
+def test_a_run_that_is_overtaken_is_still_delivered_together() -> None:
+    """By what comes after it: a message, half of one, the end. Media with messages of their own do that."""
+    last, after = packed_run(6, 2, first=4).expand(), begun()
+    metadata, packed, half, _ = last
+    after.receive(metadata)
+    after.receive(packed)
+    after.receive(half)
+    after.receive_metadata(struct.pack("<BI", 0, 6))
+    after.receive(packed_run(6, 3))
+    assert isinstance(after.next_together(), PackedBatches)
+    assert sequence_of(after.next_together()) == 4
+    assert after.next_together() is None
+    assert not after.complete
+
+    only = begun()
+    only.receive_metadata(struct.pack("<BI", 0, 4))
+    only.receive(packed_run(6, 3))
+    assert not only.complete
+    assert isinstance(only.next_together(), PackedBatches)
+    assert only.complete
+
+
+def test_a_run_of_what_has_come_or_is_beyond_the_end_is_refused() -> None:
+    for number, error in ((0, "the metadata of message 2 twice"), (1, "the body of message 2 twice")):
+        receiver = begun()
+        receiver.receive([*packed_run(6, 3).expand()][2 + number])
+        receiver.receive(packed_run(6, 3))
+        with pytest.raises(RemoteProtocolError, match=error):
+            [*iter(receiver.next_together, None)]
     receiver = begun()
+    receiver.receive_metadata(struct.pack("<BI", 0, 3))
     receiver.receive(packed_run(6, 3))
-    receiver.receive_metadata(struct.pack("<BI", 0, 4))
-    assert not receiver.complete
-    assert [sequence_of(delivered) for delivered in iter(receiver.next_together, None)] == [1, 2, 3]
-    assert receiver.complete
+    with pytest.raises(RemoteProtocolError, match="is complete"):
+        [*iter(receiver.next_together, None)]
 
 
 def test_messages_that_come_together_may_come_in_any_order() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from dissociated.memory.shared import map_read_only
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.native.connection import NativeConnection
+from dissociated.transport.native.runs import RUN
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, leaving_nothing
@@ -137,11 +139,36 @@ def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listen
                 prepared = prepared or both.server.prepare(MESSAGES)
                 sending = pool.submit(both.server.send, prepared, PATIENCE)
                 arrived: list[Any] = []
+                runs = 0
                 while len(arrived) < len(PLAIN):
                     one = both.client.receive(PATIENCE, allocate)
+                    runs += isinstance(one, Run)
                     arrived += map(plain, one.expand() if isinstance(one, Run) else [one])
                 assert _ordered(both, arrived) == _ordered(both, PLAIN)
+                assert (runs > 0) is both.server.takes_runs
                 sending.result(PATIENCE)
+
+
+@pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
+def test_runs_go_only_to_who_has_said_that_it_takes_them(listener: Listener) -> None:
+    """A client that is not offered them says nothing of them, as those of others do. Clients send none."""
+    both = connect(listener)
+    with both.client, both.server:
+        assert both.client.takes_runs
+        assert both.server.takes_runs
+        both.client.send([Message(RUN, (bytes(24),))], PATIENCE)
+        assert plain(receive(both.server)) == (RUN, bytes(24))
+    listener.uri = replace(listener.uri, parameters={**listener.uri.parameters, "runs": "0"})
+    both = connect(listener)
+    with both.client, both.server:
+        assert not both.client.takes_runs
+        assert not both.server.takes_runs
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(both.server.send, both.server.prepare(MESSAGES), PATIENCE)
+            assert _ordered(both, [plain(receive(both.client)) for _ in PLAIN]) == _ordered(both, PLAIN)
+            sending.result(PATIENCE)
+        both.server.send([Message(RUN, (bytes(24),))], PATIENCE)
+        assert plain(receive(both.client)) == (RUN, bytes(24))
 
 
 # Without error handling, UCX throws away what a peer sent before it closed: there it takes `finish`.

@@ -177,13 +177,24 @@ class Receiver:
 
     def _recognised(self, run: Run) -> Delivered | None:
         """All of a run, delivered at once; None where that cannot be, for whatever reason."""
-        if self._machine.state is not State.STREAMING or not self._next or self._headers or self._bodies:
+        end = self._next + run.length
+        if self._machine.state not in (State.STREAMING, State.ENDING) or not self._next or not self._is_new(run.length):
             return None
         batches = recognise(run, self._next)
         if batches is not None:
             self._check_buffers(batches.headers[0].tobytes(), batches.parsed, self._next)
-            self._next += run.length
+            self._next = end
+            if end == self._count:
+                self._machine.move(Step.DELIVERED, RemoteProtocolError)
         return batches
+
+    def _is_new(self, length: int) -> bool:
+        """Whether nothing has arrived of the next `length` messages, which the stream has. Later ones may have."""
+        end = self._next + length
+        if self._count is not None and end > self._count:
+            return False
+        numbers = range(self._next, end)
+        return all(not arrived or arrived.keys().isdisjoint(numbers) for arrived in (self._headers, self._bodies))
 
     @property
     def needs_body(self) -> bool:

@@ -18,9 +18,9 @@ from dissociated.transport.framed.framing import (
     FrameReader,
     encode_frame,
     encode_frames,
-    encode_runs,
-    parse_run,
+    encode_frames_with_runs,
 )
+from dissociated.transport.runs import parse_run
 from helpers import case
 
 HELLO = bytes.fromhex("444953534f430001")
@@ -242,7 +242,7 @@ def test_runs_mean_what_their_messages_mean(shapes: list[tuple[int, int, int]], 
             messages.append(Message(None, (bytes([number]), b"u" * untagged)))
             messages.append(Message(number << 40, (b"t" * tagged, b"", bytes([number]))))
     arrived: list[Incoming] = []
-    for frame in read_all([HELLO, b"".join(map(bytes, encode_runs(messages)))]):
+    for frame in read_all([HELLO, b"".join(map(bytes, encode_frames_with_runs(messages)))]):
         if frame.kind == FrameKind.RUN:
             arrived += parse_run(frame.payload).expand()
         else:
@@ -252,5 +252,5 @@ def test_runs_mean_what_their_messages_mean(shapes: list[tuple[int, int, int]], 
 
 def test_many_like_small_messages_become_one_frame() -> None:
     messages = [Message(tag, (b"12345678",)) for number in range(100) for tag in (None, number)]
-    frames = read_all([HELLO, b"".join(map(bytes, encode_runs(messages)))])
+    frames = read_all([HELLO, b"".join(map(bytes, encode_frames_with_runs(messages)))])
     assert [frame.kind for frame in frames] == [FrameKind.RUN]

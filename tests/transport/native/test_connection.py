@@ -29,8 +29,8 @@ class Quiet(NativeConnection):
         self.looks = 0
         self.released = False
 
-    def prepare(self, messages: Any) -> Any:
-        return [Outgoing(sum(map(len, message.parts))) for message in messages]
+    def _encode(self, message: Message) -> Outgoing:
+        return Outgoing(sum(map(len, message.parts)))
 
     def _progress(self) -> bool:
         return False

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 import pytest
 
 from dissociated.errors import RemoteProtocolError
-from dissociated.protocol.message import Message
+from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
 from dissociated.transport.native.fabric import _ofi
 from dissociated.transport.native.fabric.connection import FabricConnection
@@ -117,7 +117,7 @@ def test_what_is_said_beside_the_protocol_is_no_message_however_much_comes_at_on
                 assert not any(server.arrived() for _ in range(500))
             client.send([Message(2, (b"said",))], PATIENCE)
             arrived = server.receive(PATIENCE, lambda tag, length: bytearray(length))
-            assert arrived is not None
+            assert isinstance(arrived, Incoming)
             assert bytes(arrived.data) == b"said"
 
 

@@ -34,10 +34,9 @@ from dissociated.transport.framed.framing import (
     FrameReader,
     encode_frame,
     encode_frames,
-    encode_runs,
-    parse_run,
+    encode_frames_with_runs,
 )
-from dissociated.transport.runs import MIN_RUN
+from dissociated.transport.runs import MIN_RUN, parse_run
 from dissociated.uri import Uri
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -110,7 +109,7 @@ class SocketConnection(Connection):
         self._reader.limit_untagged(length)
 
     def prepare(self, messages: Sequence[Message | Run]) -> EncodedFrames:
-        return EncodedFrames(encode_runs(messages))
+        return EncodedFrames(encode_frames_with_runs(messages))
 
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
         parts = messages if isinstance(messages, EncodedFrames) else encode_frames(messages)

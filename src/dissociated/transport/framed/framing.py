@@ -14,14 +14,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from itertools import groupby
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from dissociated.buffers import Buffer
 from dissociated.errors import ConnectionClosed, LocalProtocolError, RemoteProtocolError
 from dissociated.protocol.message import Message, Run
 from dissociated.transport.base import Allocate
-from dissociated.transport.runs import message_size, split_runs
+from dissociated.transport.runs import MAX_RUN, EncodedRun, encode_runs
 
 PREAMBLE = b"DISSOC\x00\x01"  # the last byte is the version of the framing
 
@@ -29,11 +28,9 @@ _head = struct.Struct("<QQ")
 HEAD_SIZE = _head.size
 _LENGTH_MASK = (1 << 56) - 1
 _PADDING = [bytes(-n % 8) for n in range(8)]
-_run_head = struct.Struct("<QQQ")
 
 #: Caps on payloads whose memory nobody else allocates: of untagged messages, unless whoever receives says otherwise.
 MAX_UNTAGGED = 1 << 28
-MAX_RUN = 1 << 26
 MAX_CONTROL = 1 << 16
 
 #: Parts up to this many bytes are copied together; larger ones are sent from where they lie.
@@ -54,8 +51,8 @@ class FrameKind(IntEnum):
     REGION = 3
     #: the sender gives up; the payload is the reason, UTF-8
     ABORT = 4
-    #: many small messages, see `Run`: three uint64 (how many, size of an untagged one, size of a tagged one), then
-    #: the tags, the untagged messages, the tagged ones, each zero-padded together to a multiple of 8 bytes
+    #: many small messages, as `transport.runs` encodes them: three uint64 (how many, size of an untagged one, size of a
+    #: tagged one), then the tags, the untagged messages, the tagged ones, each zero-padded to a multiple of 8 bytes
     RUN = 5
 
 
@@ -77,9 +74,12 @@ def encode_frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
 
 def encode_frames(messages: Sequence[Message]) -> list[Buffer]:
     """The bytes of these messages, in parts to be sent one after the other. Large parts are borrowed."""
-    return _encode(
-        *((FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED, tag or 0, parts) for tag, parts in messages)
-    )
+    return _encode(*map(_plain, messages))
+
+
+def _plain(message: Message) -> tuple[FrameKind, int, Sequence[Buffer]]:
+    tag, parts = message
+    return FrameKind.UNTAGGED if tag is None else FrameKind.TAGGED, tag or 0, parts
 
 
 def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
@@ -104,63 +104,13 @@ def _encode(*frames: tuple[FrameKind, int, Sequence[Buffer]]) -> list[Buffer]:
     return encoded
 
 
-def encode_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
+def encode_frames_with_runs(messages: Sequence[Message | Run]) -> list[Buffer]:
     """Like `encode_frames`, with a frame for each run of alike small messages: untagged, tagged, untagged ..."""
-    encoded: list[Buffer] = []
-    for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
-        if is_run:
-            encoded += [part for run in some for part in _run_frame(cast(Run, run))]
-        else:
-            encoded += _with_runs(cast("list[Message]", [*some]))
-    return encoded
-
-
-def _run_frame(run: Run) -> list[Buffer]:
-    parts: list[Buffer] = [_run_head.pack(run.length, run.untagged_size, run.tagged_size), run.tags]
-    parts += (run.untagged, _PADDING[len(run.untagged) % 8], run.tagged, _PADDING[len(run.tagged) % 8])
-    return _encode((FrameKind.RUN, 0, parts))
-
-
-def _with_runs(messages: Sequence[Message]) -> list[Buffer]:
-    encoded: list[Buffer] = []
-    for alike, some in split_runs(messages):
-        encoded += _encode_run(some) if alike else encode_frames(some)
-    return encoded
-
-
-def _encode_run(messages: Sequence[Message]) -> list[Buffer]:
-    """A RUN frame. It is put together as the parts of one message, which has its layout but for the kind."""
-    count, sizes = len(messages) // 2, (message_size(messages[0]), message_size(messages[1]))
-    parts: list[Buffer] = [_run_head.pack(count, *sizes)]
-    parts.append(struct.pack(f"<{count}Q", *[message.tag for message in messages[1::2]]))
-    for some, size in zip((messages[0::2], messages[1::2]), sizes, strict=True):
-        pieces: list[Buffer] = [part for message in some for part in message.parts]
-        parts += [b"".join(pieces)] if size <= _COALESCE else pieces
-        parts.append(_PADDING[count * size % 8])
-    return _encode((FrameKind.RUN, 0, parts))
-
-
-def parse_run(payload: Buffer) -> Run:
-    """Take the payload of a RUN frame apart. Raises RemoteProtocolError where its sizes disagree with its length."""
-    memory = memoryview(payload)
-    if len(memory) < _run_head.size:
-        raise RemoteProtocolError("the peer sent a run of messages that is cut off")
-    count, untagged_size, tagged_size = _run_head.unpack_from(memory)
-    tags_at = _run_head.size
-    untagged_at = tags_at + 8 * count
-    tagged_at = untagged_at + (count * untagged_size + 7 & ~7)
-    end = tagged_at + (count * tagged_size + 7 & ~7)
-    if not count or end != len(memory):
-        raise RemoteProtocolError(
-            f"the peer sent a run of {count} messages of {untagged_size} and {tagged_size} bytes in {len(memory)} bytes"
+    return _encode(
+        *(
+            (FrameKind.RUN, 0, one.parts) if isinstance(one, EncodedRun) else _plain(one)
+            for one in encode_runs(messages)
         )
-    return Run(
-        count,
-        memory[untagged_at : untagged_at + count * untagged_size],
-        untagged_size,
-        memory[tags_at:untagged_at],
-        memory[tagged_at : tagged_at + count * tagged_size],
-        tagged_size,
     )
 
 

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
@@ -23,10 +23,12 @@ from dissociated.errors import (
 )
 from dissociated.memory.region import Region
 from dissociated.memory.remote import RemoteAddressSpace, Span
-from dissociated.protocol.message import Incoming, Message
+from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native.progress import MAX_SLEEP, ProgressConnection
+from dissociated.transport.native.runs import RUN, with_runs
+from dissociated.transport.runs import MAX_RUN, MIN_RUN, parse_run
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
 MAX_IN_FLIGHT = 1 << 26
@@ -46,9 +48,14 @@ _YIELD_TIME = 0.001  # seconds in which others can take it
 _AHEAD = 1 << 22
 
 
-class NativeConnection(ProgressConnection):
-    """See the module."""
+class EncodedMessages(list[Any]):
+    """Messages as a medium takes them: what `prepare` returns."""
 
+
+class NativeConnection(ProgressConnection):
+    """See the module. `takes_runs` is for whoever makes the connection to say, before anything is sent."""
+
+    min_run = MIN_RUN
     _ffi: Any  #: cffi's, of the medium's library
 
     def __init__(self, peer: str, accepted: bool) -> None:
@@ -71,8 +78,12 @@ class NativeConnection(ProgressConnection):
     # What a medium does
 
     @abstractmethod
+    def _encode(self, message: Message) -> Any:
+        """A message as the medium takes it, with its `size` in bytes."""
+
+    @abstractmethod
     def _start(self, message: Any) -> None:
-        """Begin to send a prepared message."""
+        """Begin to send an encoded message."""
 
     @abstractmethod
     def _waiting(self) -> bool:
@@ -99,9 +110,14 @@ class NativeConnection(ProgressConnection):
 
     # What that makes
 
+    def prepare(self, messages: Sequence[Message | Run]) -> EncodedMessages:
+        single = with_runs(messages) if self.takes_runs else cast("Sequence[Message]", messages)
+        return EncodedMessages(map(self._encode, single))
+
     def send(self, messages: Sequence[Message] | Any, timeout: float) -> None:
+        encoded = messages if isinstance(messages, EncodedMessages) else [*map(self._encode, messages)]
         with self._lock:
-            for message in self.prepare(messages):
+            for message in encoded:
                 size = message.size
                 if not self._has_room(size):
                     self._settle_until(lambda size=size: self._has_room(size), timeout)  # type: ignore[misc]
@@ -118,7 +134,7 @@ class NativeConnection(ProgressConnection):
                 self._advance()
                 self._keep_moving()
 
-    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
+    def receive(self, timeout: float, allocate: Allocate) -> Incoming | Run | None:
         with self._lock:
             on_its_way = False
 
@@ -139,7 +155,8 @@ class NativeConnection(ProgressConnection):
             if self._arrived:
                 incoming = self._arrived.popleft()
                 self._arrived_bytes -= OVERHEAD + len(incoming.data)
-                return incoming
+                self._consumed(len(incoming.data))
+                return parse_run(incoming.data) if self._is_run(incoming.tag) else incoming
             if self._broken is not None:
                 raise self._broken
             if self._reason is not None:
@@ -250,6 +267,21 @@ class NativeConnection(ProgressConnection):
                 else f"{self._peer} sent more than {self._max_unread} bytes that nobody had asked for yet"
             )
         return False
+
+    def _is_run(self, tag: int | None) -> bool:
+        """Whether a message of the peer's with this tag is a run, which servers alone send."""
+        return tag == RUN and self.takes_runs and not self._accepted
+
+    def _allocate(self, tag: int | None, length: int, allocate: Allocate) -> Buffer:
+        """Memory for a tagged message. Raises what `allocate` raises, and RemoteProtocolError for too long a run."""
+        if not self._is_run(tag):
+            return allocate(tag, length)
+        if length > MAX_RUN:
+            raise RemoteProtocolError(f"the peer sent a run of {length} bytes; it has at most {MAX_RUN} bytes")
+        return allocate(None, length)
+
+    def _consumed(self, size: int) -> None:
+        """A message of this size was handed to whoever receives."""
 
     def _only_small(self, allocate: Allocate) -> bool:
         """Whether to take only what has arrived whole.

@@ -34,6 +34,7 @@ from dissociated.transport.native.fabric.control import (
     JOINS,
     KIND_MASK,
     LARGE,
+    TAKES_RUNS,
     Kind,
 )
 from dissociated.transport.native.fabric.control_receiver import ControlReceiver
@@ -45,7 +46,7 @@ from dissociated.transport.native.fabric.info import QUEUE
 from dissociated.transport.native.fabric.liveness import Liveness
 from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.fabric.outbox import Outbox
-from dissociated.transport.native.fabric.outgoing import FabricMessages, Outgoing, PendingSend
+from dissociated.transport.native.fabric.outgoing import Outgoing, PendingSend
 from dissociated.transport.native.fabric.provider import ConnectionEndpoint
 from dissociated.transport.native.heartbeat import heartbeat_of
 
@@ -131,7 +132,7 @@ class FabricConnection(NativeConnection):
             if not handshake.welcomed:
                 raise ConnectionClosed(f"connecting to {self._peer}: the peer closed the connection")
             handshake.take_name(host)
-            joining = self._send_controls(JOINS)
+            joining = self._send_controls(JOINS, TAKES_RUNS if self.takes_runs else b"")
             self._until(lambda: all(one.ended for one in joining), end, timeout)
             self._check_open()
 
@@ -145,10 +146,8 @@ class FabricConnection(NativeConnection):
 
     # Sending
 
-    def prepare(self, messages: Sequence[Message] | Any) -> FabricMessages:
-        if isinstance(messages, FabricMessages):
-            return messages
-        return FabricMessages(map(self._outbox.encode, messages))
+    def _encode(self, message: Message) -> Outgoing:
+        return self._outbox.encode(message)
 
     def _start(self, message: Outgoing) -> None:
         self._credit.send(message.size)
@@ -159,8 +158,8 @@ class FabricConnection(NativeConnection):
     def _send_control(self, kind: Kind, payload: bytes = b"") -> PendingSend:
         return self._outbox.send(PendingSend(CONTROL | kind, [self._ffi.from_buffer(payload[:CONTROL_SIZE])]), self)
 
-    def _send_controls(self, kinds: Sequence[Kind]) -> list[PendingSend]:
-        return [self._send_control(kind) for kind in kinds[: self._endpoint.lanes]]
+    def _send_controls(self, kinds: Sequence[Kind], payload: bytes = b"") -> list[PendingSend]:
+        return [self._send_control(kind, payload) for kind in kinds[: self._endpoint.lanes]]
 
     def sent(self, sending: PendingSend) -> None:
         """It has been sent."""
@@ -182,13 +181,10 @@ class FabricConnection(NativeConnection):
 
     # Receiving
 
-    def receive(self, timeout: float, allocate: Allocate) -> Incoming | None:
-        incoming = super().receive(timeout, allocate)
-        if incoming is not None and not self._accepted:
-            with self._lock:
-                self._credit.consume(len(incoming.data))
-                self._report_if_due()
-        return incoming
+    def _consumed(self, size: int) -> None:
+        if not self._accepted:
+            self._credit.consume(size)
+            self._report_if_due()
 
     def _report_if_due(self) -> None:
         if self._credit.should_report and not self._closed and not self._gone and self._outbox.peer is not None:
@@ -229,6 +225,8 @@ class FabricConnection(NativeConnection):
         self._happened = True
         # Each of these is said once: one who says them again and again would be taken for one at work.
         if self._handshake.receive(kind, data):
+            if self._accepted and not self._credit.begun:  # else the server has looked already
+                self.takes_runs = self._handshake.takes_runs
             return
         if kind == Kind.ABORT and self._reason is None:
             self._give_up(data.decode(errors="replace"))
@@ -262,7 +260,7 @@ class FabricConnection(NativeConnection):
                 return not only_small or bool(self._receiving)
             try:
                 if found.tag != LARGE:
-                    memory = allocate(found.tag, found.length)
+                    memory = self._allocate(found.tag, found.length, allocate)
                 elif found.length <= self._max_untagged:
                     memory = bytearray(found.length)
                 else:

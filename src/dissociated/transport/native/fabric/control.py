@@ -13,6 +13,8 @@ KIND_MASK = 0xFF
 LARGE = CONTROL | 0x100
 CONTROL_SIZE = 4096  # bytes of a control message, at most
 CONTROL_BUFFERS = 8
+#: What a client that takes runs says as it joins; others say nothing.
+TAKES_RUNS = b"\x01"
 #: How many bytes have been consumed.
 CONSUMED = struct.Struct("<Q")
 
@@ -29,7 +31,7 @@ class Kind(IntEnum):
     HELLO = 1
     #: listener to client: the version, and the name of the endpoint to talk to
     WELCOME = 2
-    #: client to that endpoint: nothing; before it, the server sends nothing
+    #: client to that endpoint: nothing, or TAKES_RUNS; before it, the server sends nothing
     JOIN = 3
     #: now and then: how many bytes have been consumed, uint64. The heartbeat
     CREDIT = 4

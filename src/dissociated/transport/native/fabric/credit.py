@@ -59,6 +59,11 @@ class Credit:
 
     # The peer's
 
+    @property
+    def begun(self) -> bool:
+        """Whether a message has arrived."""
+        return bool(self._taken)
+
     def arrive(self, size: int) -> bool:
         """A message of this size arrived. Whether the peer waits until what it sends is consumed, as it has to."""
         self._largest = max(self._largest, size)

@@ -6,7 +6,7 @@ import struct
 
 from dissociated.errors import RemoteProtocolError, TransportError
 from dissociated.transport.native.addresses import advertised_names
-from dissociated.transport.native.fabric.control import VERSION, Kind
+from dissociated.transport.native.fabric.control import JOINS, TAKES_RUNS, VERSION, Kind
 from dissociated.transport.native.fabric.outbox import Outbox
 from dissociated.transport.native.fabric.provider import ConnectionEndpoint
 
@@ -27,6 +27,8 @@ class Handshake:
         self._client = client
         self._welcome: bytes | None = None
         self._bodies_joined = False
+        #: Whether the client that has joined takes runs.
+        self.takes_runs = False
 
     @property
     def joining(self) -> bool:
@@ -53,6 +55,8 @@ class Handshake:
             self._bodies_joined = True  # it has done its work: there is a connection
         else:
             return False
+        if kind == JOINS[self._endpoint.lanes - 1]:  # what is said where requests come, too, and so before them
+            self.takes_runs = data == TAKES_RUNS
         return True
 
     def take_name(self, host: str) -> None:

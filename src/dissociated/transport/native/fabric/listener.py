@@ -27,6 +27,7 @@ from dissociated.transport.native.fabric.provider import (
     provider_of,
 )
 from dissociated.transport.native.listener import MAX_SLEEP, NativeListener, Withdraw, withdraw_with
+from dissociated.transport.native.runs import OFFER
 from dissociated.uri import Uri
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,12 @@ class FabricListener(NativeListener):
         self._joining: list[tuple[float, FabricConnection]] = []  # and since when, the oldest first
         for _ in range(CONTROL_BUFFERS):
             self._listen(self._ffi.new(f"char[{CONTROL_SIZE}]"))
-        parameters = {"provider": self._provider, "protocol": endpoint.protocol, "libfabric": endpoint.ofi.version}
+        parameters = {
+            "provider": self._provider,
+            "protocol": endpoint.protocol,
+            "libfabric": endpoint.ofi.version,
+            **OFFER,
+        }
         if "heartbeat" in uri.parameters:
             parameters["heartbeat"] = uri.parameters["heartbeat"]
         self.uri = Uri("fabric", host=self._host, port=host_and_port(endpoint.name)[1], parameters=parameters)

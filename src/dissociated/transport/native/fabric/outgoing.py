@@ -23,10 +23,6 @@ class Outgoing(NamedTuple):
     pieces: Sequence[Any]
 
 
-class FabricMessages(list[Outgoing]):
-    """Messages that are encoded already."""
-
-
 def encode(ffi: Any, max_message: int, message: Message) -> Outgoing:
     """A message as libfabric takes it. Raises LocalProtocolError for what it cannot take."""
     tag, parts = message.tag, [part for part in message.parts if len(part)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dissociated.buffers import Buffer
@@ -26,7 +25,7 @@ from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx.callbacks import params
 from dissociated.transport.native.ucx.closing import ClosingConnection, closing_connections
 from dissociated.transport.native.ucx.endpoint import ABORT, METADATA, UcxEndpoint
-from dissociated.transport.native.ucx.outgoing import Outgoing, UcxMessages, encode, gather
+from dissociated.transport.native.ucx.outgoing import Outgoing, encode, gather
 from dissociated.transport.native.ucx.worker import Worker
 
 _MAX_REASON = 1 << 12  # bytes of a reason for giving up
@@ -44,7 +43,7 @@ class _ProbedMessage(NamedTuple):
 
 
 class _Receiving(NamedTuple):
-    """A message on its way into `data`. `tag` is None for metadata."""
+    """A message on its way into `data`, or that waits for others, without a request. `tag` is None for metadata."""
 
     request: Any
     tag: int | None
@@ -101,10 +100,8 @@ class UcxConnection(NativeConnection):
 
     # Sending
 
-    def prepare(self, messages: Sequence[Message] | Any) -> UcxMessages:
-        if isinstance(messages, UcxMessages):
-            return messages
-        return UcxMessages(encode(self._ucp, message) for message in messages)
+    def _encode(self, message: Message) -> Outgoing:
+        return encode(self._ucp, message)
 
     def _start(self, message: Outgoing) -> None:
         if message.pieces and (self._endpoint.err_mode_none or message.size <= _GATHER):
@@ -205,7 +202,7 @@ class UcxConnection(NativeConnection):
             request = self._lib.ucp_am_recv_data_nbx(worker, handle, view, length, self._plain)
         else:
             try:
-                memory = allocate(tag, length)
+                memory = self._allocate(tag, length, allocate)
             except BaseException:
                 # It is ours now and must be received, even if into nothing.
                 refused = self._lib.ucp_tag_msg_recv_nbx(worker, u.ffi.NULL, 0, handle, self._plain)
@@ -220,10 +217,11 @@ class UcxConnection(NativeConnection):
         """Hand over what has been received. Whether some is still on its way."""
         while self._receiving:
             request, tag, memory = self._receiving[0]
-            status = self._lib.ucp_request_check_status(request)
+            status = self._lib.ucp_request_check_status(request) if request else c.OK
             if status == c.INPROGRESS:
                 return True
-            self._lib.ucp_request_free(request)
+            if request:
+                self._lib.ucp_request_free(request)
             self._receiving.popleft()
             self._receiving_bytes -= len(memory)
             # What was read from the memory of a peer that has closed meanwhile may be something else by then.
@@ -232,7 +230,8 @@ class UcxConnection(NativeConnection):
 
     def _receive_into(self, request: Any, tag: int | None, memory: Buffer) -> None:
         status = self._ucp.status(request)
-        if status == c.INPROGRESS:
+        # A run that is there at once waits for those before it: who takes it first has to take it apart.
+        if status == c.INPROGRESS or (status == c.OK and self._receiving and self._is_run(tag)):
             self._receiving.append(_Receiving(request, tag, memory))
             self._receiving_bytes += len(memory)
         else:

@@ -12,6 +12,7 @@ from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection
 from dissociated.transport.native.addresses import host_and_port, sockaddr
 from dissociated.transport.native.listener import MAX_SLEEP, NativeListener, Withdraw, withdraw_with
+from dissociated.transport.native.runs import OFFER
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp
 from dissociated.transport.native.ucx.callbacks import callbacks
@@ -53,7 +54,7 @@ class UcxListener(NativeListener):
         attributes = u.ffi.new("ucp_listener_attr_t *")
         attributes.field_mask = c.LISTENER_ATTR_SOCKADDR
         u.check(u.lib.ucp_listener_query(self._listener, attributes), "listening")
-        parameters = {"ucx": u.version, **({"err_mode": mode} if mode != "peer" else {})}
+        parameters = {"ucx": u.version, **({"err_mode": mode} if mode != "peer" else {}), **OFFER}
         if self._worker.context.segment:
             parameters[SEGMENT_PARAMETER] = str(self._worker.context.segment)
         self.uri = Uri("ucx", host=host, port=host_and_port(u.raw(attributes.sockaddr))[1], parameters=parameters)
@@ -82,10 +83,10 @@ class UcxListener(NativeListener):
         attributes.field_mask = c.CONN_REQUEST_CLIENT_ADDR | c.CONN_REQUEST_CLIENT_ID
         known = u.lib.ucp_conn_request_query(request, attributes) == c.OK
         peer = "ucx client {}:{}".format(*host_and_port(u.raw(attributes.client_address))) if known else "ucx client"
-        knows_abort, segment = client_says(attributes.client_id if known else 0)
+        client = client_says(attributes.client_id if known else 0)
         try:
             # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
-            worker = Worker(self._place._replace(large=segment >= SEGMENT and not self.exposes_memory))
+            worker = Worker(self._place._replace(large=client.segment >= SEGMENT and not self.exposes_memory))
         except TransportError:
             u.lib.ucp_listener_reject(self._listener, request)
             raise
@@ -94,7 +95,8 @@ class UcxListener(NativeListener):
         if self._mode == "peer":  # otherwise it is the client's choice
             endpoint.field_mask |= c.EP_PARAM_ERR_MODE
             endpoint.err_mode = c.ERR_MODE_PEER
-        connection = UcxConnection(worker, peer, endpoint, accepted=True, knows_abort=knows_abort)
+        connection = UcxConnection(worker, peer, endpoint, accepted=True, knows_abort=client.knows_abort)
+        connection.takes_runs = client.takes_runs
         connection.exposes_memory = self.exposes_memory
         return connection
 

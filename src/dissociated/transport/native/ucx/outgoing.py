@@ -25,10 +25,6 @@ class Outgoing(NamedTuple):
     keep: Any
 
 
-class UcxMessages(list[Outgoing]):
-    """Messages that are encoded already."""
-
-
 def encode(u: Ucp, message: Message) -> Outgoing:
     """A message as UCX takes it: in its parts, unless they are small."""
     parts: list[Buffer] = [part for part in message.parts if len(part)]

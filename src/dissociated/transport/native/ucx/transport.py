@@ -1,8 +1,8 @@
 """ucx://HOST:PORT[?err_mode=none]: UCX, which picks what two hosts have in common: TCP, shared memory, RDMA.
 
 Untagged messages are active messages of id 0, without a header; tagged messages carry the protocol's own tags. Nothing
-else is on the wire, so that any UCX peer can take part, but for a reason to give up (active message 1), which goes
-only to peers that say by their client id that they know it.
+else is on the wire, so that any UCX peer can take part, but for a reason to give up (active message 1) and runs of
+messages (a tag of their own), which go only to peers that say by their client id that they know them.
 
 Tags carry no sender: each connection has a worker of its own.
 """
@@ -13,6 +13,7 @@ from dissociated.errors import UriError
 from dissociated.memory.remote import parse_spans
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.native.addresses import resolve, sockaddr
+from dissociated.transport.native.runs import offers_runs
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import ucp
 from dissociated.transport.native.ucx.connection import UcxConnection
@@ -39,8 +40,10 @@ class UcxTransport(Transport):
         endpoint.err_mode = MODES[mode]
         keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
         spans = parse_spans(uri)
-        worker = Worker(context_key(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT))
+        takes_runs = offers_runs(uri)
+        worker = Worker(context_key(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT), takes_runs)
         connection = UcxConnection(worker, where, endpoint, accepted=False, knows_abort=False)
+        connection.takes_runs = takes_runs
         del keep
         try:
             connection.wait_connected(timeout)

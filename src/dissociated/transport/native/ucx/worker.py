@@ -91,7 +91,8 @@ def _check_choice() -> None:
 class Worker:
     """What makes progress, and the descriptor that tells when there is some to make."""
 
-    def __init__(self, where: ContextKey) -> None:
+    def __init__(self, where: ContextKey, takes_runs: bool = False) -> None:
+        """A client says by it whether it `takes_runs`."""
         self.ucp = u = ucp()
         _check_choice()
         self.context = context(where)
@@ -99,7 +100,7 @@ class Worker:
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
         params.thread_mode = c.THREAD_MODE_SERIALIZED
         params.flags = c.WORKER_IGNORE_REQUEST_LEAK  # what a dead peer leaves behind in error mode none
-        params.client_id = client_id(self.context.segment)
+        params.client_id = client_id(self.context.segment, takes_runs)
         worker = u.ffi.new("ucp_worker_h *")
         u.check(u.lib.ucp_worker_create(self.context.handle, params, worker), "creating a worker")
         self.handle = worker[0]
