@@ -18,7 +18,6 @@ from xdist.scheduler import LoadFileScheduling
 import dissociated as dis
 from arrow_cases import Celsius
 from certificates import Certificates, certificates
-from forks import forking
 from helpers import Serve, leaving_nothing
 from machine import need
 from processes import Process, Start
@@ -162,20 +161,13 @@ def client(server: dis.Server) -> Iterator[dis.Client]:
         yield connected
 
 
-@pytest.fixture(scope="session")
-def forks() -> Iterator[None]:
-    """What processes are forked from: begun before any test counts what is open."""
-    with forking():
-        yield
-
-
 @pytest.fixture
-def start(forks: None) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Commands of this library, each a process of its own, until the test is over."""
     started: list[Process] = []
 
-    def make(*arguments: str | Path, prefix: Sequence[str] = (), forked: bool = True) -> Process:
-        started.append(Process(*arguments, prefix=prefix, forked=forked))
+    def make(*arguments: str | Path, prefix: Sequence[str] = ()) -> Process:
+        started.append(Process(*arguments, prefix=prefix))
         return started[-1]
 
     yield make

@@ -15,7 +15,7 @@ import pyarrow as pa
 from dissociated.catalog.locations import DatasetInfo, Endpoint, device_routes, locations, reachable
 from dissociated.client.connect import shares_memory, supports_selection
 from dissociated.client.filtering import read_filtered
-from dissociated.client.open import read_on_device, read_stream
+from dissociated.client.open import copy_stream, read_on_device, read_stream
 from dissociated.client.request import ReadRequest
 from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
@@ -99,7 +99,10 @@ class EndpointReader:
                 return read_on_device(str(self._with_trust(uri)), endpoint.ticket, replace(request, device=device))
             except (TransportError, DeviceError) as error:
                 _log.info("%r is copied to %s, since it cannot be read where it lies: %s", info.name, device, error)
-        return to_device(self.open(info, endpoint, transport, request), device)
+        if transport == "grpc":
+            return to_device(self.open(info, endpoint, transport, request), device)
+        request = replace(request, schema=info.schema, device=device)
+        return self._open_nearest(info.name, endpoint, transport, request, copy_stream)
 
     def read_tensors(self, describe: Describe, transport: str | None, request: ReadRequest) -> Iterator[Tensor]:
         """The tensors of a dataset."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pyarrow as pa
 
@@ -11,12 +12,17 @@ from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.codec.attach import attach
 from dissociated.codec.tensor import slice_buffers
-from dissociated.errors import RemoteProtocolError, TransportError
+from dissociated.errors import DeviceFull, RemoteProtocolError, TransportError
 from dissociated.format.message import buffer_extents
-from dissociated.memory.device.base import Device
+from dissociated.memory.device.base import Device, DeviceBuffer
+from dissociated.memory.device.ring import MemoryRing
 from dissociated.memory.remote import fetch_ranges
 from dissociated.protocol.delivery import Delivery
 from dissociated.transport.base import Connection
+
+#: Bytes of a body from which on memory of a device is allocated for it. Media have smaller ones here before anybody
+#: asks for them.
+_WORTH_A_BLOCK = 1 << 18
 
 
 class Bodies:
@@ -29,6 +35,28 @@ class Bodies:
         self._timeout = request.timeout
         self._pool = request.options.memory_pool
         self._ring = None if request.device is None or self._pool is not None else request.device.ring
+        self._onto: tuple[Device, MemoryRing] | None = None
+
+    def receive_onto(self, device: Device | None) -> None:
+        """Let `allocate_on_device` give memory of this device from now on; None ends that, and gives back what is left.
+
+        Raises DeviceError.
+        """
+        self._onto = None if device is None else (device, device.receive_ring())
+
+    def wants_device(self, length: int) -> bool:
+        """Whether `allocate_on_device` is worth a try for so many bytes."""
+        return self._onto is not None and length >= _WORTH_A_BLOCK
+
+    def allocate_on_device(self, length: int) -> DeviceBuffer | None:
+        """Memory of a device for a body; None where none is to be had now."""
+        if self._onto is None:
+            return None
+        device, ring = self._onto
+        with suppress(DeviceFull):
+            memory = ring.allocate(length)
+            return None if memory is None else DeviceBuffer(device, memory)
+        return None
 
     def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
         """Flatbuffer and body of a message, as libarrow shall read them."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
+from contextlib import closing, suppress
+from itertools import accumulate, chain
 
 import pyarrow as pa
 
+from dissociated.buffers import Buffer
 from dissociated.client.bodies import Bodies
-from dissociated.codec.device import DeviceMessage, Mover
-from dissociated.errors import DeviceError, RemoteProtocolError
-from dissociated.format.layout import is_little_endian, nulls_are_counted
-from dissociated.format.message import HeaderType, buffer_extents, is_compressed, relocate
+from dissociated.codec.device import LAYOUT, DeviceMessage, Mover, copy_to_host
+from dissociated.codec.join import EncodedMessage, Messages
+from dissociated.errors import DeviceError, DeviceFull, RemoteProtocolError
+from dissociated.format.layout import dictionary_of, is_little_endian, nulls_are_counted
+from dissociated.format.message import Header, HeaderType, buffer_extents, is_compressed, relocate
+from dissociated.memory.device.base import Device, DeviceBuffer
 from dissociated.memory.region import Located
 from dissociated.protocol.delivery import Delivery
 
@@ -40,6 +46,96 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
     if located.device not in (None, mover.device):
         raise RemoteProtocolError(f"the server sent addresses on another device than {mover.device.name}")
     return mover.move(header, parsed, [whole.address + offset for offset in located.offsets], whole)
+
+
+class Landing:
+    """The messages of a stream on a device as they come, up to the first that has to be decoded here before.
+
+    Owns `deliveries`.
+    """
+
+    def __init__(self, deliveries: Generator[Delivery, None, None], bodies: Bodies, device: Device) -> None:
+        self._deliveries = deliveries
+        self._bodies = bodies
+        self._device = device
+        self._decoded_here: list[Delivery] = []  # the first of these, with the dictionaries that came just before
+
+    def messages(self) -> Generator[DeviceMessage, None, None]:
+        """Those messages. libarrow wants all dictionaries with the first batch: so they go with the one they precede.
+
+        Raises DeviceFull and DeviceError.
+        """
+        together: list[Delivery] = []
+        try:
+            with closing(Mover(self._device)) as mover:
+                for delivery in self._deliveries:
+                    together.append(delivery)
+                    if not _arrived_movable(delivery):
+                        self._decoded_here = together
+                        return
+                    ready = delivery.parsed.type is not HeaderType.DICTIONARY_BATCH
+                    del delivery  # it holds a body
+                    while ready and together:
+                        yield self._moved(together.pop(0), mover)
+        finally:
+            self._bodies.receive_onto(None)
+            if not self._decoded_here:
+                self._deliveries.close()
+
+    def _moved(self, delivery: Delivery, mover: Mover) -> DeviceMessage:
+        if not isinstance(delivery.body, DeviceBuffer):
+            return _move(delivery, delivery.body, mover)
+        received = delivery.body.take()
+        with suppress(DeviceFull):
+            return _move(delivery, received, mover)
+        self._bodies.receive_onto(None)  # what was received into may be what is missing
+        received = copy_to_host(self._device, received)
+        mover.settle()
+        return _move(delivery, received, mover)
+
+    def rest(self, begin: Messages) -> Messages | None:
+        """The others, for libarrow to decode, after what the stream `begin` with; None where there are none."""
+        return self._rest(begin) if self._decoded_here else None
+
+    def _rest(self, begin: Messages) -> Messages:
+        with closing(self._deliveries):
+            yield from begin
+            first, self._decoded_here = self._decoded_here, []
+            yield from map(self._attach, chain(first, self._deliveries))
+
+    def _attach(self, delivery: Delivery) -> EncodedMessage:
+        return self._bodies.attach(delivery._replace(body=self._on_host(delivery.body)))
+
+    def _on_host(self, body: Buffer | None) -> Buffer | None:
+        return copy_to_host(self._device, body.take()) if isinstance(body, DeviceBuffer) else body
+
+
+def is_movable(header: bytes, parsed: Header) -> bool:
+    """Whether the buffers of this message can go to a device as they are: libarrow need not look into them first."""
+    if parsed.type not in (HeaderType.RECORD_BATCH, HeaderType.DICTIONARY_BATCH):
+        return parsed.type is HeaderType.SCHEMA
+    if is_compressed(header) or not nulls_are_counted(header):
+        return False
+    if parsed.type is HeaderType.DICTIONARY_BATCH and dictionary_of(header)[1]:
+        return False  # it grows, and would have to be put together
+    _, lengths = buffer_extents(header, parsed)
+    return all(length >= 0 for length in lengths) and sum(lengths) <= parsed.body_length
+
+
+def _arrived_movable(delivery: Delivery) -> bool:
+    return delivery.addresses is None and is_movable(delivery.header, delivery.parsed)
+
+
+def _move(delivery: Delivery, body: Buffer | None, mover: Mover) -> DeviceMessage:
+    """The message with this body, copied to the device of `mover`, its buffers laid as `LAYOUT` has them."""
+    header, parsed = delivery.header, delivery.parsed
+    if parsed.type is HeaderType.SCHEMA:
+        return DeviceMessage(header, parsed, None)
+    addresses, whole = _packed(delivery, body)
+    _, lengths = buffer_extents(header, parsed)
+    ends = [*accumulate((length + -length % LAYOUT.alignment for length in lengths), initial=0)]
+    header = relocate(header, parsed, ends[:-1], ends[-1])
+    return mover.move(header, parsed._replace(body_length=ends[-1]), addresses, whole)
 
 
 def _packed(delivery: Delivery, body: object) -> tuple[list[int], object]:

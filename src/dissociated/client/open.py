@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import pyarrow as pa
 
@@ -12,15 +13,17 @@ from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.connect import parse_uris, request_stream, supports_selection
 from dissociated.client.request import TIMEOUT, ReadRequest
+from dissociated.client.stream import ClientStream
 from dissociated.codec.columns import select_columns, slice_batches, slice_rows
 from dissociated.codec.device import DeviceReader, to_device
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import read_schema
 from dissociated.errors import DeviceError, RemoteProtocolError, SourceError, WrongKind
+from dissociated.memory.device.base import Device
 from dissociated.memory.device.registry import open_device
 from dissociated.memory.remote import parse_spans
 from dissociated.protocol.request import REFUSED, Selection
-from dissociated.uri import DEVICE
+from dissociated.uri import DEVICE, Uri
 
 
 @overload
@@ -122,7 +125,7 @@ def open_stream(
     if request.device is None:
         return read_stream(uri, ticket, request)
     if not any(DEVICE in one.parameters for one in parse_uris(uri)):
-        return to_device(read_stream(uri, ticket, request), request.device)
+        return copy_stream(uri, ticket, request)
     if request.chooses_rows:
         raise DeviceError("rows are not chosen where they lie on a device: take another location for filter and limit")
     return read_on_device(uri, ticket, request)
@@ -142,6 +145,52 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
         from dissociated.client.filtering import read_filtered
 
         return read_filtered(request, uris, lambda inner: read_stream(uri, ticket, inner))
+    return _request(uris, ticket, request).read(request)
+
+
+def copy_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> DeviceReader:
+    """The same on the device of `request`: received there as far as the connection can, and else copied."""
+    assert request.device is not None
+    if request.chooses_rows or request.rows is not None:
+        return to_device(read_stream(uri, ticket, request), request.device)
+    requested = _request(parse_uris(uri), ticket, request)
+    return requested.onto_device(request, request.device) or to_device(requested.read(request), request.device)
+
+
+class _Requested(NamedTuple):
+    """A stream that a server has begun to send, what is to be kept of its fields, and whether the server chose them."""
+
+    stream: ClientStream
+    fields: list[int] | None
+    server_selects: bool
+
+    def read(self, request: ReadRequest) -> pa.RecordBatchReader:
+        fields = self.fields
+        with self._closed_on_error():
+            reader = self.stream.batches(replace(request.options, included_fields=fields or ()))
+        if fields == []:  # libarrow takes no included fields to mean all of them
+            reader = select_columns(reader, [])
+        if request.batches is not None and not self.server_selects:
+            reader = slice_batches(reader, *request.batches)
+        return reader if request.rows is None else slice_rows(reader, request.rows)
+
+    def onto_device(self, request: ReadRequest, device: Device) -> DeviceReader | None:
+        """None where something has to be chosen here, or the connection does not receive there."""
+        if self.fields is not None or (request.batches is not None and not self.server_selects):
+            return None
+        with self._closed_on_error():
+            return self.stream.onto_device(device, replace(request.options, included_fields=()))
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.stream.close()
+            raise
+
+
+def _request(uris: Sequence[Uri], ticket: bytes, request: ReadRequest) -> _Requested:
     selection = request.selection
     identifier = ticket
     if selection is not None and all(map(supports_selection, uris)):
@@ -154,15 +203,10 @@ def read_stream(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -
         if stream.is_tensors:
             raise WrongKind("this stream holds tensors: read it with open_tensors, or by name with read_tensors")
         fields = None if selection is None else _fields_to_keep(stream.header, selection, server_selects)
-        reader = stream.batches(replace(request.options, included_fields=fields or ()))
     except BaseException:
         stream.close()
         raise
-    if fields == []:  # libarrow takes no included fields to mean all of them
-        reader = select_columns(reader, [])
-    if request.batches is not None and not server_selects:
-        reader = slice_batches(reader, *request.batches)
-    return reader if request.rows is None else slice_rows(reader, request.rows)
+    return _Requested(stream, fields, server_selects)
 
 
 def read_on_device(uri: str | Sequence[str], ticket: bytes, request: ReadRequest) -> DeviceReader:

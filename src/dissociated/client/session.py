@@ -6,14 +6,15 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
-import pyarrow as pa
-
+from dissociated.buffers import Buffer
 from dissociated.client.arrivals import receiving
 from dissociated.client.bodies import Bodies
+from dissociated.client.device import is_movable
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DeviceError, DissociatedError, RemoteProtocolError
 from dissociated.format.message import is_compressed
+from dissociated.memory.device.base import Device
 from dissociated.protocol.delivery import Delivered
 from dissociated.protocol.receiver import Receiver
 from dissociated.transport.base import Connection
@@ -63,6 +64,17 @@ class ClientSession:
                 self._discard(self._connections[0])
             leases.finish(stopped)
 
+    def receive_onto(self, device: Device) -> bool:
+        """Receive bodies that can stay as they are into memory of this device from now on; False where that cannot be.
+
+        Until `bodies` are told otherwise.
+        """
+        connection = self._connections[-1]
+        if connection.supports_rma or not connection.receive_onto(device):
+            return False
+        self.bodies.receive_onto(device)
+        return True
+
     def settle(self) -> None:
         """What was delivered and has not gone through `bodies` by now never will."""
         self._leases.settle()
@@ -85,13 +97,19 @@ class ClientSession:
         if length > self.max_body:
             raise RemoteProtocolError(f"a body has {length} bytes; at most {self.max_body} are taken (max_body)")
 
-    def _allocate(self, tag: int | None, length: int) -> pa.Buffer:
+    def _allocate(self, tag: int | None, length: int) -> Buffer:
         if tag is not None:  # the framing caps the length of a run
             announced = self._receiver.announced_length(tag)
             if announced is not None and announced != length:
                 raise RemoteProtocolError(f"a body has {length} bytes; its metadata announced {announced}")
             self._check_size(length)
+            if self.bodies.wants_device(length):
+                return self._allocate_on_device(tag, length) or self.bodies.allocate(length)
         return self.bodies.allocate(length)
+
+    def _allocate_on_device(self, tag: int, length: int) -> Buffer | None:
+        known = self._receiver.announced(tag)
+        return None if known is None or not is_movable(*known) else self.bodies.allocate_on_device(length)
 
     def _discard(self, connection: Connection) -> None:
         """Stop receiving, and give back what is on its way: the server waits for it, for the sake of others."""

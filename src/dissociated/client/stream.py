@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
-from dissociated.client.device import place_on_device
+from dissociated.client.device import Landing, place_on_device
 from dissociated.client.session import ClientSession, Deliveries
 from dissociated.codec.device import DeviceMessage, DeviceReader, Mover, join_on_device
 from dissociated.codec.inplace import InPlace
+from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.runs import join_deliveries
 from dissociated.codec.tensor import Tensor, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
+from dissociated.format.layout import is_little_endian
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.segment import open_region
 from dissociated.memory.remote import Span
@@ -59,11 +62,30 @@ class ClientStream:
             self._bodies.address_space.add(open_region(device, span))
         return join_on_device(device, self._on_device(device))
 
-    def _on_device(self, device: Device) -> Generator[DeviceMessage, None, None]:
-        with closing(self._deliveries()) as deliveries, closing(Mover(device)) as mover:
+    def onto_device(self, device: Device, options: ReadOptions) -> DeviceReader | None:
+        """A reader of batches whose bodies the connection receives into memory of a device; None where it cannot.
+
+        What has to be decoded first, it receives here. Raises DeviceError.
+        """
+        if not is_little_endian(self.header) or sys.byteorder != "little" or not self._session.receive_onto(device):
+            return None
+        landing = Landing(self._one_by_one(), self._bodies, device)
+
+        def go_on(begin: Messages) -> StreamReader | None:
+            rest = landing.rest(begin)
+            return None if rest is None else join(rest, options, max_body=self._session.max_body)
+
+        return join_on_device(device, landing.messages(), options, go_on)
+
+    def _one_by_one(self) -> Generator[Delivery, None, None]:
+        with closing(self._deliveries()) as deliveries:
             for item in deliveries:
-                for delivery in item.expand():
-                    yield place_on_device(delivery, self._bodies, mover)
+                yield from item.expand()
+
+    def _on_device(self, device: Device) -> Generator[DeviceMessage, None, None]:
+        with closing(self._one_by_one()) as deliveries, closing(Mover(device)) as mover:
+            for delivery in deliveries:
+                yield place_on_device(delivery, self._bodies, mover)
 
     def tensors(self) -> Generator[Tensor, None, None]:
         """The tensors, one after the other. Raises WrongKind for a stream of record batches."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import pyarrow as pa
 
@@ -26,7 +27,7 @@ from dissociated.codec.split import SplitMessage, Splitter, batches
 from dissociated.errors import DeviceError
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents
-from dissociated.memory.device.base import Device, Event
+from dissociated.memory.device.base import Device, Event, Stream
 from dissociated.memory.remote import fetch_ranges
 
 #: How bodies are laid out on a device: what reads there wants buffers that are aligned to 64 bytes, and padded to them.
@@ -155,11 +156,20 @@ def _messages_on_host(device: Device, messages: tuple[DeviceMessage, ...]) -> Me
             continue
         if message.event is not None:
             stream.wait(message.event.pointer)
-        copy = pa.allocate_buffer(message.body.size)
-        if copy.size:
-            stream.copy(copy.address, message.body.address, copy.size)
-        stream.synchronize()
-        yield message.header, copy
+        yield message.header, _copied(message.body, stream)
+
+
+def copy_to_host(device: Device, memory: pa.Buffer) -> pa.Buffer:
+    """A copy of what lies on a device. Raises DeviceError."""
+    return _copied(memory, device.stream())
+
+
+def _copied(memory: pa.Buffer, stream: Stream) -> pa.Buffer:
+    copy = pa.allocate_buffer(memory.size)
+    if copy.size:
+        stream.copy(copy.address, memory.address, copy.size)
+    stream.synchronize()
+    return copy
 
 
 class DeviceReader:
@@ -207,11 +217,31 @@ class DeviceReader:
         return export_stream(self.schema, self.device, (batch.fill for batch in self._batches))
 
 
-def join_on_device(device: Device, messages: Generator[DeviceMessage, None, None]) -> DeviceReader:
-    """A reader over the stream that `messages` make, the schema first. Raises what libarrow finds wrong with them."""
+#: Goes on with a stream that ends early, given how it began: its schema and the dictionaries there are.
+GoOn: TypeAlias = Callable[[Messages], pa.RecordBatchReader | None]
+
+
+def join_on_device(
+    device: Device,
+    messages: Generator[DeviceMessage, None, None],
+    options: ReadOptions | None = None,
+    go_on: GoOn = lambda begin: None,
+) -> DeviceReader:
+    """A reader over the stream that `messages` make, the schema first. Raises what libarrow finds wrong with them.
+
+    Where they end, `go_on` may have a reader of more, which is copied to the device.
+    """
     seen = _Seen()
-    reader = join(seen.follow(messages), ReadOptions(ensure_native_endian=False))
-    return DeviceReader(device, reader.schema, _batches(device, reader, seen, messages), messages.close)
+    options = replace(options or ReadOptions(), ensure_native_endian=False)
+    reader = join(seen.follow(messages), options)
+
+    def batches() -> Generator[DeviceBatch, None, None]:
+        yield from _batches(device, reader, seen, messages)
+        more = go_on(_messages_on_host(device, seen.take()))
+        if more is not None:
+            yield from to_device(more, device)
+
+    return DeviceReader(device, reader.schema, batches(), messages.close)
 
 
 class _Seen:
@@ -331,10 +361,14 @@ class Mover:
             if one.size >= _WORTH_REGISTERING:
                 self._registered.callback(self.device.register(one))
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Let go of what was copied, once it has been."""
         with suppress(DeviceError):  # then nothing is copied any more
             self._stream.synchronize()
         self._sources.clear()
+
+    def close(self) -> None:
+        """The same, and let the driver forget what was registered."""
+        self.settle()
         with suppress(DeviceError):
             self._registered.close()

@@ -175,6 +175,11 @@ class Receiver:
         parsed = known[1]
         return parsed.body_length if kind is BodyKind.PACKED else 16 + 16 * parsed.buffer_count
 
+    def announced(self, tag: int) -> tuple[bytes, Header] | None:
+        """The metadata of the packed body with this tag; None while it is unknown, and for addresses."""
+        kind, wire_sequence = parse_body_tag(tag)
+        return self._headers.get(unwrap(wire_sequence, self._next)) if kind is BodyKind.PACKED else None
+
     def _recognised(self, run: Run) -> Delivered | None:
         """All of a run, delivered at once; None where that cannot be, for whatever reason."""
         end = self._next + run.length

@@ -23,13 +23,14 @@ from dissociated._moved import Renamed, take_old_names
 from dissociated.buffers import Buffer
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
 from dissociated.fork import bind_to_process, invalidate
+from dissociated.memory.device.base import Device
 from dissociated.memory.region import AddressSpace, Region
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.uri import Uri
 
 #: Supplies the memory for a tagged message, given its tag and length in bytes, or for a run of messages, which has
-#: no tag; raises to refuse it.
+#: no tag; raises to refuse it. After `receive_onto` that may be a DeviceBuffer.
 Allocate: TypeAlias = Callable[[int | None, int], Buffer]
 
 
@@ -124,6 +125,14 @@ class Connection(ABC):
 
         Not where this process has too many descriptors.
         """
+
+    def receive_onto(self, device: Device) -> bool:
+        """Whether this connection receives into memory of that device, too, if that is allocated for a message.
+
+        When `receive` gives such a message, its bytes are there, for whichever stream. Nothing writes to the memory any
+        more once nothing here refers to it.
+        """
+        return False
 
     def _time_left(self, timeout: float) -> float:
         """How long a wait may take. Raises DeadlineExceeded where what the peer had to say is overdue."""

@@ -18,10 +18,13 @@ from enum import IntEnum
 import pyarrow as pa
 
 from dissociated.errors import DeviceError
-from dissociated.memory.device.pinned import PinnedRing
+from dissociated.memory.device.ring import MemoryRing
 
-#: Bytes of pinned memory that a process takes for each device, once it reads onto it from what is no shared memory.
-_MAX_PINNED = 1 << 28
+#: Bytes of pinned memory that a process takes for each device, once it reads onto it from what is no shared memory; and
+#: of the device's own that a reader takes, where the network writes there.
+_MAX_PINNED = _MAX_RECEIVED = 1 << 28
+#: The smallest block of these: a driver gives no less.
+_RECEIVED_BLOCK = 1 << 21
 
 
 class DeviceType(IntEnum):
@@ -106,6 +109,30 @@ class DeviceMemory:
         return f"<DeviceMemory of {self.size} bytes on {self.device.name}>"
 
 
+class DeviceBuffer:
+    """Bytes on a device for somebody to write to, as the body of a message. They stay until they are taken out of it.
+
+    So who only hands it on may keep it for a while, and no memory with it.
+    """
+
+    __slots__ = ("_length", "_memory", "address", "device")
+
+    def __init__(self, device: Device, memory: pa.Buffer) -> None:
+        self.device = device
+        self.address: int = memory.address
+        self._length: int = memory.size
+        self._memory: pa.Buffer | None = memory
+
+    def take(self) -> pa.Buffer:
+        """The same for libarrow. It keeps the memory from now on. Once."""
+        memory, self._memory = self._memory, None
+        assert memory is not None
+        return memory
+
+    def __len__(self) -> int:
+        return self._length
+
+
 class Device(ABC):
     """A device of this host. There is one object for each in a process; any thread may use it."""
 
@@ -119,7 +146,7 @@ class Device(ABC):
         #: What names it in every process of this host, whatever number it has there.
         self.identity = identity
         #: Host memory for what is to be copied here.
-        self.ring = PinnedRing(self._pin, _MAX_PINNED)
+        self.ring = MemoryRing(self._pin, _MAX_PINNED)
         #: For what this object keeps account of. Memory may be collected by whoever holds it.
         self.lock = threading.RLock()
         self._used = [0, 0]
@@ -176,6 +203,16 @@ class Device(ABC):
         `exportable` if other processes shall open it. Raises DeviceFull.
         """
         return self._account(size, *self._allocate(size, stream, exportable))
+
+    def receive_ring(self) -> MemoryRing:
+        """Blocks that others write to: each an allocation of its own, as networks want it, which waits for no stream.
+
+        They go back with the ring. Taking from it raises DeviceFull.
+        """
+        stream = self.stream()
+        return MemoryRing(
+            lambda size: self.allocate(size, stream, exportable=True).buffer(), _MAX_RECEIVED, _RECEIVED_BLOCK
+        )
 
     def export(self, memory: DeviceMemory) -> bytes:
         """The handle by which another process of this host opens memory that is exportable, while that is there."""

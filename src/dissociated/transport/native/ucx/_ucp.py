@@ -49,6 +49,15 @@ typedef struct {
 
 typedef struct {
     uint64_t field_mask;
+    size_t request_size;
+    int thread_mode;
+    uint64_t memory_types;
+    char name[32];
+    size_t device_counter_size;
+} ucp_context_attr_t;
+
+typedef struct {
+    uint64_t field_mask;
     int thread_mode;
     ucs_cpu_set_t cpu_mask;
     unsigned events;
@@ -125,6 +134,7 @@ ucs_status_t ucp_config_modify(ucp_config_t *config, const char *name, const cha
 void ucp_config_release(ucp_config_t *config);
 ucs_status_t ucp_init_version(
     unsigned major, unsigned minor, const ucp_params_t *params, const ucp_config_t *config, ucp_context_h *context);
+ucs_status_t ucp_context_query(ucp_context_h context, ucp_context_attr_t *attr);
 void ucp_cleanup(ucp_context_h context);
 
 ucs_status_t ucp_worker_create(ucp_context_h context, const ucp_worker_params_t *params, ucp_worker_h *worker);
@@ -174,6 +184,7 @@ void *ucp_get_nbx(
 
 FEATURE_TAG, FEATURE_RMA, FEATURE_WAKEUP, FEATURE_AM = 1 << 0, 1 << 1, 1 << 4, 1 << 6
 PARAM_FEATURES, PARAM_MT_WORKERS_SHARED, PARAM_NAME = 1 << 0, 1 << 5, 1 << 8
+CONTEXT_ATTR_MEMORY_TYPES, MEMORY_TYPE_CUDA = 1 << 2, 1
 WORKER_PARAM_THREAD_MODE, WORKER_PARAM_FLAGS, WORKER_PARAM_CLIENT_ID = 1 << 0, 1 << 5, 1 << 8
 WORKER_IGNORE_REQUEST_LEAK = 1 << 0
 THREAD_MODE_SERIALIZED = 1
@@ -185,7 +196,7 @@ EP_PARAM_CONN_REQUEST = 1 << 6
 EP_CLIENT_SERVER, EP_SEND_CLIENT_ID = 1 << 0, 1 << 2
 ERR_MODE_NONE, ERR_MODE_PEER = 0, 1
 EP_CLOSE_FORCE = 1 << 0
-OP_DATATYPE, OP_FLAGS, DATATYPE_IOV = 1 << 3, 1 << 4, 2
+OP_DATATYPE, OP_FLAGS, OP_MEMORY_TYPE, DATATYPE_IOV = 1 << 3, 1 << 4, 1 << 6, 2
 AM_SEND_REPLY = 1 << 0
 AM_HANDLER_ID, AM_HANDLER_FLAGS, AM_HANDLER_CB, AM_HANDLER_ARG, AM_WHOLE_MESSAGE = 1, 2, 4, 8, 1
 AM_RECV_RNDV = 1 << 17
@@ -217,7 +228,8 @@ class Ucp:
         except AttributeError:
             raise LIBRARY.wrong(self.path) from None
         self.version = f"{numbers[0]}.{numbers[1]}.{numbers[2]}"
-        LIBRARY.check_age(self.path, self.version, (numbers[0], numbers[1]), _OLDEST_UCX)
+        self.numbers: tuple[int, int] = numbers[0], numbers[1]
+        LIBRARY.check_age(self.path, self.version, self.numbers, _OLDEST_UCX)
         self._address = self.ffi.typeof("uintptr_t")
 
     def address(self, pointer: Any) -> int:

@@ -13,7 +13,8 @@ import os
 import threading
 import time
 
-from dissociated.errors import TransportError
+from dissociated.errors import DeviceError, TransportError
+from dissociated.memory.device.base import Device
 from dissociated.once import once
 from dissociated.transport.native.ucx.endpoint import UcxEndpoint
 
@@ -29,15 +30,23 @@ class ClosingConnection:
     Owns both.
     """
 
-    def __init__(self, peer: str, endpoint: UcxEndpoint, memory: list[object]) -> None:
+    def __init__(self, peer: str, endpoint: UcxEndpoint, memory: list[object], devices: set[Device]) -> None:
+        """`devices` are those that UCX may still copy to."""
         self._peer = peer
         self._endpoint = endpoint
         self._memory = memory
+        self._devices = devices
 
     def advance(self) -> bool:
-        """Let UCX work on it. Whether it is over, and everything has been given back."""
+        """Let UCX work on it. Whether it is over, and everything has been given back.
+
+        Raises DeviceError while nobody can tell what is under way on a device.
+        """
         over = self._endpoint.advance_closing()
         if over:
+            for device in self._devices:  # nothing is begun any more, and this is after all that was
+                if (after := device.fence()) is not None:
+                    after.synchronize()
             self._endpoint.destroy()
             self._memory.clear()
         return over
@@ -74,7 +83,7 @@ class ClosingConnections:
             for connection in list(self._connections):
                 try:
                     over = connection.advance()
-                except TransportError as error:
+                except (TransportError, DeviceError) as error:
                     over = False  # kept: memory is never taken away
                     _log.info("%r: %s", connection, error)
                 if over:

@@ -17,6 +17,7 @@ from dissociated.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from dissociated.memory.device.base import Device, DeviceBuffer
 from dissociated.memory.remote import Span
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Allocate
@@ -64,6 +65,7 @@ class UcxConnection(NativeConnection):
         self._plain, self._pieces, _, self._am, self._am_pieces = params()
         self._receiving: deque[_Receiving] = deque()
         self._receiving_bytes = 0
+        self._onto: Any = None  # parameters for receiving into memory of a device
         self._put_off: deque[_ProbedMessage] = deque()  # until they are fetched: they would hide those behind them
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
@@ -146,6 +148,14 @@ class UcxConnection(NativeConnection):
 
     # Receiving
 
+    def receive_onto(self, device: Device) -> bool:
+        number = self._worker.context.memory_types.get(device.type)
+        if number is None:
+            return False
+        self._onto = self._ffi.new("ucp_request_param_t *")
+        self._onto.op_attr_mask, self._onto.memory_type = c.OP_MEMORY_TYPE, number
+        return True
+
     def _metadata(self, data: Any, length: int, attributes: int) -> int:
         """Called by UCX: metadata has arrived, whole, or its announcement."""
         if self._closed:
@@ -209,8 +219,12 @@ class UcxConnection(NativeConnection):
                 if u.status(refused) == c.INPROGRESS:
                     self._posted(refused, 0, None)
                 raise
-            view = u.ffi.from_buffer(memory, require_writable=True) if length else u.ffi.NULL
-            request = self._lib.ucp_tag_msg_recv_nbx(worker, view, length, handle, self._plain)
+            param = self._plain
+            if isinstance(memory, DeviceBuffer):
+                view, param = u.ffi.cast("void *", memory.address), self._onto
+            else:
+                view = u.ffi.from_buffer(memory, require_writable=True) if length else u.ffi.NULL
+            request = self._lib.ucp_tag_msg_recv_nbx(worker, view, length, handle, param)
         self._receive_into(request, tag, memory)
 
     def _taken(self) -> bool:
@@ -282,15 +296,21 @@ class UcxConnection(NativeConnection):
         if not (self._gone and endpoint.err_mode_none):
             endpoint.begin_close()
         end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
-        while not (over := endpoint.advance_closing()) and time.monotonic() < end:
+        while not (over := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
             self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
-        if over or not self._is_shared():
+        devices = self._devices()
+        if over or not (self._is_shared() or devices):
             endpoint.destroy()
         else:
-            closing_connections().add(
-                ClosingConnection(self._peer, endpoint, [*self._under_way, *self._retained, *self._receiving])
-            )
+            memory = [*self._under_way, *self._retained, *self._receiving]
+            closing_connections().add(ClosingConnection(self._peer, endpoint, memory, devices))
         self._receiving.clear()
+
+    def _devices(self) -> set[Device]:
+        """Those that UCX may have begun to copy to, and has not said that it is done."""
+        check = self._lib.ucp_request_check_status
+        there = [one for one in self._receiving if isinstance(one.data, DeviceBuffer)]
+        return {one.data.device for one in there if check(one.request) == c.INPROGRESS}
 
     def _is_shared(self) -> bool:
         """Whether the peer may read memory of this process, or this process reads its memory, as long as it wants."""

@@ -7,15 +7,21 @@ import os
 from typing import Any, NamedTuple
 
 from dissociated.errors import TransportError
+from dissociated.memory.device.base import DeviceType
 from dissociated.once import once
 from dissociated.transport.native.ucx import _ucp as c
-from dissociated.transport.native.ucx._ucp import ucp
+from dissociated.transport.native.ucx._ucp import Ucp, ucp
 from dissociated.transport.native.ucx.handshake import client_id
 from dissociated.transport.native.waker import Waker
 
 #: The largest TCP segment that our contexts receive, and send to peers who have said that they receive it. UCX compares
 #: nothing: what is larger than the peer's buffer is written beyond that.
 SEGMENT = 1 << 18
+
+#: Kinds of devices, as UCX numbers their memory.
+_DEVICES = {DeviceType.CUDA: c.MEMORY_TYPE_CUDA}
+#: The first that was seen to find the context of a GPU by itself, and to be done with its copies when it says so.
+_OLDEST_FOR_DEVICES = (1, 22)
 
 
 class ContextKey(NamedTuple):
@@ -37,10 +43,12 @@ def context_key(address: str, rma: bool, large: bool) -> ContextKey:
 
 
 class Context(NamedTuple):
-    """A context, and the bytes of the largest TCP segment that it receives; 0 where the user has chosen that."""
+    """A context, the bytes of the largest TCP segment that it receives, 0 where the user has chosen that, and for which
+    kinds of devices it can write to their memory, by UCX's numbers of these."""
 
     handle: Any
     segment: int
+    memory_types: dict[DeviceType, int]
 
 
 @once
@@ -73,7 +81,16 @@ def context(where: ContextKey) -> Context:
     status = u.lib.ucp_init_version(1, 12, params, config[0], handle)
     u.lib.ucp_config_release(config[0])
     u.check(status, "starting UCX")
-    return Context(handle[0], segment)
+    return Context(handle[0], segment, _memory_types(u, handle[0]))
+
+
+def _memory_types(u: Ucp, handle: Any) -> dict[DeviceType, int]:
+    if u.numbers < _OLDEST_FOR_DEVICES:
+        return {}
+    attributes = u.ffi.new("ucp_context_attr_t *")
+    attributes.field_mask = c.CONTEXT_ATTR_MEMORY_TYPES
+    u.check(u.lib.ucp_context_query(handle, attributes), "asking UCX for its memory types")
+    return {device: number for device, number in _DEVICES.items() if attributes.memory_types >> number & 1}
 
 
 #: Those that can connect two processes, as UCX_TLS names them.

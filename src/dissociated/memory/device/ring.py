@@ -1,4 +1,4 @@
-"""Host memory that a driver copies from at full speed, used again and again, since it takes long to get."""
+"""Memory that takes long to get, and is used again and again: pinned, or for a network to write to on a device."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pyarrow as pa
 
-_SMALLEST = 1 << 16  # bytes; blocks are powers of 2
 
-
-class PinnedRing:
+class MemoryRing:
     """Blocks of such memory, at most `limit` bytes of them. Each is free again when the last buffer in it is collected.
 
-    Any thread may use it. `pin` gives a block of so many bytes, which it keeps for as long as it is referred to.
+    Any thread may use it. `get` gives a block of so many bytes, which it keeps for as long as it is referred to. Blocks
+    are powers of 2, and at least `smallest` bytes.
     """
 
-    def __init__(self, pin: Callable[[int], pa.Buffer], limit: int) -> None:
-        self._pin = pin
+    def __init__(self, get: Callable[[int], pa.Buffer], limit: int, smallest: int = 1 << 16) -> None:
+        self._get = get
         self._limit = limit
+        self._smallest = smallest
         self._lock = threading.Lock()
         self._free: defaultdict[int, deque[pa.Buffer]] = defaultdict(deque)
         #: Bytes of all blocks.
@@ -29,7 +29,7 @@ class PinnedRing:
 
     def allocate(self, length: int) -> pa.Buffer | None:
         """A buffer of so many bytes that can be written to; None where the blocks are all taken."""
-        size = max(_SMALLEST, 1 << (length - 1).bit_length()) if length else 0
+        size = max(self._smallest, 1 << (length - 1).bit_length()) if length else 0
         free = self._free[size]
         try:
             block = free.popleft()
@@ -39,7 +39,7 @@ class PinnedRing:
                     return None
                 self.nbytes += size
             try:
-                block = self._pin(size)
+                block = self._get(size)
             except BaseException:
                 with self._lock:
                     self.nbytes -= size
