@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import DeviceFull
+from dissociated.errors import DeviceFull, RemoteProtocolError
 from dissociated.memory.device.base import Device, DeviceBuffer, Stream
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.protocol.message import Incoming, Run
@@ -140,6 +141,18 @@ def test_what_has_to_be_decoded_is_received_here(server: dis.Server, device: Dev
         arrived = [one.to_host() for one in read(server, name, device)]
         assert [*map(plain, arrived)] == [*map(plain, batches)], name
         assert Landed.written == written, name
+
+
+def test_libarrow_looks_into_no_body_that_says_as_arrow_0_17_did_that_it_is_compressed(
+    server: dis.Server, device: Device, tmp_path: Path
+) -> None:
+    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)
+    with pa.ipc.new_stream(tmp_path / "old.arrows", BIG.schema, options=options) as writer:
+        for batch in BIG.to_batches(max_chunksize=ROWS):
+            writer.write_batch(batch, custom_metadata={"ARROW:experimental_compression": "lz4"})
+    server.publish("old", tmp_path / "old.arrows")
+    with pytest.raises(RemoteProtocolError, match="when it is decompressed"):
+        list(read(server, "old", device))
 
 
 def plain(batch: pa.RecordBatch) -> list[pa.Array]:

@@ -40,6 +40,8 @@ class HeaderType(IntEnum):
 
 
 _TYPES = {int(type_): type_ for type_ in HeaderType}
+#: How Arrow 0.17 said that a body is compressed. libarrow still takes it.
+_OLD_COMPRESSION = b"ARROW:experimental_compression"
 
 
 class Header(NamedTuple):
@@ -162,7 +164,7 @@ def is_compressed(header: bytes) -> bool:
         table = follow(header, root + table_at)
         if type_ is HeaderType.DICTIONARY_BATCH:
             table = follow(header, table + fields(header, table, 2)[1])
-        return fields(header, table, 4)[3] != 0
+        return fields(header, table, 4)[3] != 0 or _OLD_COMPRESSION in header
     except (struct.error, IndexError) as error:
         raise _no_message(error) from None
 
