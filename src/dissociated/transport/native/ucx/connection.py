@@ -150,7 +150,8 @@ class UcxConnection(NativeConnection):
 
     def receive_onto(self, device: Device) -> bool:
         number = self._worker.context.memory_types.get(device.type)
-        if number is None:
+        if number is None or self._endpoint.err_mode_none:
+            # In that mode UCX copies on one host in pieces of 8 KB, and waits for each; by way of the host it does not.
             return False
         self._onto = self._ffi.new("ucp_request_param_t *")
         self._onto.op_attr_mask, self._onto.memory_type = c.OP_MEMORY_TYPE, number
