@@ -76,7 +76,7 @@ def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
 def test_the_node_of_a_deployment_serves(command: str, tmp_path: Path, start: Start) -> None:
     (tmp_path / "arrow").mkdir(mode=0o700)
     arguments, ports = adapted(command, tmp_path)
-    node = start(*arguments)
+    node = start(*arguments, forked=False)
     with dis.connect(f"grpc://127.0.0.1:{ports['8815']}") as client:
         client.put("t", TABLE)
         assert client.read("t").read_all() == TABLE
@@ -90,7 +90,7 @@ def test_the_node_of_a_deployment_serves(command: str, tmp_path: Path, start: St
 def test_the_catalog_of_a_deployment_has_nodes(tmp_path: Path, start: Start) -> None:
     (tmp_path / "arrow").mkdir(mode=0o700)
     arguments, _ = adapted(unit_command(DEPLOY / "dissociated-catalog.service"), tmp_path)
-    catalog = start(*arguments)
+    catalog = start(*arguments, forked=False)
     port = catalog.uri.rpartition(":")[2]
     node = start(
         "node", "--store", tmp_path / "store", "--catalog", f"grpc://127.0.0.1:{port}", "--flight", "grpc://127.0.0.1:0"
@@ -115,9 +115,11 @@ def test_the_image_can_be_built(tmp_path: Path) -> None:
                 shutil.copy(ROOT / name, target)
     assert (source / "src" / "dissociated").is_dir()
     steps = [step for step in re.findall(r"^RUN (.*)$", text, re.M) if "/opt/" in step]
-    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}  # where pip finds what we depend on
+    # Where Python finds pip, which takes long to install, and pip what we depend on. Nothing is run often.
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "PIP_NO_COMPILE": "1"}
     for step in steps:
         here = step.replace("/opt/", f"{tmp_path}/opt/").replace("/source", str(source))
+        here = here.replace("-m venv", "-m venv --without-pip").replace("/bin/pip ", "/bin/python -m pip ")
         here = re.sub(r"^python ", f"{sys.executable} ", here)
         subprocess.run(here, shell=True, check=True, env=environment, timeout=300, capture_output=True)
     [package] = (tmp_path / "opt/dissociated/lib").glob("python3.*/site-packages/dissociated")
