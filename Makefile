@@ -14,7 +14,7 @@ flights: .venv/demo.stamp
 
 # Where an environment forbids bytecode, each of the many interpreters that tests start would compile the library anew.
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint
+test: lint .venv/spark.jsa
 	$(BIN)/python -m pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/dev.stamp
@@ -29,8 +29,7 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "open build/site/index.html, or for the search: $(PYTHON) -m http.server --directory build/site"
 
-# Made once by whoever runs the tests of Spark often: each Java of them then starts in 6 to 10 s of processor less.
-# It takes a minute itself, more than one run gains.
+# Made once for a virtual environment, in 40 s of processor: each of the dozen Javas of a run then starts in 6 s less.
 .venv/spark.jsa: .venv/dev.stamp
 	$(BIN)/python tests/spark/archive.py $@
 
