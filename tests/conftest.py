@@ -18,6 +18,7 @@ from xdist.scheduler import LoadFileScheduling
 import dissociated as dis
 from arrow_cases import Celsius
 from certificates import Certificates, certificates
+from forks import forking
 from helpers import Serve, leaving_nothing
 from machine import need
 from processes import Process, Start
@@ -161,13 +162,20 @@ def client(server: dis.Server) -> Iterator[dis.Client]:
         yield connected
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[None]:
+    """What processes are forked from: begun before any test counts what is open."""
+    with forking():
+        yield
+
+
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start(forks: None) -> Iterator[Start]:
     """Commands of this library, each a process of its own, until the test is over."""
     started: list[Process] = []
 
-    def make(*arguments: str | Path, prefix: Sequence[str] = ()) -> Process:
-        started.append(Process(*arguments, prefix=prefix))
+    def make(*arguments: str | Path, prefix: Sequence[str] = (), forked: bool = True) -> Process:
+        started.append(Process(*arguments, prefix=prefix, forked=forked))
         return started[-1]
 
     yield make

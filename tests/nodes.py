@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pyarrow as pa
 import dissociated as dis
 from helpers import rest_of, wait_until
 from machine import UNSHARED
-from processes import Process
+from processes import Fork, Process
 
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
@@ -85,13 +84,8 @@ with dis.connect(sys.argv[1]) as client:
 
 
 def spawn(script: str, *arguments: str | Path) -> subprocess.Popen[str]:
-    """A process that has reached what is to be tried."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    """A process that has reached what is to be tried. The test needs the fixture `forks`."""
+    process = Fork("-c", textwrap.dedent(script), *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "reached\n"
     return process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import socket
 import struct
 import subprocess
@@ -14,23 +15,60 @@ import termios
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import dissociated as dis
+from forks import parent
 from helpers import PATIENCE, Child, files_below
 
 
-class Process:
-    """A `dissociated` command that says where its catalog answers."""
+class Fork(Child):
+    """A Python process that is given these arguments, as a fork of a process that has loaded what it needs.
 
-    def __init__(self, *arguments: str | Path, prefix: Sequence[str] = (), cwd: Path | None = None) -> None:
+    See forks.py. That process is its parent; otherwise it is used like a child of this one.
+    """
+
+    def __init__(self, *arguments: str | Path, **streams: Any) -> None:
+        super().__init__([*map(str, arguments)], text=True, bufsize=1, **streams)
+
+    # What Popen calls to start a child, and to ask whether it has ended.
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
+        pipes = more[3:9]
+        theirs = (pipes[0], pipes[3], pipes[5])
+        streams = [number if stream == -1 else stream for number, stream in enumerate(theirs)]
+        self.pid = parent().start(args, cwd, dict(os.environ if env is None else env), streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        pidfd = os.pidfd_open(self.pid)  # of what has ended, too, as long as its parent has not asked how
+        try:
+            ended, _, _ = select.select([pidfd], [], [], 0 if flags & os.WNOHANG else None)
+        finally:
+            os.close(pidfd)
+        return (self.pid, parent().status(self.pid)) if ended else (0, 0)
+
+    def _internal_poll(self, *_: object, **__: object) -> int | None:
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None and (status := self._try_wait(os.WNOHANG)) != (0, 0):
+                self._handle_exitstatus(status[1])  # type: ignore[attr-defined]
+        return self.returncode
+
+
+class Process:
+    """A `dissociated` command that says where its catalog answers; a fork of a process that has loaded it, if told."""
+
+    def __init__(
+        self, *arguments: str | Path, prefix: Sequence[str] = (), cwd: Path | None = None, forked: bool = False
+    ) -> None:
+        command = ["-m", "dissociated", *map(str, arguments)]
         with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would be full, and it would wait
-            self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "dissociated", *map(str, arguments)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=cwd,
-            )
+            if forked and not prefix:
+                self._process: subprocess.Popen[str] = Fork(*command, stdout=subprocess.PIPE, stderr=log, cwd=cwd)
+            else:
+                whole = [*prefix, sys.executable, *command]
+                self._process = subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=log, text=True, cwd=cwd)
             assert self._process.stdout is not None
             for line in self._process.stdout:
                 if line.startswith("catalog"):

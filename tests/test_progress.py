@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +11,9 @@ import pytest
 
 import dissociated as dis
 from dissociated.monitoring.activity import Rate
-from helpers import PATIENCE, Child, Serve, connections_left, wait_until
+from helpers import PATIENCE, Serve, connections_left, wait_until
 from machine import media
+from processes import Fork
 
 SIZE = 1 << 28
 READER = """
@@ -25,6 +25,9 @@ sys.stdin.read()
 """
 WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
 ONE_BATCH = READER.replace("print", "batch = next(reader); print")
+STREAMS = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
@@ -33,13 +36,7 @@ def test_bytes_are_counted_while_they_are_sent(serve: Serve, scheme: str) -> Non
     server = serve(f"{scheme}:")
     server.publish("large", pa.table({"n": pa.nulls(SIZE // 8, pa.int64()).fill_null(7)}))
     (uri,) = server.locations("large", bodies="packed")
-    reader = subprocess.Popen(
-        [sys.executable, "-c", READER, uri, server.ticket("large").hex()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with reader:
+    with Fork("-c", READER, uri, server.ticket("large").hex(), **STREAMS) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "begun\n"
         wait_until(lambda: server.status().totals.bytes, "some of it is counted")
@@ -65,8 +62,7 @@ def test_media_that_send_by_themselves_are_asked_what_they_have_sent(serve: Serv
     server.publish("large", pa.Table.from_batches([batch] * 32))
     size = 32 * batch.nbytes
     (uri,) = server.locations("large", bodies="packed")
-    command = [sys.executable, "-c", ONE_BATCH, uri, server.ticket("large").hex()]
-    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with Fork("-c", ONE_BATCH, uri, server.ticket("large").hex(), **STREAMS) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "begun\n"
         wait_until(lambda: server.status().totals.bytes, "some of it is counted")
@@ -94,8 +90,7 @@ def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, sch
     batch = pa.record_batch({"n": np.full(LAST[scheme], 7)})
     server.publish("short", pa.Table.from_batches([batch] * 16))
     (uri,) = server.locations("short", bodies="packed")
-    command = [sys.executable, "-c", ONE_BATCH, uri, server.ticket("short").hex()]
-    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with Fork("-c", ONE_BATCH, uri, server.ticket("short").hex(), **STREAMS) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "begun\n"
         wait_until(lambda: [one.state for one in server.status().consumers] == ["holding"], "the medium has all of it")

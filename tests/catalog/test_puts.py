@@ -26,7 +26,10 @@ from dissociated.cli import main
 from dissociated.errors import OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import PATIENCE, Child, wait_until
+from helpers import PATIENCE, wait_until
+from processes import Fork
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 OLD = pa.table({"n": pa.array([7, 8, 9], pa.int64())})
 BATCH = pa.record_batch({"n": pa.array(range(100), pa.int64())})
@@ -127,14 +130,7 @@ def test_a_writer_that_fails_or_is_killed_publishes_nothing(place: tuple[str, Pa
     uri, stage = place
     with ExitStack() as running:
         writers = [
-            running.enter_context(
-                Child(
-                    [sys.executable, "-c", WRITER, uri, kind, end],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-            )
+            running.enter_context(Fork("-c", WRITER, uri, kind, end, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
             for kind, end, _ in ENDS
         ]
         for writer, (_, _, number) in zip(writers, ENDS, strict=True):
@@ -220,7 +216,7 @@ def test_the_command_put_that_fails_or_is_killed_publishes_nothing(place: tuple[
         for _ in range(20_000):
             writer.write_batch(BATCH)
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        with Child([*put, large, f"{uri}/d"], stderr=subprocess.DEVNULL) as process:
+        with Fork(*put[1:], large, f"{uri}/d", stderr=subprocess.DEVNULL) as process:
             wait_until(lambda: os.listdir(stage), "it has begun to write")
             process.send_signal(number)
             process.wait(PATIENCE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,6 +21,9 @@ from dissociated.node.launch import running
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
+from processes import Fork
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
 
@@ -37,12 +39,8 @@ raise SystemExit(main())
 
 
 def command(*arguments: str | Path, named: bool = False) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **({"NAMED": "1"} if named else {})},
-    )
+    environment = {**os.environ, **({"NAMED": "1"} if named else {})}
+    return Fork("-c", COMMAND, *arguments, stderr=subprocess.PIPE, env=environment)
 
 
 def ended(process: subprocess.Popen[str]) -> str:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pytest
@@ -20,6 +20,7 @@ import helpers
 from arrow_cases import table_of
 from certificates import Certificates
 from helpers import wait_until
+from processes import Fork
 
 from . import peer
 from .peer import PATIENCE, RawServer, Script
@@ -176,18 +177,17 @@ def scripted(runtime: str) -> Iterator[Scripted]:
 
 
 @pytest.fixture
-def spawn() -> Iterator[Spawn]:
+def spawn(forks: None) -> Iterator[Spawn]:
     """Start Python processes, that read lines and print lines, and are killed at the end of the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, say: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*prefix, sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process: subprocess.Popen[str]
+        if prefix:
+            process = subprocess.Popen([*prefix, sys.executable, *arguments], text=True, bufsize=1, **streams)
+        else:
+            process = Fork(*arguments, **streams)
         started.append(process)
         if say:
             assert process.stdin is not None

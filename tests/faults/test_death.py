@@ -176,8 +176,8 @@ def test_what_a_killed_server_leaves_is_removed_by_the_next(spawn: Spawn, runtim
 
 def test_path_of_a_killed_server_can_be_used_again(spawn: Spawn, runtime: str, serve: Serve) -> None:
     path = f"{runtime}/own.sock"
-    script = f"import dissociated, sys; s = dissociated.Server(['shm://{path}'], catalog=None); print('up')"
-    process = spawn("-uc", script + "; sys.stdin.read()")
+    script = f"import dissociated, sys; s = dissociated.Server(['shm://{path}'], catalog=None); print('up', flush=True)"
+    process = spawn("-c", script + "; sys.stdin.read()")
     assert line(process) == "up"
     with pytest.raises(TransportError, match="in use"):
         dis.Server([f"shm://{path}"], catalog=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import Child
+from processes import Fork
 
 ROWS = 1 << 20
 BATCHES = 12  # of 16 MiB
@@ -29,9 +28,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(file: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "dissociated", "serve", str(file)]
-    with Child(command, stdout=subprocess.PIPE, text=True) as process:
+def server(forks: None, file: Path) -> Iterator[subprocess.Popen[str]]:
+    with Fork("-m", "dissociated", "serve", file, stdout=subprocess.PIPE) as process:
         yield process
         process.terminate()
 

@@ -372,6 +372,7 @@ def test_another_user_hands_nothing_over(memory: Path, start: Start) -> None:
 
 
 @pytest.mark.needs("root")
+@pytest.mark.usefixtures("forks")
 def test_memory_is_not_handed_over_to_another_user() -> None:
     listening = """
     import os, socket, sys

@@ -22,6 +22,8 @@ from dissociated.store.store import Store
 from helpers import PATIENCE, descriptors, leaving_nothing
 from nodes import kill, small_file_system, spawn
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 SCHEMA = pa.schema([("n", pa.int64())])
 MIB = 1 << 20
 

@@ -1,0 +1,162 @@
+"""Python processes that begin as forks of one that has imported the library: that takes a tenth of the processor.
+
+Such a process is like any other in all but its start: of its own, with its own arguments, environment, directory and
+streams, to be killed and stopped; and its interpreter ends as any does. The one that it is a fork of has loaded what it
+might need, and used nothing of that: there are no threads, sockets or contexts to share. How the library is loaded is
+tried by processes that start in full.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: What every test of processes is likely to need.
+_LOADED = (
+    "dissociated.catalog.flight",
+    "dissociated.catalog.reader",
+    "dissociated.cli.catalog",
+    "dissociated.cli.node",
+    "dissociated.client.open",
+    "dissociated.ipc",
+    "dissociated.node.node",
+    "dissociated.server",
+    "dissociated.store.segment",
+    "dissociated.transport.framed.shm",
+    "dissociated.transport.framed.tcp",
+    "dissociated.transport.native.fabric.transport",
+    "dissociated.transport.native.ucx.transport",
+    "pyarrow.compute",
+    "pyarrow.flight",
+)
+#: So that NumPy and libarrow begin no threads, which would be missing in a fork.
+_ALONE = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+_MAX_REQUEST = 1 << 17  # bytes: a script and the environment
+
+
+class Parent:
+    """The process that the others are forks of; a fork is started by a message with its streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env={**os.environ, **_ALONE})
+
+    def close(self) -> None:
+        """Its forks go on."""
+        self._control.close()
+        self._process.wait()
+
+    def start(
+        self, arguments: Sequence[str], cwd: str | Path | None, environment: Mapping[str, str], streams: Sequence[int]
+    ) -> int:
+        """The process that is given what Python's command line is given, and these streams."""
+        directory = str(cwd or os.getcwd())
+        return self._ask({"arguments": arguments, "cwd": directory, "environment": environment}, streams)
+
+    def status(self, pid: int) -> int:
+        """How a process ended that has ended. It is gone for good then."""
+        return self._ask({"ended": pid}, ())
+
+    def _ask(self, asked: dict[str, Any], descriptors: Sequence[int]) -> int:
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(asked).encode()], descriptors)
+            return int(self._control.recv(_MAX_REQUEST))
+
+
+_parent: Parent | None = None
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Have a parent meanwhile."""
+    global _parent
+    with closing(Parent()) as _parent:
+        yield
+    _parent = None
+
+
+def parent() -> Parent:
+    """That of the forks of this process: a test asks for it by the fixture `forks`."""
+    assert _parent is not None, "the test needs the fixture `forks`"
+    return _parent
+
+
+def _serve(control: socket.socket) -> Callable[[], object] | None:
+    """Fork for whoever asks, until nobody can any more. In a fork, gives what that is to run."""
+    while True:
+        message, streams, *_ = socket.recv_fds(control, _MAX_REQUEST, 3)
+        if not message:
+            return None
+        asked = json.loads(message)
+        if "ended" in asked:
+            control.send(str(os.waitpid(asked["ended"], 0)[1]).encode())
+            continue
+        if not (pid := os.fork()):
+            control.close()
+            return _become(streams, **asked)
+        for stream in streams:
+            os.close(stream)
+        control.send(str(pid).encode())
+
+
+def _become(
+    streams: Sequence[int], arguments: Sequence[str], cwd: str, environment: dict[str, str]
+) -> Callable[[], object]:
+    """What `python` would run that is started with these, in a process that is set up as that would be."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    option, *rest = arguments
+    first = {"-c": "", "-m": cwd}.get(option, str(Path(option).parent))
+    sys.path[0:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if option == "-c":
+        script, *sys.argv[1:] = rest
+        sys.argv[0] = "-c"
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        return lambda: exec(compile(script, "<string>", "exec"), main.__dict__)
+    if option == "-m":
+        module, *sys.argv[1:] = rest
+        return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv[:] = arguments
+    return lambda: runpy.run_path(option, run_name="__main__")
+
+
+def _load() -> None:
+    for name in _LOADED:
+        import_module(name)
+    from dissociated.errors import TransportError
+    from dissociated.transport.native.fabric._ofi import ofi
+    from dissociated.transport.native.ucx._ucp import ucp
+
+    for library in (ucp, ofi):
+        with suppress(TransportError):
+            library()
+    assert len(os.listdir("/proc/self/task")) == 1, "threads are not forked"
+    gc.collect()
+    gc.freeze()  # a fork would copy the pages of what it looks at
+
+
+if __name__ == "__main__":
+    _load()
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        run = _serve(control)
+    if run is not None:
+        run()
