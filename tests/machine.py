@@ -30,8 +30,8 @@ def _ucx() -> str | None:
     """UCX keeps descriptors of its own for as long as the process lives: started here, they are no leak of a test."""
     try:
         for address in ("127.0.0.1", "::1"):
-            for rma, large in product((False, True), repeat=2):
-                worker.context(worker.context_key(address, rma, large))
+            for place in product((False, True), repeat=3):
+                worker.context(worker.context_key(address, *place))
     except TransportError as error:
         return str(error)
     return None

@@ -30,8 +30,12 @@ from dissociated.transport.native.ucx.outgoing import Outgoing, encode, gather
 from dissociated.transport.native.ucx.worker import Worker
 
 _MAX_REASON = 1 << 12  # bytes of a reason for giving up
-_EAGER_SIZE = 1 << 13  # bytes up to which UCX sends a message at once, and does not have it fetched
-_GATHER = 1 << 16  # bytes up to which a body is sent in one piece in any case
+#: Bytes up to which a message is received although this side does something else. Larger ones wait: UCX does not say
+#: which it has to fetch. It sends up to about 300 kB unasked over tcp lanes, and 5 kB over shared memory.
+_SMALL = 1 << 13
+#: Bytes up to which a body is sent in one piece in any case: UCX writes no pieces into the receiver's own memory. To
+#: copy more at the server takes as long as the receiver's copying.
+_GATHER = 1 << 22
 _ENDPOINT_CLOSE_TIMEOUT = 0.1  # seconds for an endpoint to close
 
 
@@ -195,7 +199,7 @@ class UcxConnection(NativeConnection):
             return found
         while handle := self._lib.ucp_tag_probe_nb(self._worker.handle, 0, 0, 1, self._info):
             found = _ProbedMessage(handle, self._info.sender_tag, self._info.length)
-            if fetching or found.length <= _EAGER_SIZE:
+            if fetching or found.length <= _SMALL:
                 return found
             self._put(found)
         return None

@@ -30,7 +30,7 @@ class UcxListener(NativeListener):
     """A worker that only hears of connections; each then gets its own."""
 
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
-        self._place = context_key(address, rma, large=False)
+        self._place = context_key(address, rma, large=False, shared=mode == "none")
         self._worker = Worker(self._place)
         super().__init__(exposes_memory=rma)
         self._mode = mode

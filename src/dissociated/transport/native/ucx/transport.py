@@ -41,7 +41,8 @@ class UcxTransport(Transport):
         keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
         spans = parse_spans(uri)
         takes_runs = offers_runs(uri)
-        worker = Worker(context_key(address, rma=bool(spans), large=segment_of(uri) >= SEGMENT), takes_runs)
+        place = context_key(address, bool(spans), large=segment_of(uri) >= SEGMENT, shared=mode == "none")
+        worker = Worker(place, takes_runs)
         connection = UcxConnection(worker, where, endpoint, accepted=False, knows_abort=False)
         connection.takes_runs = takes_runs
         del keep

@@ -18,6 +18,9 @@ from dissociated.transport.native.waker import Waker
 #: nothing: what is larger than the peer's buffer is written beyond that.
 SEGMENT = 1 << 18
 
+#: Where Linux shows RDMA and NVIDIA's devices. UCX knows best how to use them; without them it has TCP alone.
+_HARDWARE = ("/sys/class/infiniband", "/dev/nvidiactl")
+
 #: Kinds of devices, as UCX numbers their memory.
 _DEVICES = {DeviceType.CUDA: c.MEMORY_TYPE_CUDA}
 #: The first that was seen to find the context of a GPU by itself, and to be done with its copies when it says so.
@@ -33,13 +36,15 @@ class ContextKey(NamedTuple):
     rma: bool
     #: Whether the peer has said that it receives segments as large as ours.
     large: bool
+    #: Whether it may share memory with the peer, which then copies from it and into it by itself (err_mode=none).
+    shared: bool
     pid: int
 
 
-def context_key(address: str, rma: bool, large: bool) -> ContextKey:
+def context_key(address: str, rma: bool, large: bool, shared: bool) -> ContextKey:
     """The kind of place that a connection with this address is in, with or without one-sided access to memory."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    return ContextKey(ip.version == 6, ip.is_loopback, rma, large, os.getpid())
+    return ContextKey(ip.version == 6, ip.is_loopback, rma, large, shared, os.getpid())
 
 
 class Context(NamedTuple):
@@ -65,6 +70,9 @@ def context(where: ContextKey) -> Context:
         settings["TCP_RX_SEG_SIZE"] = str(segment)
     if segment and where.large:
         settings["TCP_TX_SEG_SIZE"] = str(segment)  # of 8k, UCX's default, bodies in many pieces go at half speed
+    if not where.shared and not any(map(os.path.exists, _HARDWARE)):
+        # Into the receiver's own memory; else it copies from its segments. Never where a peer would write by itself.
+        settings["RNDV_SCHEME"] = "put_zcopy"
     if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
     if where.loopback:
