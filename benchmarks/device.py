@@ -59,9 +59,13 @@ def run(gigabytes: float, rounds: int, name: str) -> None:
         print("\npylibcudf is not installed: its own reader of Parquet was not measured")
 
 
+def _has_ucx() -> bool:
+    return bool(find_spec("cffi") and find_spec("libucx"))
+
+
 def _serve(shape: Shape, name: str, pipe: Connection) -> None:
     table = shape.table()
-    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+    with dis.Server(["shm:", "tcp://127.0.0.1:0", *(["ucx:"] if _has_ucx() else [])]) as server:
         server.publish("host", table)
         for part in _SIXTEENTHS:
             some = table.slice(0, table.num_rows * part // 16)
@@ -100,6 +104,9 @@ def _copies(client: dis.Client, device: Device, shape: Shape, scratch: Path) -> 
     ways: dict[str, Callable[[], Any]] = {"pinned memory, the limit": pinned}
     for transport in ("shm", "tcp"):
         ways[transport] = partial(_read, client, "host", device, transport)
+    if _has_ucx():
+        ways["ucx"] = partial(_read, client, "host", device, "ucx")
+        ways["ucx, by pinned memory"] = partial(_read_over_pinned, client, device)
     ways["shm, not registered"] = partial(_read_unregistered, client, device)
     ways["registering alone"] = partial(_register, client, device)
     ways["Flight, and then a copy"] = partial(_read, client, "host", device, "grpc")
@@ -120,6 +127,13 @@ def _read(client: dis.Client, name: str, device: Device, transport: str | None =
 def _read_unregistered(client: dis.Client, device: Device) -> None:
     with patch.object(device, "register", lambda memory: lambda: None):
         _read(client, "host", device, "shm")
+
+
+def _read_over_pinned(client: dis.Client, device: Device) -> None:
+    from dissociated.transport.native.ucx.connection import UcxConnection
+
+    with patch.object(UcxConnection, "receive_onto", lambda self, device: False):
+        _read(client, "host", device, "ucx")
 
 
 def _register(client: dis.Client, device: Device) -> None:
