@@ -1,9 +1,10 @@
 """Reads damaged files every way there is, in a process of its own with little memory:
 
-    python -m golden.damaged WAY... < PATHS
+    python -m golden.damaged < LINES
 
-For each way and each path prints a line when it begins, and one that says how it ended. What takes too long ends the
-process, with its traceback; so whatever began and did not end is to blame.
+Each line is a way, a tab and a path; those of one way are together. For each it prints a line when it begins, and one
+that says how it ended. What takes too long ends the process, with its traceback; so whatever began and did not end is
+to blame.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import logging
 import resource
 import sys
 import threading
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,17 +73,18 @@ def harmed(running: dis.Server) -> list[str]:
 
 def main() -> None:
     faulthandler.enable()
-    ways, paths = sys.argv[1:], [Path(line) for line in sys.stdin.read().splitlines()]
+    asked = [line.split("\t") for line in sys.stdin.read().splitlines()]
+    ways = [*dict.fromkeys(way for way, _ in asked)]
     memory = max(MORE_MEMORY.get(way, MEMORY) for way in ways)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     complaints = Complaints()
     logging.getLogger("dissociated").addHandler(complaints)
     with server(ways) as running:
-        for way in ways:
-            for path in paths:
+        for way, some in groupby(asked, key=itemgetter(0)):
+            for _, path in some:
                 print("begin", way, path, sep="\t", flush=True)
                 faulthandler.dump_traceback_later(DEADLINE, exit=True)
-                end = end_of(WAYS[way], running, path)
+                end = end_of(WAYS[way], running, Path(path))
                 faulthandler.cancel_dump_traceback_later()
                 if complaints.said:
                     end = f"other: logged {complaints.said.pop()}"

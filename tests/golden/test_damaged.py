@@ -40,6 +40,8 @@ GROUPS = [
 ]
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
 SLOW = 16  # how many times fewer, where each takes long
+#: Kinds of ways of which each reads its share of the mutations: whatever is damaged is refused before a medium has it.
+SHARED = ("published", "live", "apart")
 
 pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted")]
 
@@ -68,12 +70,13 @@ class Ends(NamedTuple):
 @pytest.fixture(scope="module", params=TOGETHER)
 def ends(request: pytest.FixtureRequest, mutations: list[Path], trusted: Certificates) -> Ends:
     """Everything that is damaged is read by one process, for each group of ways."""
-    ways = request.param
-    ended = ends_of(ways, [*DAMAGED, *mutations][:: SLOW if slow(ways[0]) else 1])
+    ended = ends_of([(way, path) for way in request.param for path in read_by(way, mutations)])
 
     def counted(of_fuzzers: bool) -> dict[str, Counter[str]]:
         some = {one: end for one, end in ended.items() if (Path(one[1]) in DAMAGED) is of_fuzzers}
-        return {way: Counter(end.split(":")[0] for (one, _), end in some.items() if one == way) for way in ways}
+        return {
+            way: Counter(end.split(":")[0] for (one, _), end in some.items() if one == way) for way in request.param
+        }
 
     return Ends(counted(True), counted(False))
 
@@ -95,11 +98,20 @@ def test_mutations_of_golden_files(ends: Ends) -> None:
         assert found["valid"] > found.total() / 10, f"{way} reads nothing: {found}"
 
 
-def ends_of(ways: list[str], paths: Sequence[Path]) -> dict[tuple[str, str], str]:
-    """The end of each way with each path. Fails for an end that is none, or that was the process's."""
+def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
+    """The files that are read one way."""
+    if slow(way):
+        return [*DAMAGED, *mutations][::SLOW]
+    kind = way.split("-")[0]
+    kin = [one for one in OURS if one.split("-")[0] == kind and not slow(one)] if kind in SHARED else [way]
+    return [*DAMAGED, *mutations[kin.index(way) :: len(kin)]]
+
+
+def ends_of(asked: list[tuple[str, Path]]) -> dict[tuple[str, str], str]:
+    """How each way with a path ends. Fails for an end that is none, or that was the process's."""
     run = subprocess.run(
-        [sys.executable, "-m", "golden.damaged", *ways],
-        input="\n".join(map(str, paths)),
+        [sys.executable, "-m", "golden.damaged"],
+        input="\n".join(f"{way}\t{path}" for way, path in asked),
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -112,5 +124,5 @@ def ends_of(ways: list[str], paths: Sequence[Path]) -> dict[tuple[str, str], str
     assert not deadly, f"the process died of {deadly}:\n{run.stderr}"
     assert run.returncode == 0, run.stderr
     assert {one: end for one, end in ended.items() if end.startswith("other")} == {}
-    assert ended.keys() == {(way, str(path)) for way in ways for path in paths}
+    assert ended.keys() == {(way, str(path)) for way, path in asked}
     return ended
