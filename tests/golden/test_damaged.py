@@ -21,6 +21,7 @@ import pytest
 from certificates import Certificates
 from faults.fuzz import changed
 from machine import ARROW_TEST_DATA, needs
+from processes import Fork
 
 from .damaged import DEADLINE, MORE_MEMORY
 from .ways import WAYS, medium, slow
@@ -43,7 +44,7 @@ SLOW = 16  # how many times fewer, where each takes long
 #: Kinds of ways of which each reads its share of the mutations: whatever is damaged is refused before a medium has it.
 SHARED = ("published", "live", "apart")
 
-pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted")]
+pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted", "forks")]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ class Ends(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=TOGETHER)
-def ends(request: pytest.FixtureRequest, mutations: list[Path], trusted: Certificates) -> Ends:
+def ends(request: pytest.FixtureRequest, mutations: list[Path], trusted: Certificates, forks: None) -> Ends:
     """Everything that is damaged is read by one process, for each group of ways."""
     ended = ends_of([(way, path) for way in request.param for path in read_by(way, mutations)])
 
@@ -109,20 +110,16 @@ def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
 
 def ends_of(asked: list[tuple[str, Path]]) -> dict[tuple[str, str], str]:
     """How each way with a path ends. Fails for an end that is none, or that was the process's."""
-    run = subprocess.run(
-        [sys.executable, "-m", "golden.damaged"],
-        input="\n".join(f"{way}\t{path}" for way, path in asked),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=PATIENCE,
-    )
-    lines = [line.split("\t") for line in run.stdout.splitlines()]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with Fork("-m", "golden.damaged", env=environment, **pipes) as run:
+        said, complained = run.communicate("\n".join(f"{way}\t{path}" for way, path in asked), PATIENCE)
+    lines = [line.split("\t") for line in said.splitlines()]
     begun = [(way, path) for what, way, path, *_ in lines if what == "begin"]
     ended = {(way, path): end[0] for what, way, path, *end in lines if what == "end"}
     deadly = [one for one in begun if one not in ended]
-    assert not deadly, f"the process died of {deadly}:\n{run.stderr}"
-    assert run.returncode == 0, run.stderr
+    assert not deadly, f"the process died of {deadly}:\n{complained}"
+    assert run.returncode == 0, complained
     assert {one: end for one, end in ended.items() if end.startswith("other")} == {}
     assert ended.keys() == {(way, str(path)) for way, path in asked}
     return ended
