@@ -232,7 +232,8 @@ def join_on_device(
     Where they end, `go_on` may have a reader of more, which is copied to the device.
     """
     seen = _Seen()
-    options = replace(options or ReadOptions(), ensure_native_endian=False)
+    # What would have libarrow look into bodies, or copy them.
+    options = replace(options or ReadOptions(), ensure_native_endian=False, ensure_alignment=pa.ipc.Alignment.Any)
     reader = join(seen.follow(messages), options)
 
     def batches() -> Generator[DeviceBatch, None, None]:
