@@ -18,8 +18,8 @@ from dissociated.protocol.message import Message, Run
 
 #: From how many pairs on they are a run. To receive one costs as much as 20 batches do.
 MIN_RUN = 8
-#: How many bytes one message of a run has at most, and all of them together: whoever keeps one batch of a run keeps
-#: all of it.
+#: How many bytes one message of a run has at most, and the payload of all of them: whoever keeps one batch of a run
+#: keeps all of it.
 _MAX_RUN_MESSAGE = 1 << 16
 _MAX_SENT_RUN = 1 << 22
 #: How many bytes of payload a receiver takes.
@@ -29,6 +29,8 @@ MAX_RUN = 1 << 26
 _COALESCE = 512
 _PADDING = [bytes(-n % 8) for n in range(8)]
 _head = struct.Struct("<QQQ")
+_TAG = 8  # bytes
+_MAX_OVERHEAD = _head.size + 2 * 7  # bytes of a payload beside its messages and tags
 
 
 class EncodedRun(NamedTuple):
@@ -111,7 +113,7 @@ def _run_end(messages: Sequence[Message], at: int) -> int:
     if at + 1 >= len(messages):
         return at + 1
     sizes = untagged, tagged = message_size(messages[at]), message_size(messages[at + 1])
-    most = _MAX_SENT_RUN // max(sum(sizes), 1) if max(sizes) <= _MAX_RUN_MESSAGE else 0
+    most = (_MAX_SENT_RUN - _MAX_OVERHEAD) // (sum(sizes) + _TAG) if max(sizes) <= _MAX_RUN_MESSAGE else 0
     end, stop = at, min(len(messages) - 1, at + 2 * most)
     while end < stop:
         first, second = messages[end], messages[end + 1]
