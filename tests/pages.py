@@ -22,7 +22,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -32,7 +31,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import dissociated as dis
-from processes import Process, free_port, in_terminal
+from processes import Process, forking_command, free_port, in_terminal
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,6 +84,7 @@ class Reader:
 
     `given` are the variables that a page takes as the reader's own. Names without a URI are those of `catalog`, which
     is also at the port that pages give to a catalog, until they start one there. `ports` are others that answer.
+    Needs the fixture `forks`.
     """
 
     def __init__(
@@ -99,9 +99,7 @@ class Reader:
         self._directory = directory
         tools = directory / "bin"
         tools.mkdir()
-        command = tools / "dissociated"
-        command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m dissociated "$@"\n')
-        command.chmod(0o700)
+        self._owned.enter_context(forking_command(tools / "dissociated"))
         path = f"{tools}{os.pathsep}{os.environ['PATH']}"
         self._environment = {**os.environ, "PATH": path, "DISSOCIATED_CATALOG": catalog, "TERM": "dumb"}
 
@@ -161,7 +159,7 @@ class Reader:
         place = {"node": "--store", "catalog": "--db"}.get(command)
         arguments = shlex.split(self._adapted(line), comments=True)[1:]
         arguments += [place, str(self._directory / f"{place}-{self._stores}")] if place else []
-        process = Process(*arguments, cwd=self._directory)
+        process = Process(*arguments, cwd=self._directory, forked=True)
         self._owned.callback(process.kill)
         self._use(process.uri)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import dissociated as dis
@@ -54,6 +57,59 @@ class Fork(Child):
             if self.returncode is None and (status := self._try_wait(os.WNOHANG)) != (0, 0):
                 self._handle_exitstatus(status[1])  # type: ignore[attr-defined]
         return self.returncode
+
+
+#: Has its arguments, directory, environment and streams sent to where forks are made, and ends as the fork does.
+_COMMAND = """#!{python} -IS
+import json, os, socket, sys
+
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect({place!r})
+    asked = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
+    socket.send_fds(connection, [asked.encode()], [0, 1, 2])
+    sys.exit(int(connection.recv(16)))
+"""
+
+
+@contextmanager
+def forking_command(path: Path) -> Iterator[None]:
+    """Have a program there meanwhile that is the command `dissociated`, for shells; each is a fork."""
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        place = f"{directory}/forks.sock"
+        listener.bind(place)
+        listener.listen()
+        path.write_text(_COMMAND.format(python=sys.executable, place=place))
+        path.chmod(0o700)
+        thread = Thread(target=_fork_commands, args=(listener,))
+        thread.start()
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(PATIENCE)
+
+
+def _fork_commands(listener: socket.socket) -> None:
+    """Until nobody listens any more. Commands of a pipe run at the same time."""
+    with ThreadPoolExecutor() as pool, suppress(OSError):
+        while True:
+            pool.submit(_fork_command, listener.accept()[0])
+
+
+def _fork_command(connection: socket.socket) -> None:
+    with connection:
+        asked, streams, *_ = socket.recv_fds(connection, 1 << 17, 3)
+        arguments, directory, environment = json.loads(asked)
+        with ExitStack() as ends:
+            for stream in streams:
+                ends.callback(os.close, stream)
+            named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
+            process = Fork("-m", "dissociated", *arguments, cwd=directory, env=environment, **named)
+        with process:
+            connection.send(str(process.wait(3 * PATIENCE) % 256).encode())
 
 
 class Process:

@@ -101,6 +101,7 @@ GIVEN: dict[str, Callable[[pa.Table], dict[str, Any]]] = {
 def test_the_code_on_a_page_runs(
     page: Path,
     flights: pa.Table,
+    forks: None,
     catalog: str,
     certified: Certificates,
     tmp_path: Path,
