@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.beside import Way, compare
+from benchmarks.copying import copying
 from benchmarks.peers import Shape
 
 LISTEN = ("ucx:", "ucx:?err_mode=none", "tcp://127.0.0.1:0")
@@ -29,6 +30,8 @@ def run(gigabytes: float, rounds: int) -> None:
         "ucx, err_mode=none": Way("err_mode=none", tool="ucx_perftest", measure=partial(_perftest, "")),
     }
     compare(LISTEN, ways, gigabytes, rounds)
+    rates = ", ".join(f"{rate:.1f} {where}" for where, rate in copying(rounds).items())
+    print(f"\nprocess_vm_readv, by which err_mode=none copies bodies of one piece, in GB/s: {rates}")
 
 
 def _perftest(error_handling: str, shape: Shape) -> float:
