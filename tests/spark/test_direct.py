@@ -85,9 +85,9 @@ def serving(catalog: Catalog, schema: pa.Schema, answer: Callable[[Wire], Any]) 
 
 
 def held(spark: SparkSession) -> int:
-    """Bytes of native memory that streams have."""
+    """Bytes of native memory that streams and writers have."""
     jvm: Any = spark._jvm
-    return int(jvm.org.apache.spark.sql.dissociated.Pool.held())
+    return int(jvm.org.apache.spark.sql.dissociated.Memory.held())
 
 
 def test_the_jvm_reads_by_itself_whatever_the_order_of_the_frames(spark: SparkSession, catalog: Catalog) -> None:

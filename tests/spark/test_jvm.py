@@ -115,13 +115,6 @@ def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, s
         assert server.status().totals.bytes - before < 2 * 8 * 20_000
 
 
-def test_a_field_within_a_struct_is_read(spark: SparkSession, server: dis.Server) -> None:
-    structs = pa.array([{"a": n, "b": {"c": str(n), "d": [n]}} for n in range(ROWS)])
-    server.publish("data", pa.table({"s": structs}).slice(10))
-    df = read(spark, "data", server.catalog_uri).selectExpr("s.b.c", "s.a + s.b.d[0]")
-    assert df.collect() == [(str(n), 2 * n) for n in range(10, ROWS)]
-
-
 def test_the_source_in_python_reads_where_it_is_asked_to(
     spark: SparkSession, server: dis.Server, use_jvm: Callable[[bool], None]
 ) -> None:
@@ -176,6 +169,31 @@ def changed(content: bytes, values: np.ndarray, place: int, value: int) -> bytes
     found = content.index(values.tobytes()) + place * values.itemsize
     assert content.count(values.tobytes()) == 1
     return content[:found] + np.array([value], values.dtype).tobytes() + content[found + values.itemsize :]
+
+
+def test_of_structs_only_the_fields_that_a_query_uses_are_looked_at(
+    spark: SparkSession, server: dis.Server, tmp_path: Path, use_jvm: Callable[[bool], None]
+) -> None:
+    structs = pa.array([{"a": n, "b": {"bad": f"{n:08}", "c": str(n), "d": [n]}, "e": None} for n in range(ROWS)])
+    table = pa.table({"s": structs, "l": pa.array([[{"x": n, "y": str(n)}] * 2 for n in range(ROWS)])})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    path = tmp_path / "data.arrows"
+    offsets = np.arange(ROWS + 1, dtype=np.int32) * 8
+    path.write_bytes(changed(sink.getvalue().to_pybytes(), offsets, 500, 3))
+    server.publish("data", path)
+    for transport in ("shm", "tcp"):
+        df = read(spark, "data", server.catalog_uri, transport=transport, partitions=3)
+        found = df.selectExpr("s.b.c", "s.a + s.b.d[0]", "l.y").collect()
+        assert found == [(str(n), 2 * n, [str(n)] * 2) for n in range(ROWS)], transport
+        with pytest.raises(PySparkException, match="column 's' is damaged: its offsets do not ascend"):
+            df.selectExpr("s.b.bad").collect()
+    use_jvm(False)
+    server.publish("sound", table.slice(10))
+    reader = spark.read.format("dissociated").option("catalog", server.catalog_uri)
+    some = reader.schema("l array<struct<y: string>>, s struct<b: struct<c: string>>").load("sound")
+    assert some.collect() == [([(str(n),)] * 2, ((str(n),),)) for n in range(10, ROWS)]
 
 
 def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(

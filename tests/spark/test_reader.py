@@ -21,8 +21,10 @@ from dissociated.catalog.service import CatalogService
 from dissociated.errors import OptionError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
-from dissociated.spark.layouts import stream_layouts
+from dissociated.spark.columns import spark_schema
+from dissociated.spark.layouts import stream_layout
 from dissociated.spark.reader import Request, slices
+from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
 
@@ -108,9 +110,12 @@ def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server
         if NAMES[name] is not None
         for number, array in enumerate(some)
     }
-    direct = {
-        name: array for name, array in arrays.items() if stream_layouts(pa.schema({name: array.type})) is not None
-    }
+
+    def is_direct(array: pa.Array) -> bool:
+        schema = pa.schema({"one": array.type})
+        return stream_layout(schema, arrow_schema(spark_schema(schema))) is not None
+
+    direct = {name: array for name, array in arrays.items() if is_direct(array)}
     assert len(direct) > 60  # Spark's JVM reads these from their server by itself
     server.publish("types", pa.table(arrays))
     server.publish("direct", pa.table(direct))
@@ -359,9 +364,9 @@ def test_a_dataset_of_parts_on_two_nodes_has_a_partition_for_each(spark: SparkSe
         gc.collect()
 
 
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 40))
-def test_slices_have_every_row_once(sizes: list[int], count: int) -> None:
-    made = slices(sizes, count)
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 40), st.booleans())
+def test_slices_have_every_row_once(sizes: list[int], count: int, whole: bool) -> None:
+    made = slices(sizes, count, whole)
     assert len(made) <= count
     batches = [[(number, row) for row in range(size)] for number, size in enumerate(sizes)]
     found = []
@@ -369,6 +374,7 @@ def test_slices_have_every_row_once(sizes: list[int], count: int) -> None:
         within = [row for batch in batches[first:stop] for row in batch]
         assert 0 <= skip < sizes[first]
         assert length > 0
+        assert not (whole and skip) or sizes[first] > 2 * (sum(sizes) // count)
         assert len(within) - skip - length < sizes[stop - 1]  # no batch more than needed
         found += within[skip : skip + length]
     assert found == [row for batch in batches for row in batch]

@@ -58,7 +58,7 @@ def spark_schema(schema: pa.Schema, columns: Sequence[str] | None = None) -> Str
     for index in _positions(schema, names):
         field = schema.field(index)
         try:
-            fields.append(field.with_type(_spark_type(field.type)))
+            fields.append(field.with_type(spark_type(field.type)))
         except _UnsupportedType as untaken:
             raise SourceError(
                 f"column {field.name!r} has the type {field.type}, and Spark has none for {untaken}: "
@@ -184,9 +184,13 @@ class Columns:
         return pa.MapArray.from_arrays(offsets, keys, items, type=to, mask=_nulls(array))
 
     def _struct(self, array: pa.Array, to: pa.DataType) -> pa.Array:
-        if not to.num_fields or _is_unchanged(array.type, to):
+        if _is_unchanged(array.type, to):
             return array
-        children = [self._converted(child, field.type) for child, field in zip(array.flatten(), to, strict=True)]
+        if not to.num_fields:
+            return pa.Array.from_buffers(to, len(array), array.buffers()[:1], offset=array.offset)
+        parts = array.flatten()
+        places = zip(field_places(array.type, to), to, strict=True)
+        children = [self._converted(parts[place], field.type) for place, field in places]
         return pa.StructArray.from_arrays(children, fields=[*to], mask=_nulls(array))
 
 
@@ -212,12 +216,12 @@ def _positions(schema: pa.Schema, names: Sequence[str]) -> list[int]:
     return places
 
 
-def _spark_type(type_: pa.DataType) -> pa.DataType:
-    """The type as which Spark takes this one. Raises _UnsupportedType."""
+def spark_type(type_: pa.DataType) -> pa.DataType:
+    """The type as which Spark takes this one. Raises what becomes a SourceError of a column where there is none."""
     if isinstance(type_, pa.BaseExtensionType):
-        return _spark_type(type_.storage_type)
+        return spark_type(type_.storage_type)
     if types.is_dictionary(type_) or types.is_run_end_encoded(type_):
-        return _spark_type(type_.value_type)
+        return spark_type(type_.value_type)
     if type_ in _WIDENED:
         return _WIDENED[type_]
     if any(is_one(type_) for is_one in _UNCHANGED):
@@ -242,7 +246,7 @@ def _spark_type(type_: pa.DataType) -> pa.DataType:
 
 
 def _spark_field(field: pa.Field, name: str) -> pa.Field:
-    return field.with_name(name).with_type(_spark_type(field.type))
+    return field.with_name(name).with_type(spark_type(field.type))
 
 
 def _is_list(type_: pa.DataType) -> bool:
@@ -261,15 +265,28 @@ def _is_unchanged(type_: pa.DataType, to: pa.DataType) -> bool:
 
 
 def _fits(field: pa.Field, to: pa.Field) -> bool:
-    """Whether two fields differ in nothing but that one may have nulls, which the other then does not have."""
+    """Whether two fields differ in nothing but that one may have nulls, which the other then does not have.
+
+    The one to be read may have less fields in its structs.
+    """
     if field.nullable > to.nullable:
         return False
     if not types.is_nested(to.type):
         return bool(field.type.equals(to.type))
-    if field.type.id != to.type.id or field.type.num_fields != to.type.num_fields:
+    if field.type.id != to.type.id:
         return False
-    pairs = [(field.type.field(index), to.type.field(index)) for index in range(to.type.num_fields)]
-    return all(one.name == other.name and _fits(one, other) for one, other in pairs)
+    places = field_places(field.type, to.type) if types.is_struct(to.type) else range(to.type.num_fields)
+    return all(
+        place >= 0 and _fits(field.type.field(place), to.type.field(number)) for number, place in enumerate(places)
+    )
+
+
+def field_places(struct: pa.DataType, wanted: pa.DataType) -> list[int]:
+    """Where each field of a struct lies in another, which may have more; -1 where it does not."""
+    names = [field.name for field in wanted]
+    if names == [field.name for field in struct]:
+        return [*range(len(names))]
+    return [struct.get_field_index(name) for name in names]
 
 
 def _describe_field(field: StructField) -> str:
@@ -301,7 +318,7 @@ def is_readable(type_: pa.DataType) -> bool:
 def is_own(type_: pa.DataType) -> bool:
     """Whether this is the Arrow type of one of Spark's types, and each of its values is one of Spark's."""
     try:
-        return bool(type_.equals(_spark_type(type_))) and not contains(type_, types.is_time)
+        return bool(type_.equals(spark_type(type_))) and not contains(type_, types.is_time)
     except _UnsupportedType:
         return False
 

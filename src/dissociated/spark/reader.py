@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.direct import direct_request
 from dissociated.spark.filters import exact_filters, parse_filters
+from dissociated.spark.types import arrow_schema
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
 SLICE_BYTES = 64 << 20
@@ -172,6 +174,11 @@ class DatasetReader(DataSourceReader):
         self.conditions = conditions
         self._lookup: _Lookup | None = None
 
+    @cached_property
+    def arrow_schema(self) -> pa.Schema:
+        """The Arrow types of Spark's own."""
+        return arrow_schema(self.schema)
+
     def partitions(
         self, version: int = 0, slice_bytes: int = SLICE_BYTES, share: float = 1.0, tasks: int = 1
     ) -> Sequence[EndpointPartition]:
@@ -294,7 +301,7 @@ class DatasetReader(DataSourceReader):
         counting = client.defaults.without_columns()
         with closing(self.request.open(client, info, endpoint, transport, counting)) as reader:
             sizes = [batch.num_rows for batch in reader]
-        cut = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)))
+        cut = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
         return [(one, sum(sizes[one.first : one.stop]) == one.rows) for one in cut] or whole
 
 
@@ -334,14 +341,16 @@ class _BatchFilter:
         return self._columns.convert(batch).filter(mask)
 
 
-def slices(sizes: Sequence[int], count: int) -> list[Slice]:
+def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
     """Batches of these sizes, cut into at most `count` slices of about as many rows, in order and without gaps.
 
-    A cut lies between two batches where that is near.
+    A cut lies between two batches where that is near; with `whole`, wherever no batch is as large as two slices.
+    Batches that are whole can be left out by their statistics.
     """
     ends = [0, *accumulate(sizes)]
     rows = ends[-1]
-    cuts = {0, rows, *(_near(ends, rows * number // count, rows // (4 * count)) for number in range(1, count))}
+    distance = rows // count if whole else rows // (4 * count)
+    cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
     found = []
     for begin, end in pairwise(sorted(cuts)):
         first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1

@@ -10,8 +10,8 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
                                             columns are this `share` of a row, and there are so many `tasks` at once
     open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": who sends the rows, "skip",
                                             "rows"}, where the JVM can ask it and `direct` allows that
-    layouts(reader, schema)                 {"layouts", "columns": the numbers of the wanted ones} of that server's
-                                            stream, as its schema has come; null where the JVM cannot read it
+    layout(reader, schema)                  what arrays that server's stream consists of, as its schema has come; null
+                                            where the JVM cannot read it
     next(stream)                            {"regions": new files to map, "batches", "ended"}
     close(stream)                           gives back what it holds
 
@@ -48,7 +48,7 @@ from dissociated.memory.shared import create_memfd
 from dissociated.spark import tables
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import as_filters
-from dissociated.spark.layouts import ArrayLayout, stream_layouts
+from dissociated.spark.layouts import ArrayLayout, stream_layout
 from dissociated.spark.pickled import pickled, unpickled
 from dissociated.spark.reader import DatasetReader, Request
 from dissociated.spark.staging import Writes
@@ -74,7 +74,7 @@ class Sidecar:
             "describe": self.describe,
             "plan": self.plan,
             "open": self.open,
-            "layouts": self.layouts,
+            "layout": self.layout,
             "next": self.next,
             "close": self.close,
             **Writes().calls,
@@ -114,19 +114,16 @@ class Sidecar:
             if direct and (request := found.direct_request(wanted)) is not None:
                 return {"server": request}
         spaces: list[AddressSpace] = []
-        stream = _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces)
+        stream = _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces, found.arrow_schema.types)
         with self._lock:
             self._opened += 1
             self._streams[self._opened] = stream
             return {"stream": self._opened}
 
-    def layouts(self, reader: str, schema: str) -> Any:
-        found = read_schema(base64.b64decode(schema), RemoteProtocolError)
-        layouts = stream_layouts(found)
-        if layouts is None or not self._reader(reader).readable(found):
-            return None
-        columns = [found.get_field_index(name) for name in self._reader(reader).schema.fieldNames()]
-        return {"layouts": [layout.to_json() for layout in layouts], "columns": columns}
+    def layout(self, reader: str, schema: str) -> Any:
+        found, wanted = read_schema(base64.b64decode(schema), RemoteProtocolError), self._reader(reader)
+        layout = stream_layout(found, wanted.arrow_schema)
+        return None if layout is None or not wanted.readable(found) else layout.to_json()
 
     def _reader(self, reader: str) -> DatasetReader:
         with self._lock:
@@ -144,10 +141,13 @@ class Sidecar:
 
 
 class _Stream:
-    """The batches of one partition, as places. Each is held until the next answer."""
+    """The batches of one partition, as places. Each is held until the next answer. Spark has these `types`."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch], spaces: Sequence[AddressSpace]) -> None:
+    def __init__(
+        self, batches: Iterator[pa.RecordBatch], spaces: Sequence[AddressSpace], types: Sequence[pa.DataType]
+    ) -> None:
         self._batches = batches
+        self._types = types
         self._locator = _BufferLocator(spaces)
         self._held: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
@@ -170,7 +170,7 @@ class _Stream:
             return {"regions": self._locator.new_regions(), "batches": answer, "ended": ended}
 
     def _place(self, batch: pa.RecordBatch) -> Any:
-        self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types)]
+        self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types, self._types)]
         return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
@@ -209,7 +209,8 @@ class _BufferLocator:
         buffers: list[int] = []
         for buffer in array.buffers()[: layout.buffers]:
             buffers += (-1, 0, 0) if buffer is None or not buffer.size else (*self._locate(buffer), buffer.size)
-        below = [self.of(child(array), one) for child, one in layout.children]
+        children = (layout.children[number] for number in layout.wanted)
+        below = [self.of(child(array), one) for child, one in children]
         return [len(array), array.offset, array.null_count, buffers, below, layout.kind, layout.width]
 
     def new_regions(self) -> list[str]:

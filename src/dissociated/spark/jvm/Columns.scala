@@ -95,7 +95,7 @@ object Column {
     case _: StringType => new BytesColumn(true)
     case BinaryType => new BytesColumn(false)
     case ArrayType(element, _) => new ListColumn(of(element))
-    case MapType(key, value, _) => new MapColumn(of(key), of(value))
+    case MapType(key, value, _) => new ListColumn(of(key), of(value))
     case StructType(fields) => new StructColumn(fields.map(field => of(field.dataType)), fields.map(_.nullable))
     case user: UserDefinedType[_] => of(user.sqlType)
   }
@@ -188,4 +188,122 @@ final class DecimalColumn(wanted: DecimalType) extends FixedColumn(16) {
     Platform.putLong(null, to, unscaled.longValue)
     Platform.putLong(null, to + 8, unscaled.shiftRight(64).longValueExact)
   }
+}
+
+/** Where strings or lists begin, and the last of them ends. */
+final class Ends extends Native {
+  private val offsets = own(new Memory)
+  private var count = 0
+  var last = 0
+
+  /** The next one ends there. */
+  def add(end: Long): Unit = {
+    if (end < last || end > Int.MaxValue) throw Failure(s"a batch cannot hold the $end values of lists of one row")
+    offsets.ensure(4 * (count + 2L))
+    count += 1
+    last = end.toInt
+    Platform.putInt(null, offsets.address + 4L * count, last)
+  }
+
+  def describe(layout: Layout): Unit = {
+    offsets.ensure(4)
+    Platform.putInt(null, offsets.address, 0) // where the first begins
+    layout.buffer(offsets, 4 * (count + 1L))
+  }
+
+  override def clear(): Unit = {
+    super.clear()
+    count = 0
+    last = 0
+  }
+}
+
+/** Strings or binaries. */
+final class BytesColumn(strings: Boolean) extends Column {
+  private val ends = own(new Ends)
+  private val data = own(new Memory)
+
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit =
+    if (strings) {
+      val value = from.getUTF8String(ordinal)
+      append(value.getBaseObject, value.getBaseOffset, value.numBytes)
+    } else {
+      val value = from.getBinary(ordinal)
+      append(value, Platform.BYTE_ARRAY_OFFSET, value.length)
+    }
+
+  private def append(base: AnyRef, from: Long, size: Int): Unit = {
+    Platform.copyMemory(base, from, null, room(size), size)
+    ends.add(ends.last.toLong + size)
+  }
+
+  /** By whole words: each value is padded in a row, and what that adds here the next value is written over. */
+  override def take(from: RowBuffer, ordinal: Int): Unit = {
+    val nulls = from.hasNulls(ordinal)
+    Loop.over(from.count) { index =>
+      val word = if (nulls && from.isNullAt(index, ordinal)) 0 else from.word(index, ordinal)
+      val size = word.toInt
+      Memory.copy(null, from.at(index) + (word >>> 32), room(size), size)
+      ends.add(ends.last.toLong + size)
+    }
+    added(from, ordinal)
+  }
+
+  /** Where the next value of so many bytes goes. A word may be read and written wherever one of its bytes may be. */
+  @inline private def room(size: Int): Long = {
+    data.ensure(ends.last + 8L + size)
+    data.address + ends.last
+  }
+
+  override protected def addEmpty(): Unit = ends.add(ends.last)
+
+  override protected def describeParts(layout: Layout): Unit = {
+    ends.describe(layout)
+    layout.buffer(data, ends.last)
+  }
+}
+
+/** Lists of one part; and maps, which are lists of structs of a key and a value in Arrow. */
+final class ListColumn(parts: Column*) extends Column {
+  private val ends = own(new Ends)
+  parts.foreach(own(_))
+
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
+    if (parts.length == 1) {
+      val list = from.getArray(ordinal)
+      append(parts.head, list, list.numElements)
+    } else {
+      val map = from.getMap(ordinal)
+      append(parts.head, map.keyArray, map.numElements)
+      append(parts.last, map.valueArray, map.numElements)
+    }
+    ends.add(parts.head.length)
+  }
+
+  private def append(part: Column, values: SpecializedGetters, count: Int): Unit =
+    Loop.over(count)(index => part.put(values, index))
+
+  override protected def addEmpty(): Unit = ends.add(ends.last)
+  override protected def describeParts(layout: Layout): Unit = {
+    ends.describe(layout)
+    if (parts.length > 1) {
+      layout.array(parts.head.length, 0)
+      layout.buffer(new Memory, 0)
+    }
+    parts.foreach(_.describe(layout))
+  }
+}
+
+final class StructColumn(fields: Array[Column], nullable: Array[Boolean]) extends Column {
+  fields.foreach(own(_))
+
+  override protected def add(from: SpecializedGetters, ordinal: Int): Unit = {
+    val struct = from.getStruct(ordinal, fields.length)
+    Loop.over(fields.length)(index => fields(index).put(struct, index))
+  }
+
+  override protected def addEmpty(): Unit =
+    for (index <- fields.indices) if (nullable(index)) fields(index).putNull() else fields(index).putEmpty()
+
+  override protected def describeParts(layout: Layout): Unit = fields.foreach(_.describe(layout))
 }

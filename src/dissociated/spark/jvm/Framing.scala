@@ -5,7 +5,6 @@ import java.net.{InetSocketAddress, StandardSocketOptions}
 import java.nio.{ByteBuffer, ByteOrder}
 import java.nio.channels.{SelectionKey, Selector, SocketChannel}
 import java.nio.charset.StandardCharsets.UTF_8
-import java.util.concurrent.atomic.LongAdder
 
 import scala.collection.mutable
 
@@ -29,59 +28,39 @@ final class Server(told: JsonNode) {
   def broke(how: String): Nothing = throw failed(s"broke the protocol: $how")
 }
 
-/** Native memory, and how many messages lie in it. */
-final class Block(val address: Long, val capacity: Long) {
-  var holders = 1
-}
-
-/** Bytes of a block. */
-final case class Part(block: Block, at: Long, size: Long) {
-  def address: Long = block.address + at
+/** Bytes of native memory. */
+final case class Part(memory: Memory, at: Long, size: Long) {
+  def address: Long = memory.address + at
   def buffer: ByteBuffer = MemoryUtil.directBuffer(address, size.toInt).order(ByteOrder.LITTLE_ENDIAN)
 }
 
 /** The native memory of one stream. What held a body holds the next one: fresh memory costs as much as to copy. */
 final class Pool extends AutoCloseable {
-  private val blocks = mutable.Set.empty[Block]
-  private var spare: Option[Block] = None
+  private val all = mutable.Set.empty[Memory]
+  private var spare: Option[Memory] = None
 
   def take(size: Long): Part = {
-    val used = spare.filter(one => size <= one.capacity && size >= one.capacity / 4)
-    if (used.isDefined) spare = None
-    Part(used.getOrElse(allocate(size)), 0, size)
-  }
-
-  private def allocate(size: Long): Block = {
-    val capacity = size + size / 4 + 8
-    val made = try new Block(Platform.allocateMemory(capacity), capacity)
-      catch { case _: OutOfMemoryError => throw Failure(s"there is no memory for a message of $size bytes") }
-    blocks += made
-    Pool.sizes.add(capacity)
-    made
+    val memory = spare.filter(_.suits(size)).getOrElse(new Memory)
+    if (!all.contains(memory)) {
+      memory.allocate(size + size / 4 + 8)
+      all += memory
+    }
+    spare = spare.filter(_ != memory)
+    memory.users = 1
+    Part(memory, 0, size)
   }
 
   def give(part: Part): Unit = {
-    part.block.holders -= 1
-    if (part.block.holders == 0) {
+    part.memory.users -= 1
+    if (part.memory.users == 0) {
       spare.foreach(free)
-      spare = Some(part.block)
-      part.block.holders = 1 // whoever takes it
+      spare = Some(part.memory)
     }
   }
 
-  private def free(block: Block): Unit = if (blocks.remove(block)) {
-    Platform.freeMemory(block.address)
-    Pool.sizes.add(-block.capacity)
-  }
+  private def free(memory: Memory): Unit = if (all.remove(memory)) memory.free()
 
-  override def close(): Unit = blocks.toSeq.foreach(free)
-}
-
-object Pool {
-  private val sizes = new LongAdder
-
-  /** Bytes that all of them hold. */
-  def held: Long = sizes.sum
+  override def close(): Unit = all.toSeq.foreach(free)
 }
 
 final case class Frame(kind: Int, tag: Long, payload: Part)
@@ -220,22 +199,21 @@ final class Messages(server: Server) extends AutoCloseable {
 
   /** The flatbuffer of the next message, and its body; both are good until another is given. None at the end. */
   def receive(): Option[(Part, Option[Part])] = {
-    while (!end.contains(next)) {
-      val found = headers.get(next).map(header => (header, Messages.parsed(header)))
-      val hasBody = found.exists { case (_, message) => message.headerType != MessageHeader.Schema }
-      if (found.isDefined && (!hasBody || bodies.get(next).isDefined)) {
-        val header = headers.take(next)
-        val body = if (hasBody) Some(bodies.take(next)) else None
-        if (body.exists(_.size != found.get._2.bodyLength)) server.broke(s"the body of message $next has another length")
-        giveBack()
-        current = header +: body.toSeq
-        next += 1
-        return Some((header, body))
-      }
-      if (run.hasNext) run.next() else take()
+    while (!end.contains(next) && !isHere) if (run.hasNext) run.next() else take()
+    Option.when(!end.contains(next)) {
+      val header = headers.take(next)
+      val body = if (hasBody(header)) Some(bodies.take(next)) else None
+      if (body.exists(_.size != Messages.parsed(header).bodyLength))
+        server.broke(s"the body of message $next has another length")
+      giveBack()
+      current = header +: body.toSeq
+      next += 1
+      (header, body)
     }
-    None
   }
+
+  private def isHere: Boolean = headers.get(next).exists(header => bodies.get(next).isDefined || !hasBody(header))
+  private def hasBody(header: Part): Boolean = Messages.parsed(header).headerType != MessageHeader.Schema
 
   /** What was given last. The end of the stream takes nothing back: somebody may still look at the last message. */
   private def giveBack(): Unit = {
@@ -272,7 +250,7 @@ final class Messages(server: Server) extends AutoCloseable {
     told.get(0) match {
       case 1 =>
         check(number)
-        headers.add(number, own(number, Part(message.block, message.at + 5, message.size - 5)))
+        headers.add(number, own(number, Part(message.memory, message.at + 5, message.size - 5)))
       case 0 if message.size == 5 && number != 0 && number - next >= 0 && end.isEmpty =>
         end = Some(number)
         (headers.numbers ++ bodies.numbers).foreach(check)
@@ -290,7 +268,7 @@ final class Messages(server: Server) extends AutoCloseable {
     }
 
   /** What has to wait holds no more memory than is counted: it is taken out of its run. */
-  private def own(number: Int, part: Part): Part = if (number == next || part.block.holders == 1) part else {
+  private def own(number: Int, part: Part): Part = if (number == next || part.memory.users == 1) part else {
     val copy = pool.take(part.size)
     Platform.copyMemory(null, part.address, null, copy.address, part.size)
     pool.give(part)
@@ -311,9 +289,9 @@ final class Messages(server: Server) extends AutoCloseable {
       server.broke("a run that does not add up")
     val second = first + Wire.padded(count * headerSize)
     Iterator.range(0, count.toInt).map { index =>
-      messages.block.holders += 2
-      untagged(Part(messages.block, messages.at + first + index * headerSize, headerSize))
-      tagged(told.getLong(24 + 8 * index), Part(messages.block, messages.at + second + index * bodySize, bodySize))
+      messages.memory.users += 2
+      untagged(Part(messages.memory, messages.at + first + index * headerSize, headerSize))
+      tagged(told.getLong(24 + 8 * index), Part(messages.memory, messages.at + second + index * bodySize, bodySize))
       if (index == count - 1) pool.give(messages)
     }
   }

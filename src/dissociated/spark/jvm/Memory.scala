@@ -1,5 +1,7 @@
 package org.apache.spark.sql.dissociated
 
+import java.util.concurrent.atomic.LongAdder
+
 import scala.collection.mutable
 
 import org.apache.spark.sql.catalyst.expressions.UnsafeRow
@@ -22,17 +24,27 @@ abstract class Native {
 final class Memory extends Native {
   private var capacity = 0L
   var address = 0L
+  /** How many parts of it somebody may look at. */
+  var users = 0
 
   /** Room for so many bytes; what is there stays. */
   @inline def ensure(size: Long): Unit = if (size > capacity) grow(size)
 
   private def grow(size: Long): Unit = {
     if (size > Memory.Max) throw Failure(s"a batch cannot hold the $size bytes that one row adds to a column")
-    val larger = math.min(Memory.Max, math.max(2 * capacity, math.max(size, Memory.Least)))
-    address =
-      if (address == 0) Platform.allocateMemory(larger) else Platform.reallocateMemory(address, capacity, larger)
-    capacity = larger
+    allocate(math.min(Memory.Max, math.max(2 * capacity, math.max(size, Memory.Least))))
   }
+
+  /** So many bytes, which are more than now. */
+  def allocate(size: Long): Unit = {
+    address = try Platform.reallocateMemory(address, capacity, size)
+      catch { case _: OutOfMemoryError => throw Failure(s"there is no memory for $size bytes") }
+    Memory.sizes.add(size - capacity)
+    capacity = size
+  }
+
+  /** Whether so many bytes fit, and fill a part of it that is worth keeping it for. */
+  def suits(size: Long): Boolean = size <= capacity && size >= capacity / 4
 
   /** Zeros from `size` on up to `whole`, which it gives back. */
   def fill(size: Long, whole: Long): Long = {
@@ -46,6 +58,7 @@ final class Memory extends Native {
 
   override def free(): Unit = if (address != 0) {
     Platform.freeMemory(address)
+    Memory.sizes.add(-capacity)
     address = 0
     capacity = 0
   }
@@ -56,6 +69,10 @@ object Memory {
   private val Kept = 1L << 26
   private val Max = Int.MaxValue - 63L // a multiple of 64
   private val Call = 64 // bytes: to call what copies them takes longer
+  private val sizes = new LongAdder
+
+  /** Bytes that all of them have. */
+  def held: Long = sizes.sum
 
   /** Copies bytes, by whole words if they are few: up to 7 more are read and written. */
   @inline def copy(base: AnyRef, from: Long, to: Long, size: Int): Unit =

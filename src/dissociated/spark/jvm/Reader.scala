@@ -94,8 +94,8 @@ final class SharedBatches(sidecar: Sidecar, stream: Long) extends Batches {
 /** Files that are shared with the sidecar, by number, mapped where they are looked at. */
 final class Regions extends Places with AutoCloseable {
   private val channels = mutable.ArrayBuffer.empty[FileChannel]
-  private val windows = mutable.Map.empty[(Int, Long), MappedByteBuffer]
-  private val replaced = mutable.ArrayBuffer.empty[MappedByteBuffer]
+  private val mapped = mutable.ArrayBuffer.empty[MappedByteBuffer]
+  private val windows = mutable.Map.empty[(Int, Long), MappedByteBuffer] // the last of each
 
   def add(path: String): Unit = channels += FileChannel.open(Paths.get(path), StandardOpenOption.READ)
 
@@ -103,26 +103,27 @@ final class Regions extends Places with AutoCloseable {
   override def address(region: Int, at: Long, length: Long): Long = {
     if (region < 0 || region >= channels.length || at < 0 || length < 0 || length > Regions.Step)
       throw Failure(s"a buffer of $length bytes at $at of region $region cannot be mapped")
-    val number = at / Regions.Step
+    val (number, from) = (at / Regions.Step, at % Regions.Step)
+    // The file may have grown. What lies there may still be read, so that mapping stays.
+    val window = windows.get((region, number)).filter(from + length <= _.capacity)
+      .getOrElse(map(region, number, from + length))
+    MemoryUtil.getByteBufferAddress(window) + from
+  }
+
+  private def map(region: Int, number: Long, needed: Long): MappedByteBuffer = {
     val start = number * Regions.Step
-    def fits(window: MappedByteBuffer) = at - start + length <= window.capacity
-    val window = windows.get((region, number)).filter(fits).getOrElse {
-      val size = math.min(channels(region).size - start, 2 * Regions.Step - Regions.Page)
-      if (at - start + length > size) throw Failure(s"a buffer of $length bytes at $at leaves its file")
-      windows.remove((region, number)).foreach(replaced += _) // the file has grown; what lies there may still be read
-      val made = channels(region).map(FileChannel.MapMode.READ_ONLY, start, size)
-      windows((region, number)) = made
-      made
-    }
-    MemoryUtil.getByteBufferAddress(window) + (at - start)
+    val size = math.min(channels(region).size - start, 2 * Regions.Step - Regions.Page)
+    if (needed > size) throw Failure(s"a buffer that ends at ${start + needed} leaves its file")
+    mapped += channels(region).map(FileChannel.MapMode.READ_ONLY, start, size)
+    windows((region, number)) = mapped.last
+    mapped.last
   }
 
   override def close(): Unit = {
     channels.foreach(_.close())
     // Nothing may look at them any more. Left to the garbage collector, they would count against the store for long.
-    (windows.values ++ replaced).foreach(StorageUtils.dispose)
-    windows.clear()
-    replaced.clear()
+    mapped.foreach(StorageUtils.dispose)
+    mapped.clear()
   }
 }
 

@@ -24,9 +24,8 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
   private var counts = 0
   private var pushed = Array.empty[Predicate]
 
-  /** Structs stay whole, although Spark says which of their fields it needs. */
-  override def pruneColumns(required: StructType): Unit =
-    columns = StructType(required.fieldNames.map(dataset.schema(_)))
+  /** Of structs, too, only the fields that are needed. */
+  override def pruneColumns(required: StructType): Unit = columns = required
 
   /** Batches without such rows may be left out. Spark filters, all the same. */
   override def pushPredicates(predicates: Array[Predicate]): Array[Predicate] = {

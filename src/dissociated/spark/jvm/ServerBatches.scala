@@ -6,86 +6,69 @@ import scala.jdk.CollectionConverters._
 import scala.util.control.NonFatal
 
 import com.fasterxml.jackson.databind.JsonNode
-import org.apache.arrow.flatbuf.{Endianness, MessageHeader, RecordBatch, Schema}
+import org.apache.arrow.flatbuf.{Buffer, Endianness, MessageHeader, RecordBatch, Schema}
 import org.apache.spark.internal.Logging
 
-/** Batches as their server sends them, in native memory. */
-final class ServerBatches(server: Server, messages: Messages, told: JsonNode, stream: JsonNode,
+/** Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. */
+final class ServerBatches(server: Server, messages: Messages, told: JsonNode, layout: JsonNode,
     first: Option[(Part, Option[Part])]) extends Batches {
-  private val layouts = stream.get("layouts").elements.asScala.toSeq
-  private val wanted = stream.get("columns").elements.asScala.map(_.asInt).toSeq
-  private var begun = false
+  private val batches = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined)
+    .flatten.map { case (header, body) => rows(header, body) }.filter(_.count > 0)
   private var skip = told.get("skip").asLong
   private var left = if (told.has("rows")) told.get("rows").asLong else Long.MaxValue
-  private var columns: Seq[ArrayData] = Nil
-  private var rows, from = 0 // of the batch, and those that were given
 
   override def next(): Option[Rows] = ServerBatches.checked(server) {
-    while (from == rows && left > 0 && advance()) ()
-    val count = math.min(math.min(rows - from, left), ServerBatches.MaxRows).toInt
-    if (count == 0) None
-    else {
-      val found = Rows(columns, ServerBatches.memory, from, count)
-      from += count
-      left -= count
-      Some(found)
-    }
+    val found = if (left > 0) batches.nextOption() else None
+    if (found.isEmpty && left > 0 && told.has("rows")) server.broke(s"$left rows are missing at the end of the stream")
+    found.foreach(left -= _.count)
+    found
   }
 
-  private def advance(): Boolean = (if (begun) messages.receive() else first) match {
-    case None if told.has("rows") => server.broke(s"$left rows are missing at the end of the stream")
-    case None => false
-    case Some((header, body)) =>
-      begun = true
-      val batch = ServerBatches.batch(server, header)
-      if (batch.compression != null) throw server.failed("sends compressed batches among others: read it over grpc")
-      if (batch.length < 0 || batch.length > Int.MaxValue) server.broke(s"a batch of ${batch.length} rows")
-      // Room for them is made before the first is looked at.
-      if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16) server.broke("a batch of too many buffers")
-      rows = batch.length.toInt
-      columns = new Walk(batch, body.get).columns
-      from = math.min(skip, rows).toInt
-      skip -= from
-      true
+  /** Those of a batch that are wanted. */
+  private def rows(header: Part, body: Option[Part]): Rows = {
+    val batch = ServerBatches.batch(server, header)
+    if (batch.compression != null) throw server.failed("sends compressed batches among others: read it over grpc")
+    if (batch.length < 0 || batch.length > Int.MaxValue) server.broke(s"a batch of ${batch.length} rows")
+    // Room for them is made before the first is looked at.
+    if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16) server.broke("a batch of too many buffers")
+    val from = math.min(skip, batch.length)
+    skip -= from
+    Rows(new Walk(batch, body.get).columns, ServerBatches.memory, from.toInt, math.min(batch.length - from, left).toInt)
   }
 
   /** Takes the arrays of a batch, which lie one after the other, each before those below it. */
   private final class Walk(batch: RecordBatch, body: Part) {
-    private var nodes, buffers, counts = 0
+    private val nodes = Iterator.range(0, batch.nodesLength).map(batch.nodes)
+    private val buffers = Iterator.range(0, batch.buffersLength).map(batch.buffers)
+    private val counts = Iterator.range(0, batch.variadicBufferCountsLength).map(batch.variadicBufferCounts)
 
     def columns: Seq[ArrayData] = {
-      val all = layouts.map(array)
-      if (nodes != batch.nodesLength || buffers != batch.buffersLength) server.broke("a batch has more than its schema")
-      wanted.map(all)
+      val wanted = try below(layout) catch {
+        case _: NoSuchElementException => server.broke("a batch has less than its schema")
+      }
+      if (nodes.hasNext || buffers.hasNext) server.broke("a batch has more than its schema")
+      wanted
     }
 
-    /** Its layout is [kind, width, number of buffers, [children]]. */
+    /** A layout is [kind, width, number of buffers, [children], [the numbers of those that are wanted]]. */
+    private def below(layout: JsonNode): Array[ArrayData] = {
+      val all = layout.get(3).elements.asScala.map(array).toArray
+      layout.get(4).elements.asScala.map(one => all(one.asInt)).toArray
+    }
+
     private def array(layout: JsonNode): ArrayData = {
-      if (nodes >= batch.nodesLength) server.broke("a batch has less than its schema")
-      val node = batch.nodes(nodes)
-      val (length, nulls) = (node.length, node.nullCount)
-      nodes += 1
-      val count = if (layout.get(2).asInt >= 0) layout.get(2).asInt else 2 + more()
-      if (count < 0 || count > batch.buffersLength - buffers) server.broke("a batch has less than its schema")
-      val places = Array.fill(count)(buffer()).flatten
-      val children = layout.get(3).elements.asScala.map(array).toArray
-      ArrayData(length, 0, nulls, places, children, layout.get(0).asText, layout.get(1).asInt)
-    }
-
-    /** How many buffers there are where each batch has its own number of them, beside two. */
-    private def more(): Int = {
-      if (counts >= batch.variadicBufferCountsLength) server.broke("a batch has less than its schema")
-      counts += 1
-      math.min(batch.variadicBufferCounts(counts - 1), batch.buffersLength).toInt
+      val node = nodes.next()
+      val known = layout.get(2).asInt // else each batch has its own number of them, beside two
+      val count = if (known >= 0) known else 2 + math.max(0, math.min(counts.next(), batch.buffersLength)).toInt
+      val places = Array.fill(count)(place(buffers.next())).flatten
+      ArrayData(node.length, 0, node.nullCount, places, below(layout), layout.get(0).asText, layout.get(1).asInt)
     }
 
     /** Its region, where it lies and how long it is. */
-    private def buffer(): Array[Long] = {
-      val one = batch.buffers(buffers)
-      buffers += 1
-      if (one.offset < 0 || one.length < 0 || one.offset > body.size - one.length)
-        server.broke(s"a buffer of ${one.length} bytes at ${one.offset} of ${body.size}")
-      Array(0, body.address + one.offset, one.length)
+    private def place(buffer: Buffer): Array[Long] = {
+      if (buffer.offset < 0 || buffer.length < 0 || buffer.offset > body.size - buffer.length)
+        server.broke(s"a buffer of ${buffer.length} bytes at ${buffer.offset} of ${body.size}")
+      Array(0, body.address + buffer.offset, buffer.length)
     }
   }
 
@@ -93,7 +76,6 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, st
 }
 
 object ServerBatches extends Logging {
-  private val MaxRows = 1L << 20
   private val MaxSchema = 1L << 24 // bytes
   private val memory: Places = (_, at, _) => at // within its body, where it was looked for
 
@@ -104,9 +86,9 @@ object ServerBatches extends Logging {
     val opened = try {
       messages.request()
       for (bytes <- schema(messages.receive().get._1);
-           found <- Option(sidecar.call("layouts", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
+           layout <- Option(sidecar.call("layout", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
            first = messages.receive() if first.forall(one => batch(server, one._1).compression == null))
-        yield new ServerBatches(server, messages, told, found, first)
+        yield new ServerBatches(server, messages, told, layout, first)
     } catch {
       case NonFatal(error) =>
         logInfo(s"a partition is read by way of Python: $error")

@@ -50,12 +50,6 @@ final class ArrayPlace(data: ArrayData, places: Places, val column: String, from
   /** Of a struct, whose values lie where its own do. */
   def field(index: Int): ArrayPlace = child(index, from, length)
 
-  /** Of lists of one size, whose first is that of this array. */
-  def items: ArrayPlace = {
-    if ((offset + length) * width > Int.MaxValue) damaged(s"$length lists of $width")
-    child(0, (offset * width).toInt, length * width)
-  }
-
   /** The values of a dictionary. */
   def dictionary: ArrayPlace = child(0, 0, math.min(data.children(0).length, Int.MaxValue).toInt)
 
@@ -79,17 +73,27 @@ final class ArrayPlace(data: ArrayData, places: Places, val column: String, from
   def bits(buffer: Int): Bits =
     new Bits(address(buffer, offset >> 3, ((offset & 7) + length + 7) >> 3), (offset & 7).toInt)
 
-  /** Of strings or lists: where each begins. */
-  def offsets: Offsets = {
-    val wide = if (kind == "large") 8 else 4
-    new Offsets(if (length == 0) 0 else address(1, offset * wide, (length + 1L) * wide), length, wide == 8, this)
-  }
+  def offsets: Offsets = new Offsets(this, offset)
 }
 
-/** Where each of `length` strings or lists begins, and the last ends. They ascend: that is looked at. */
-final class Offsets(address: Long, length: Int, wide: Boolean, place: ArrayPlace) {
-  @inline def apply(row: Int): Long =
-    if (wide) Platform.getLong(null, address + 8L * row) else Platform.getInt(null, address + 4L * row)
+/**
+ * Where each string or list begins, and the last ends: as numbers say, or, where all have one size, one after the other.
+ * They ascend: that is looked at.
+ */
+final class Offsets(place: ArrayPlace, offset: Long) {
+  private val length = place.length
+  private val width = place.kind match {
+    case "fixed" => 0
+    case "large" => 8
+    case _ => 4
+  }
+  private val at = if (length == 0 || width == 0) 0 else place.address(1, offset * width, (length + 1L) * width)
+
+  @inline def apply(row: Int): Long = width match {
+    case 4 => Platform.getInt(null, at + 4L * row)
+    case 8 => Platform.getLong(null, at + 8L * row)
+    case _ => (offset + row) * place.width
+  }
 
   val first: Long = if (length == 0) 0 else apply(0)
   /** How many bytes or values there are between the first and the last. */
@@ -98,8 +102,11 @@ final class Offsets(address: Long, length: Int, wide: Boolean, place: ArrayPlace
   Loop.over(length)(row => wrong |= apply(row + 1) < apply(row) || apply(row + 1) - apply(row) > Int.MaxValue)
   if (wrong) place.damaged("its offsets do not ascend, or one value has 2 GiB")
 
-  /** The same as numbers of values, which Spark counts by Int. */
-  def from: Int = if (first + count <= Int.MaxValue) first.toInt else place.damaged(s"${first + count} values")
+  @inline def size(row: Int): Int = (apply(row + 1) - apply(row)).toInt
+
+  /** The values between, which Spark counts by Int. */
+  def values: ArrayPlace = if (first + count <= Int.MaxValue) place.child(0, first.toInt, count.toInt)
+    else place.damaged(s"${first + count} values")
 }
 
 /** Bits in memory, from one within the byte at `address` on. */
@@ -113,28 +120,24 @@ final class Bits(address: Long, first: Int) {
 object Vectors {
   /** The array as a column of Spark's. Throws where it is damaged. */
   def of(wanted: DataType, place: ArrayPlace): ColumnVector = (place.kind, wanted) match {
-    case ("" | "large", _) => plain(wanted, place)
-    case ("unsigned", ShortType | IntegerType | LongType) => new UnsignedVector(wanted, place)
+    case (_, user: UserDefinedType[_]) => of(user.sqlType, place)
     case ("dictionary", _) => new DictionaryVector(wanted, place)
+    case ("unsigned", ShortType | IntegerType | LongType) => new UnsignedVector(wanted, place)
     case ("view", _: StringType | BinaryType) => new ViewVector(wanted, place)
-    case ("fixed", BinaryType) => new FixedBinaryVector(place)
-    case ("fixed", ArrayType(element, _)) => new FixedListVector(wanted, place, element)
-    case (kind, _) => place.damaged(s"$kind ${wanted.simpleString}")
+    case ("" | "large" | "fixed", _: StringType | BinaryType) => new BytesVector(wanted, place)
+    case ("" | "large" | "fixed", ArrayType(element, _)) => new ListVector(wanted, place, items => Seq(of(element, items)))
+    case ("", MapType(key, value, _)) => new ListVector(wanted, place, fields(_, Seq(key, value)))
+    case ("", StructType(parts)) => new StructVector(wanted, place, fields(place, parts.map(_.dataType)))
+    case ("", VariantType) => new StructVector(wanted, place, fields(place, Seq(BinaryType, BinaryType)))
+    case ("", NullType) => new NullVector(place)
+    case ("", BooleanType) => new BooleanVector(place)
+    case ("", FixedWidth(width)) => new FixedVector(wanted, place, width)
+    case ("", decimal: DecimalType) => new DecimalVector(decimal, place)
+    case (kind, _) => place.damaged(s"there is no reader for $kind ${wanted.simpleString}")
   }
 
-  private def plain(wanted: DataType, place: ArrayPlace): ColumnVector = wanted match {
-    case NullType => new NullVector(place)
-    case BooleanType => new BooleanVector(place)
-    case FixedWidth(width) => new FixedVector(wanted, place, width)
-    case decimal: DecimalType => new DecimalVector(decimal, place)
-    case _: StringType | BinaryType => new BytesVector(wanted, place)
-    case ArrayType(element, _) => new ListVector(wanted, place, element)
-    case MapType(key, value, _) => new MapVector(wanted, place, key, value)
-    case StructType(fields) => new StructVector(wanted, place, fields.map(_.dataType))
-    case VariantType => new StructVector(wanted, place, Array(BinaryType, BinaryType))
-    case user: UserDefinedType[_] => plain(user.sqlType, place)
-    case _ => place.damaged(s"there is no reader for ${wanted.simpleString}")
-  }
+  private def fields(place: ArrayPlace, types: Seq[DataType]): Seq[ColumnVector] =
+    types.zipWithIndex.map { case (wanted, index) => of(wanted, place.field(index)) }
 
   def bytes(at: Long, length: Int): Array[Byte] = {
     val copy = new Array[Byte](length)
@@ -203,10 +206,10 @@ final class DecimalVector(wanted: DecimalType, place: ArrayPlace) extends ArrowV
   }
 }
 
-/** Strings and binaries, which are handed out where they lie. */
+/** Strings and binaries, which are handed out where they lie: one after the other, in the last buffer. */
 final class BytesVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
   private val offsets = place.offsets
-  private val data = place.address(2, offsets.first, offsets.count) - offsets.first
+  private val data = place.address(place.buffers - 1, offsets.first, offsets.count) - offsets.first
 
   override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else {
     val from = offsets(row)
@@ -214,37 +217,27 @@ final class BytesVector(wanted: DataType, place: ArrayPlace) extends ArrowVector
   }
 
   override def getBinary(row: Int): Array[Byte] =
-    if (isNullAt(row)) null else Vectors.bytes(data + offsets(row), (offsets(row + 1) - offsets(row)).toInt)
+    if (isNullAt(row)) null else Vectors.bytes(data + offsets(row), offsets.size(row))
 }
 
 /** Strings and binaries of which each says where it lies: within its 16 bytes if it has up to 12. */
 final class ViewVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
   private val views = place.values(1, 16)
-  private val sizes = Array.tabulate(place.buffers - 2)(index => place.size(index + 2))
-  private val data = Array.tabulate(sizes.length)(index => place.address(index + 2, 0, sizes(index)))
-  Loop.over(place.length)(row => if (!isNullAt(row) && size(row) > 12) {
-    val (buffer, from) = (Platform.getInt(null, views + 16L * row + 8), Platform.getInt(null, views + 16L * row + 12))
-    if (buffer < 0 || buffer >= sizes.length || from < 0 || from > sizes(buffer) - size(row))
-      place.damaged(s"a view of ${size(row)} bytes at $from of buffer $buffer")
+  private val data = Array.tabulate(place.buffers - 2)(index => place.address(index + 2, 0, place.size(index + 2)))
+  Loop.over(place.length)(row => if (!isNullAt(row) && (size(row) < 0 || size(row) > 12)) {
+    val known = buffer(row) >= 0 && buffer(row) < data.length
+    if (size(row) < 0 || !known || from(row) < 0 || from(row) > place.size(buffer(row) + 2) - size(row))
+      place.damaged(s"a view of ${size(row)} bytes at ${from(row)} of buffer ${buffer(row)}")
   })
 
-  private def size(row: Int) = {
-    val found = Platform.getInt(null, views + 16L * row)
-    if (found < 0) place.damaged(s"a view of $found bytes") else found
-  }
-
-  private def at(row: Int): Long = if (size(row) <= 12) views + 16L * row + 4 else
-    data(Platform.getInt(null, views + 16L * row + 8)) + Platform.getInt(null, views + 16L * row + 12)
+  private def buffer(row: Int): Int = Platform.getInt(null, views + 16L * row + 8)
+  private def from(row: Int): Int = Platform.getInt(null, views + 16L * row + 12)
+  private def size(row: Int): Int = Platform.getInt(null, views + 16L * row)
+  private def at(row: Int): Long = if (size(row) <= 12) views + 16L * row + 4 else data(buffer(row)) + from(row)
 
   override def getUTF8String(row: Int): UTF8String =
     if (isNullAt(row)) null else UTF8String.fromAddress(null, at(row), size(row))
   override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else Vectors.bytes(at(row), size(row))
-}
-
-final class FixedBinaryVector(place: ArrayPlace) extends ArrowVector(BinaryType, place) {
-  private val at = place.values(1, place.width)
-  override def getBinary(row: Int): Array[Byte] =
-    if (isNullAt(row)) null else Vectors.bytes(at + row.toLong * place.width, place.width)
 }
 
 /** Numbers without a sign, which have the next wider type in Spark. */
@@ -288,35 +281,22 @@ final class DictionaryVector(wanted: DataType, place: ArrayPlace) extends ArrowV
   override def getBinary(row: Int): Array[Byte] = if (isNullAt(row)) null else values.getBinary(of(row))
 }
 
-final class ListVector(wanted: DataType, place: ArrayPlace, element: DataType) extends ArrowVector(wanted, place) {
+/** Lists; and maps, which are lists of structs. */
+final class ListVector(wanted: DataType, place: ArrayPlace, below: ArrayPlace => Seq[ColumnVector])
+    extends ArrowVector(wanted, place) {
   private val lists = place.offsets
-  private val first = lists.from
-  private val values = Vectors.of(element, place.child(0, first, lists.count.toInt))
+  private val parts = below(lists.values).toArray
 
-  override def getArray(row: Int): ColumnarArray = if (isNullAt(row)) null else
-    new ColumnarArray(values, (lists(row) - first).toInt, (lists(row + 1) - lists(row)).toInt)
-}
-
-final class FixedListVector(wanted: DataType, place: ArrayPlace, element: DataType) extends ArrowVector(wanted, place) {
-  private val values = Vectors.of(element, place.items)
+  private def from(row: Int): Int = (lists(row) - lists.first).toInt
 
   override def getArray(row: Int): ColumnarArray =
-    if (isNullAt(row)) null else new ColumnarArray(values, row * place.width, place.width)
+    if (isNullAt(row)) null else new ColumnarArray(parts(0), from(row), lists.size(row))
+  override def getMap(row: Int): ColumnarMap =
+    if (isNullAt(row)) null else new ColumnarMap(parts(0), parts(1), from(row), lists.size(row))
 }
 
-final class MapVector(wanted: DataType, place: ArrayPlace, key: DataType, value: DataType)
+final class StructVector(wanted: DataType, place: ArrayPlace, children: Seq[ColumnVector])
     extends ArrowVector(wanted, place) {
-  private val lists = place.offsets
-  private val first = lists.from
-  private val entries = place.child(0, first, lists.count.toInt)
-  private val (keys, values) = (Vectors.of(key, entries.field(0)), Vectors.of(value, entries.field(1)))
-
-  override def getMap(row: Int): ColumnarMap = if (isNullAt(row)) null else
-    new ColumnarMap(keys, values, (lists(row) - first).toInt, (lists(row + 1) - lists(row)).toInt)
-}
-
-final class StructVector(wanted: DataType, place: ArrayPlace, types: Array[DataType])
-    extends ArrowVector(wanted, place) {
-  private val children = types.zipWithIndex.map { case (one, index) => Vectors.of(one, place.field(index)) }
-  override def getChild(ordinal: Int): ColumnVector = children(ordinal)
+  private val parts = children.toArray
+  override def getChild(ordinal: Int): ColumnVector = parts(ordinal)
 }

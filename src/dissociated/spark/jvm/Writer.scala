@@ -105,7 +105,6 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
   private val columns = plan.columns.fields.map(field => Column.of(field.dataType))
   private val waiting = new RowBuffer(columns.length)
   private var begun = false
-  private var node: String = _
   private var file: SegmentFile = _ // null where nothing is to be written
   private var written = 0L // rows
   private var rows = 0 // in the columns
@@ -128,10 +127,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
     if (!begun) {
       begun = true // from now on there may be something to discard
       val place = sidecar.call("stage", "writer" -> plan.writer, "segment" -> segment, "key" -> key)
-      if (!place.isNull) {
-        node = place.get("node").asText
-        file = new SegmentFile(sidecar, segment, place)
-      }
+      if (!place.isNull) file = new SegmentFile(sidecar, segment, place)
     }
     file != null
   }
@@ -162,7 +158,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
       flush()
       file.close()
       val nbytes = sidecar.call("finish", "segment" -> segment, "size" -> file.position).asLong
-      SegmentWritten(partition, node, segment, written, nbytes)
+      SegmentWritten(partition, file.node, segment, written, nbytes)
     }
 
   override def abort(): Unit = if (begun) {
@@ -213,6 +209,7 @@ object Layout {
 final class SegmentFile(sidecar: Sidecar, segment: String, place: JsonNode) extends AutoCloseable {
   private val channel = FileChannel.open(Paths.get(place.get("path").asText), StandardOpenOption.WRITE)
   private var room = place.get("room").asLong
+  val node: String = place.get("node").asText
   var position: Long = place.get("position").asLong
   channel.position(position)
 
