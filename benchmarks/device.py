@@ -9,6 +9,7 @@ without it, where the driver copies by way of memory of its own: a GPU has to sa
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -106,7 +107,7 @@ def _copies(client: dis.Client, device: Device, shape: Shape, scratch: Path) -> 
         ways[transport] = partial(_read, client, "host", device, transport)
     if _has_ucx():
         ways["ucx"] = partial(_read, client, "host", device, "ucx")
-        ways["ucx, by pinned memory"] = partial(_read_over_pinned, client, device)
+        ways["ucx, into the device's memory"] = partial(_read_by_ucx_itself, client, device)
     ways["shm, not registered"] = partial(_read_unregistered, client, device)
     ways["registering alone"] = partial(_register, client, device)
     ways["Flight, and then a copy"] = partial(_read, client, "host", device, "grpc")
@@ -129,10 +130,8 @@ def _read_unregistered(client: dis.Client, device: Device) -> None:
         _read(client, "host", device, "shm")
 
 
-def _read_over_pinned(client: dis.Client, device: Device) -> None:
-    from dissociated.transport.native.ucx.connection import UcxConnection
-
-    with patch.object(UcxConnection, "receive_onto", lambda self, device: False):
+def _read_by_ucx_itself(client: dis.Client, device: Device) -> None:
+    with patch.dict(os.environ, DISSOCIATED_UCX_DEVICE_MEMORY="y"):
         _read(client, "host", device, "ucx")
 
 
