@@ -45,7 +45,7 @@ def test_several_datasets_do_not_mix(arranged: Route) -> None:
 
 def test_many_clients_at_once(route: Route) -> None:
     """Each reads its own dataset, and all the same one, batch by batch beside each other."""
-    number = 8 if route.way.medium in QUICK else 4
+    number = 8 if route.way.medium in QUICK else 3
     everybody = threading.Barrier(number, timeout=PATIENCE)
     shared, own = chunked(100), [chunked(seed) for seed in range(number)]
     route.publish(shared.to_reader, "shared")

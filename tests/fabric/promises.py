@@ -19,7 +19,7 @@ import pyarrow as pa
 import dissociated as dis
 from arrow_cases import Celsius
 from certificates import certificates
-from contract import test_batches, test_clients, test_shapes, test_sources, test_tensors, test_types
+from contract import test_batches, test_clients, test_shapes, test_sources
 from contract.conftest import WAYS, Route
 from dissociated.errors import ConnectionClosed, RemoteProtocolError
 from dissociated.transport.registry import transport
@@ -32,18 +32,13 @@ from machine import missing
 from transport import test_connections
 
 ROUTES: list[Callable[[Route], None]] = [
-    test_types.test_all_types_side_by_side,
-    test_shapes.test_no_batches_but_a_schema_with_much_to_say,
-    test_shapes.test_batches_without_rows,
     test_shapes.test_many_small_batches,
     test_shapes.test_a_batch_of_64_mb,
-    test_tensors.test_one_tensor,
     test_batches.test_over_every_way,
     test_sources.test_a_source_that_fails_in_the_middle_says_why,
     test_clients.test_many_clients_at_once,
     test_clients.test_a_client_that_stops_half_way_leaves_nothing,
     test_clients.test_a_client_that_stops_a_stream_without_end,
-    test_clients.test_what_was_read_outlives_the_reader_and_the_dataset,
 ]
 ENDS: list[Callable[[test_connections.Ends], None]] = [
     lambda ends: test_connections.test_messages_arrive_whole_and_in_order(ends, back=False),
