@@ -382,8 +382,9 @@ def test_devices_that_cannot_take_it(client: dis.Client, emulated: EmulatedDevic
     lost = client.read("numbers", device=emulated)
     lost.read_next_batch()
     emulated.lose()
-    with pytest.raises(DeviceError, match="lost"):
-        lost.read_next_batch()
+    for _ in range(2):  # what failed once does not end as if it were whole
+        with pytest.raises(DeviceError, match="lost"):
+            lost.read_next_batch()
     with pytest.raises(DeviceError, match="lost"):
         first.to_host()
     assert client.read("numbers").read_all() == NUMBERS

@@ -24,7 +24,7 @@ from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.packing import by_position
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.split import SplitMessage, Splitter, batches
-from dissociated.errors import DeviceError
+from dissociated.errors import DeviceError, DissociatedError
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents
 from dissociated.memory.device.base import Device, Event, Stream
@@ -187,16 +187,24 @@ class DeviceReader:
         self.schema = schema
         self._batches = batches
         self._close = close
+        self._failed: tuple[type[DissociatedError], str] | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> DeviceBatch:
-        return next(self._batches)
+        return self.read_next_batch()
 
     def read_next_batch(self) -> DeviceBatch:
-        """The next batch. Raises StopIteration at the end."""
-        return next(self._batches)
+        """The next batch. Raises StopIteration at the end, and never there after an error: that is raised again."""
+        if self._failed is not None:
+            kind, reason = self._failed
+            raise kind(reason)
+        try:
+            return next(self._batches)
+        except DissociatedError as error:
+            self._failed = type(error), str(error)
+            raise
 
     def close(self) -> None:
         """Read no more. What has been read stays."""
@@ -214,7 +222,7 @@ class DeviceReader:
     def __arrow_c_device_stream__(self, requested_schema: object = None, **options: Any) -> Any:
         """What is left, for other libraries."""
         check_request(requested_schema, self.schema, options)
-        return export_stream(self.schema, self.device, (batch.fill for batch in self._batches))
+        return export_stream(self.schema, self.device, (batch.fill for batch in self))
 
 
 #: Goes on with a stream that ends early, given how it began: its schema and the dictionaries there are.
