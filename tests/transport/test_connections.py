@@ -136,6 +136,8 @@ def test_prepared_messages_can_be_sent_on_any_connection_of_the_same_kind(listen
         for _ in range(3):
             both = connect(listener)
             with both.client, both.server:
+                both.client.send([Message(1, (b"ticket",))], PATIENCE)
+                receive(both.server)  # it knows by now what the client takes
                 prepared = prepared or both.server.prepare(MESSAGES)
                 sending = pool.submit(both.server.send, prepared, PATIENCE)
                 arrived: list[Any] = []
@@ -155,13 +157,15 @@ def test_runs_go_only_to_who_has_said_that_it_takes_them(listener: Listener) -> 
     both = connect(listener)
     with both.client, both.server:
         assert both.client.takes_runs
-        assert both.server.takes_runs
         both.client.send([Message(RUN, (bytes(24),))], PATIENCE)
         assert plain(receive(both.server)) == (RUN, bytes(24))
+        assert both.server.takes_runs
     listener.uri = replace(listener.uri, parameters={**listener.uri.parameters, "runs": "0"})
     both = connect(listener)
     with both.client, both.server:
         assert not both.client.takes_runs
+        both.client.send([Message(1, (b"ticket",))], PATIENCE)
+        assert plain(receive(both.server)) == (1, b"ticket")
         assert not both.server.takes_runs
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(both.server.send, both.server.prepare(MESSAGES), PATIENCE)

@@ -9,6 +9,7 @@ from dissociated.errors import LocalProtocolError
 from dissociated.protocol.message import Message
 from dissociated.transport.native.fabric.control import CONTROL, KIND_MASK, LARGE
 from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED
+from dissociated.transport.native.views import view_of
 
 _JOIN_LIMIT = 1 << 13  # bytes up to which parts are copied together at once
 _SINGLY = 1 << 22  # bytes from which copying costs more than fetching in pieces
@@ -35,7 +36,7 @@ def encode(ffi: Any, max_message: int, message: Message) -> Outgoing:
         tag = LARGE
     if not parts or (len(parts) > 1 and size <= _JOIN_LIMIT):
         parts = [b"".join(parts)]
-    return Outgoing(tag, size, [ffi.from_buffer(part) for part in parts])
+    return Outgoing(tag, size, [view_of(ffi, part) for part in parts])
 
 
 class PendingSend:
@@ -73,7 +74,7 @@ class Joiner:
         first = sizes.index(least)
         staged = next((at for at, memory in enumerate(self._staging) if least <= len(memory)), None)
         memory = bytearray(least) if staged is None else self._staging.pop(staged)
-        whole = self._ffi.from_buffer(memoryview(memory)[:least])
+        whole = view_of(self._ffi, memoryview(memory)[:least])
         end = 0
         for piece in pieces[first : first + row]:
             self._ffi.memmove(whole + end, piece, len(piece))

@@ -10,6 +10,7 @@ import pyarrow as pa
 from dissociated.buffers import Buffer
 from dissociated.protocol.message import Message
 from dissociated.transport.native.ucx._ucp import Ucp
+from dissociated.transport.native.views import view_of
 
 _COPY_LIMIT = 1 << 12  # bytes up to which parts are copied together
 
@@ -33,12 +34,12 @@ def encode(u: Ucp, message: Message) -> Outgoing:
         pieces = array("Q")
         keep = []
         for part in parts:
-            view = u.ffi.from_buffer(part)
+            view = view_of(u.ffi, part)
             keep.append(view)
             pieces.extend((u.address(view), len(view)))
         return Outgoing(message.tag, size, u.ffi.from_buffer(pieces), len(parts), True, keep)
     data = parts[0] if len(parts) == 1 else b"".join(parts)
-    return Outgoing(message.tag, size, u.ffi.from_buffer(data), size, False, None)
+    return Outgoing(message.tag, size, view_of(u.ffi, data), size, False, None)
 
 
 def gather(u: Ucp, message: Outgoing) -> Outgoing:
