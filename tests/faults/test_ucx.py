@@ -350,6 +350,38 @@ def test_interpreter_ends_while_a_stream_is_open(serve: Serve, spawn: Spawn, mod
     wait_until(good.alone, "the server has noticed")
 
 
+#: Says how many connections it has, whenever it is asked.
+COUNTED = SERVER.replace("sys.stdin.readline()", "for _ in sys.stdin: print(server.connections, flush=True)").replace(
+    'pa.table({"n": pa.array(np.arange(1 << 21))})',
+    'pa.Table.from_batches([pa.record_batch({"n": np.arange(n << 16, n + 1 << 16)}) for n in range(32)])',
+)
+
+
+@pytest.mark.parametrize("settings", [(), ("UCX_RCACHE_ENABLE=y",)], ids=["ours", "memory is registered for all"])
+def test_streams_that_are_closed_early_beside_one_that_goes_on(spawn: Spawn, settings: tuple[str, ...]) -> None:
+    """What the server had under way to the others may end only with what it has under way to this one.
+
+    A process whose freed memory is filled ends where UCX writes to a worker that is gone by then.
+    """
+    process = spawn("-c", COUNTED, "ucx:", prefix=("env", "MALLOC_PERTURB_=165", *settings))
+    ticket, uri = line(process).split()
+    reader = dis.open_stream(uri, bytes.fromhex(ticket), timeout=PATIENCE)
+    first = reader.read_next_batch()
+    for _ in range(3):
+        early = dis.open_stream(uri, bytes.fromhex(ticket), timeout=PATIENCE)
+        assert early.read_next_batch() == first
+        del early
+
+    def connections() -> int:
+        print("how many?", file=process.stdin)
+        return int(line(process))
+
+    wait_until(lambda: connections() == 1, "the server has noticed")
+    numbers = pa.concat_tables([pa.Table.from_batches([first]), reader.read_all()])["n"]
+    assert np.array_equal(numbers, np.arange(1 << 21))
+    assert connections() <= 1, "it is there"
+
+
 def test_server_ends_while_clients_read(spawn: Spawn) -> None:
     process = spawn("-c", SERVER, "ucx:")
     ticket, uri = line(process).split()

@@ -1,4 +1,7 @@
-"""Connections over UCX that are closed, and whose memory is still in use.
+"""Connections over UCX that are closed, and that UCX is not done with.
+
+In error mode peer what was under way ends, with an error, once no other connection sends from the same memory: UCX has
+one registration of it for all.
 
 Where two processes of one host share memory (error mode none), each reads the other's bodies, and what it may fetch, by
 itself, when it comes to it, and nothing can stop it. So what a peer may still read stays until it has noticed that the
@@ -73,8 +76,9 @@ class ClosingConnections:
         """Raise TransportError where so many peers do not let go that there shall be no more."""
         if len(self._connections) >= _MAX_CLOSING:
             raise TransportError(
-                f"{_MAX_CLOSING} connections over UCX with err_mode=none are closed, and their peers neither notice nor"
-                " end: continue or kill those processes, or use err_mode=peer"
+                f"{_MAX_CLOSING} connections over UCX are closed, and UCX is not done with them: with err_mode=none "
+                "because their peers neither notice nor end, otherwise because others read the same and have stopped: "
+                "continue or kill those processes"
             )
 
     def _run(self) -> None:

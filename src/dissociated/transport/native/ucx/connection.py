@@ -71,14 +71,13 @@ class UcxConnection(NativeConnection):
         self._plain, self._pieces, _, self._am, self._am_pieces = params()
         self._receiving: deque[_Receiving] = deque()
         self._receiving_bytes = 0
+        self._incomplete: list[Buffer] = []  # messages that broke off: UCX may write to them until it is done
         self._onto: Any = None  # parameters for receiving into memory of a device
         self._put_off: deque[_ProbedMessage] = deque()  # until they are fetched: they would hide those behind them
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
         self._endpoint = UcxEndpoint(worker, err_mode_none=description.err_mode == c.ERR_MODE_NONE)
         try:
-            if self._endpoint.err_mode_none:
-                closing_connections().check_room()
             self._endpoint.open(description, self, peer)
         except BaseException:
             self.close()
@@ -263,6 +262,7 @@ class UcxConnection(NativeConnection):
         if status == c.OK:
             self._arrive(Incoming(tag, bytes(memory) if tag is None else memory))
         else:
+            self._incomplete.append(memory)
             self._broken = ConnectionClosed(f"{self._peer}: the peer closed the connection in the middle of a message")
             self._lose_by(status)
 
@@ -301,18 +301,30 @@ class UcxConnection(NativeConnection):
         if endpoint.handle is None or not self._connected:
             endpoint.destroy()  # at once: UCX 1.22 would go on with connecting, or with its end, and crash
             return
+        if not endpoint.err_mode_none:
+            self._let_arrive()
         if not (self._gone and endpoint.err_mode_none):
-            endpoint.begin_close()
+            endpoint.begin_close(one.request for one in self._under_way)
         end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
         while not (over := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
             self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
         devices = self._devices()
-        if over or not (self._is_shared() or devices):
+        if over or not (endpoint.is_busy or self._is_shared() or devices):
             endpoint.destroy()
         else:
-            memory = [*self._under_way, *self._retained, *self._receiving]
+            memory = [*self._under_way, *self._retained, *self._receiving, *self._incomplete]
             closing_connections().add(ClosingConnection(self._peer, endpoint, memory, devices))
         self._receiving.clear()
+        self._incomplete.clear()
+
+    def _let_arrive(self) -> None:
+        """Give what is being received a moment. Nothing ends it later: it may come in fragments, which UCX gives up
+        without a word, or as a rendezvous, which `UcxEndpoint.begin_close` would have to wait for."""
+        check, end = self._lib.ucp_request_check_status, time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
+        requests = [one.request for one in self._receiving if one.request]
+        while not self._gone and any(check(one) == c.INPROGRESS for one in requests) and time.monotonic() < end:
+            if not self._worker.progress() and self._worker.arm():
+                self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
 
     def _devices(self) -> set[Device]:
         """Those that UCX may have begun to copy to, and has not said that it is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from dissociated.memory.remote import Span
@@ -28,7 +29,7 @@ class UcxEndpoint:
         self._lib = worker.ucp.lib
         self._callback_argument: Any = None
         self._keys: dict[Span, Any] = {}
-        self._close_request: Any = None
+        self._requests: list[Any] = []  # that have to end before this may be destroyed
         self._plain, _, self._force, *_ = params()
 
     def open(self, description: Any, owner: object, peer: str) -> None:
@@ -63,12 +64,19 @@ class UcxEndpoint:
         """Begin to send an active message of this id. What UCX returns: NULL, an error or a request."""
         return self._lib.ucp_am_send_nbx(self.handle, number, self._ucp.ffi.NULL, 0, pointer, length, param)
 
-    def begin_close(self) -> None:
-        """Begin to tell the peer that this is closed. `advance_closing` goes on with it."""
+    def begin_close(self, requests: Iterable[Any]) -> None:
+        """Begin to tell the peer that this is closed. `advance_closing` goes on with it.
+
+        `requests` are those that send or fetch, which end with an error. They are this object's from now on.
+        """
         # By force where UCX knows that: a silent peer must not keep us. What counts was waited for before.
-        request = self._lib.ucp_ep_close_nbx(self.handle, self._plain if self.err_mode_none else self._force)
-        if self._ucp.status(request) == c.INPROGRESS:
-            self._close_request = request
+        closing = self._lib.ucp_ep_close_nbx(self.handle, self._plain if self.err_mode_none else self._force)
+        if self._ucp.status(closing) == c.INPROGRESS:
+            self._requests.append(closing)
+        if not self.err_mode_none:  # where requests to a dead peer never end
+            # UCX keeps a request until no other connection sends from its memory, and tells its worker then: a worker
+            # that is destroyed before that is written to.
+            self._requests += requests
 
     def advance_closing(self) -> bool:
         """Let UCX work. Whether the peer knows that this is closed, and nothing is copied any more."""
@@ -80,15 +88,22 @@ class UcxEndpoint:
                 break
         else:
             return False
-        if self._close_request is not None:
-            if self._lib.ucp_request_check_status(self._close_request) == c.INPROGRESS:
-                return False
-            self._lib.ucp_request_free(self._close_request)
-            self._close_request = None
-        return True
+        return not self._waits()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether UCX would crash if this were destroyed now."""
+        return not self.err_mode_none and self._waits()
+
+    def _waits(self) -> bool:
+        check = self._lib.ucp_request_check_status
+        return any(check(request) == c.INPROGRESS for request in self._requests)
 
     def destroy(self) -> None:
         """Give everything back to UCX."""
+        for request in self._requests:
+            self._lib.ucp_request_free(request)
+        self._requests.clear()
         for key in self._keys.values():
             self._lib.ucp_rkey_destroy(key)
         self._keys.clear()

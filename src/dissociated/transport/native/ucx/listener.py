@@ -16,6 +16,7 @@ from dissociated.transport.native.runs import OFFER
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import Ucp
 from dissociated.transport.native.ucx.callbacks import callbacks
+from dissociated.transport.native.ucx.closing import closing_connections
 from dissociated.transport.native.ucx.connection import UcxConnection
 from dissociated.transport.native.ucx.handshake import SEGMENT_PARAMETER, client_says
 from dissociated.transport.native.ucx.worker import SEGMENT, Worker, context_key
@@ -85,6 +86,7 @@ class UcxListener(NativeListener):
         peer = "ucx client {}:{}".format(*host_and_port(u.raw(attributes.client_address))) if known else "ucx client"
         client = client_says(attributes.client_id if known else 0)
         try:
+            closing_connections().check_room()
             # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
             worker = Worker(self._place._replace(large=client.segment >= SEGMENT and not self.exposes_memory))
         except TransportError:

@@ -16,6 +16,7 @@ from dissociated.transport.native.addresses import resolve, sockaddr
 from dissociated.transport.native.runs import offers_runs
 from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.native.ucx._ucp import ucp
+from dissociated.transport.native.ucx.closing import closing_connections
 from dissociated.transport.native.ucx.connection import UcxConnection
 from dissociated.transport.native.ucx.handshake import MODES, check_version, error_mode, segment_of
 from dissociated.transport.native.ucx.listener import UcxListener
@@ -41,6 +42,7 @@ class UcxTransport(Transport):
         keep = u.point(endpoint.sockaddr, sockaddr(address, uri.port))
         spans = parse_spans(uri)
         takes_runs = offers_runs(uri)
+        closing_connections().check_room()
         place = context_key(address, bool(spans), large=segment_of(uri) >= SEGMENT, shared=mode == "none")
         worker = Worker(place, takes_runs)
         connection = UcxConnection(worker, where, endpoint, accepted=False, knows_abort=False)

@@ -26,6 +26,9 @@ _DEVICES = {DeviceType.CUDA: c.MEMORY_TYPE_CUDA}
 #: The first that was seen to find the context of a GPU by itself, and to be done with its copies when it says so.
 _OLDEST_FOR_DEVICES = (1, 22)
 
+#: The first that was seen not to crash where it gives up what it sends, and has no cache of registered memory.
+_OLDEST_WITHOUT_CACHE = (1, 22)
+
 
 class ContextKey(NamedTuple):
     """What a context depends on."""
@@ -73,6 +76,10 @@ def context(where: ContextKey) -> Context:
     if not where.shared and not any(map(os.path.exists, _HARDWARE)):
         # Into the receiver's own memory; else it copies from its segments. Never where a peer would write by itself.
         settings["RNDV_SCHEME"] = "put_zcopy"
+        if u.numbers >= _OLDEST_WITHOUT_CACHE:
+            # Registering costs nothing there, and memory in the cache is shared: what is under way of a connection
+            # that is closed would wait for all others that send from there. See `UcxEndpoint.begin_close`.
+            settings["RCACHE_ENABLE"] = "n"
     if where.inet6:
         settings["TCP_AF_PRIO"] = "inet6"
     if where.loopback:
