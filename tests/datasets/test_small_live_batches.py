@@ -80,7 +80,16 @@ def test_what_waits_is_within_the_limit_whatever_its_size(serve: Serve) -> None:
         assert connections_left(server) == 0
 
 
-def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
+@pytest.fixture
+def native() -> list[str]:
+    """The media of libraries that are there. To look opens descriptors of UCX's: before those of a test are counted."""
+    return [
+        *(() if missing("ucx") else ("ucx:", "ucx:?err_mode=none")),
+        *(() if missing("libfabric") else ("fabric:",)),
+    ]
+
+
+def test_batches_of_all_sizes_in_one_stream(native: list[str], serve: Serve) -> None:
     """Runs of alike ones, others between them, large ones, dictionaries that change: everybody gets all, in order."""
     values = np.random.default_rng(5)
     sizes = [*[1] * 40, *values.integers(0, 3, 60), 5000, *[2] * 30, 0, 700, *values.integers(0, 900, 60), *[1] * 100]
@@ -91,10 +100,6 @@ def test_batches_of_all_sizes_in_one_stream(serve: Serve) -> None:
         )
         texts = ["x" * (number % 50 // 49)] * size
         sent.append(pa.record_batch([np.full(size, number), pa.array(texts, pa.string()), words], schema=SCHEMA))
-    native = [
-        *(() if missing("ucx") else ("ucx:", "ucx:?err_mode=none")),
-        *(() if missing("libfabric") else ("fabric:",)),
-    ]
     server = serve(*MEDIA, *native)
     for shared, names in product((True, False), (["n", "s", "d"], ["n", "s"], ["n"])):
         others = native if names == ["n", "s"] else []  # connecting over these takes its time
