@@ -15,9 +15,9 @@ import pyarrow as pa
 from dissociated.buffers import Buffer
 from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.reader import ReadOnce
+from dissociated.codec.reader import CLOSED, ReadOnce
 from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
-from dissociated.errors import DissociatedError
+from dissociated.errors import DissociatedError, StoreError
 from dissociated.format.message import buffer_extents, relocate
 
 T = TypeVar("T")
@@ -49,9 +49,11 @@ class RaisingAgain(Generic[T]):
             raise
 
     def close(self) -> None:
-        """Take no more items, and close a generator."""
+        """Take no more items, and let go of where they come from. To ask for more raises StoreError."""
         if isinstance(self._items, Generator):
             self._items.close()
+        self._items = iter(())
+        self._failed = self._failed or (StoreError, CLOSED)
 
 
 class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

@@ -17,8 +17,8 @@ import pyarrow as pa
 from dissociated.buffers import MAX_BODY, Buffer
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.readable import Readable
-from dissociated.codec.reader import PeerReader, StreamReader
-from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.codec.reader import CLOSED, PeerReader, StreamReader
+from dissociated.errors import DissociatedError, RemoteProtocolError, StoreError
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.format.message import is_compressed, uncompressed_length
 
@@ -112,9 +112,11 @@ class StreamFile(Readable, ABC):
             )
 
     def close(self) -> None:
-        """Read no more, and close the source."""
+        """Read no more, and close the source. To read on raises StoreError, unless the stream had ended."""
         super().close()
         self._source.close()
+        if not self._ended and self._failed is None:
+            self._failed = StoreError, CLOSED
 
 
 class _MessageFile(StreamFile):

@@ -60,6 +60,10 @@ def check_field_names(schema: pa.Schema) -> pa.Schema:
     return schema
 
 
+#: Why a reader gives no more that was closed.
+CLOSED = "this reader was closed before its end"
+
+
 class ReadOnce:
     """Remembers whether a reader was read to its end. Reading it again would give nothing, and raises StoreError."""
 

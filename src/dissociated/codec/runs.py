@@ -153,6 +153,11 @@ class _RunReader(PeerReader):
         reader: Any = self._run() or super()
         return reader.read_next_batch_with_custom_metadata()  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """Read no more, and end the stream. What was read stays."""
+        super().close()
+        self._file.close()
+
     def _run(self) -> StreamReader | None:
         """A reader that gives the next batch; None where the file does."""
         run = self._file.run()
