@@ -41,13 +41,30 @@ class EncodedRun(NamedTuple):
 
 def encode_runs(messages: Sequence[Message | Run]) -> Iterator[Message | EncodedRun]:
     """The messages in order, each run of small alike ones among them as one payload."""
+    for one in find_runs(messages):
+        if isinstance(one, Run):
+            yield _encode_run(one)
+        elif isinstance(one, Alike):
+            yield _encode_alike(one.messages)
+        else:
+            yield one
+
+
+class Alike(NamedTuple):
+    """Messages that are a run: untagged, tagged, untagged, tagged ..."""
+
+    messages: Sequence[Message]
+
+
+def find_runs(messages: Sequence[Message | Run]) -> Iterator[Message | Run | Alike]:
+    """The same in order, with small alike messages in a row found: those that may travel as one payload."""
     for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
         if is_run:
-            yield from map(_encode_run, cast("Iterator[Run]", some))
+            yield from some
             continue
-        for alike, group in split_runs(cast("list[Message]", [*some])):
+        for alike, group in _split_runs(cast("list[Message]", [*some])):
             if alike:
-                yield _encode_alike(group)
+                yield Alike(group)
             else:
                 yield from group
 
@@ -93,7 +110,7 @@ def parse_run(payload: Buffer) -> Run:
     )
 
 
-def split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Message]]]:
+def _split_runs(messages: Sequence[Message]) -> Iterator[tuple[bool, Sequence[Message]]]:
     """The messages in order, in groups: whether a group is a run, and its messages."""
     at = done = 0
     while at < len(messages):

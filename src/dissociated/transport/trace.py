@@ -10,7 +10,6 @@ import itertools
 import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from types import new_class
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +24,7 @@ from dissociated.protocol.metadata import MetadataKind, parse_metadata
 from dissociated.protocol.sender import Tags
 from dissociated.protocol.tags import BodyKind, parse_body_tag
 from dissociated.transport.base import Allocate, Connection
-from dissociated.transport.runs import split_runs
+from dissociated.transport.runs import Alike, find_runs
 
 _log = logging.getLogger(__name__)
 
@@ -92,16 +91,14 @@ class _Trace:
 
     def outgoing(self, messages: Sequence[Message | Run]) -> Iterator[str]:
         """What is to be sent, in lines."""
-        for is_run, some in groupby(messages, lambda message: isinstance(message, Run)):
-            if is_run:
-                yield from map(_run, cast("Iterator[Run]", some))
-                continue
-            for alike, group in split_runs(cast("list[Message]", [*some])):
-                if alike:
-                    first, second = group[:2]
-                    yield _alike(len(group) // 2, _metadata(first.parts), _body(second.tag or 0, second.parts))
-                else:
-                    yield from (self._message(one.tag, one.parts, not self._accepted) for one in group)
+        for one in find_runs(messages):
+            if isinstance(one, Run):
+                yield _run(one)
+            elif isinstance(one, Alike):
+                first, second = one.messages[:2]
+                yield _alike(len(one.messages) // 2, _metadata(first.parts), _body(second.tag or 0, second.parts))
+            else:
+                yield self._message(one.tag, one.parts, not self._accepted)
 
     def incoming(self, arrived: Incoming | Run) -> str:
         """What was received, in a line."""
