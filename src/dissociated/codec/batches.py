@@ -30,6 +30,7 @@ class RaisingAgain(Generic[T]):
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
+        self._ended = False
         self._failed: tuple[type[DissociatedError], str] | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -42,6 +43,7 @@ class RaisingAgain(Generic[T]):
         try:
             return next(self._items)
         except StopIteration:
+            self._ended = True
             raise
         except BaseException as error:
             # Not the error itself: its traceback would keep what the reader holds.
@@ -49,11 +51,12 @@ class RaisingAgain(Generic[T]):
             raise
 
     def close(self) -> None:
-        """Take no more items, and let go of where they come from. To ask for more raises StoreError."""
+        """Take no more items, and let go of where they come from. To ask for more raises StoreError, before the end."""
         if isinstance(self._items, Generator):
             self._items.close()
         self._items = iter(())
-        self._failed = self._failed or (StoreError, CLOSED)
+        if not self._ended and self._failed is None:
+            self._failed = StoreError, CLOSED
 
 
 class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import pyarrow as pa
 
+from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.cdevice import ArrowDeviceArray, check_request, export_array, export_stream, fill
 from dissociated.codec.dlpack import DeviceColumn
 from dissociated.codec.inplace import MappedReader
@@ -24,7 +25,7 @@ from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.packing import by_position
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.split import SplitMessage, Splitter, batches
-from dissociated.errors import DeviceError, DissociatedError
+from dissociated.errors import DeviceError
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents
 from dissociated.memory.device.base import Device, Event, Stream
@@ -185,9 +186,8 @@ class DeviceReader:
         #: Where batches lie.
         self.device = device
         self.schema = schema
-        self._batches = batches
-        self._close = close
-        self._failed: tuple[type[DissociatedError], str] | None = None
+        self._batches = RaisingAgain(batches)
+        self._closes = batches.close, close
 
     def __iter__(self) -> Self:
         return self
@@ -197,19 +197,12 @@ class DeviceReader:
 
     def read_next_batch(self) -> DeviceBatch:
         """The next batch. Raises StopIteration at the end, and never there after an error: that is raised again."""
-        if self._failed is not None:
-            kind, reason = self._failed
-            raise kind(reason)
-        try:
-            return next(self._batches)
-        except DissociatedError as error:
-            self._failed = type(error), str(error)
-            raise
+        return next(self._batches)
 
     def close(self) -> None:
         """Read no more. What has been read stays."""
-        self._batches.close()
-        self._close()
+        for close in self._closes:
+            close()
 
     def __enter__(self) -> Self:
         return self
