@@ -18,8 +18,9 @@ import pyarrow.flight as flight
 import pytest
 from pyspark.errors import PySparkException
 
+import dissociated as dis
 from dissociated.spark import read
-from helpers import PATIENCE, wait_until
+from helpers import PATIENCE, connections_left, wait_until
 from porter.double import ABORT, REGION, RUN, TAGGED, UNTAGGED, Server, Wire, buffers, encode, end, metadata, split
 from porter.test_porter import STREAMS, packed
 
@@ -110,6 +111,51 @@ def test_what_the_jvm_does_not_read_is_read_in_python(spark: SparkSession, catal
             == pa.Table.from_batches(batches)["u"].to_pylist()
         )
     assert ["java" in program for program in asked] == [True, False]
+
+
+def mixed(rows: pa.RecordBatch, *pieces: tuple[int, str | None]) -> bytes:
+    """An IPC stream of these rows, in batches of so many, each with its own codec."""
+    parts: list[bytes] = []
+    at = 0
+    for count, codec in pieces:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write_batch(rows.slice(at, count))
+        schema, batch = (one.serialize().to_pybytes() for one in pa.ipc.MessageReader.open_stream(sink.getvalue()))
+        parts += [batch] if parts else [schema, batch]
+        at += count
+    return b"".join(parts)
+
+
+def test_from_a_compressed_batch_on_python_reads(spark: SparkSession, catalog: Catalog, tmp_path: Path) -> None:
+    rows = pa.record_batch(
+        {"n": range(3900), "s": [f"{n:05}" for n in range(3900)], "l": [[n] * (n % 3) for n in range(3900)]}
+    )
+    path = tmp_path / "mixed.arrows"
+    path.write_bytes(
+        mixed(rows, (700, None), (1100, "zstd"), (0, None), (1200, None), (900, "lz4"), (0, None), (0, "lz4"))
+    )
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("mixed", path)
+        for partitions in (1, 2, 3, 7):  # some begin or end within a batch
+            df = read(spark, "mixed", server.catalog_uri, partitions=partitions)
+            before = server.status().totals.streams
+            assert df.toArrow() == pa.Table.from_batches([rows]), partitions
+            if partitions == 1:
+                assert server.status().totals.streams - before == 2  # the JVM's, and Python's
+            assert df.where("n > 2000").selectExpr("sum(n)").first() == (sum(range(2001, 3900)),)
+        assert df.limit(750).count() == 750
+        wait_until(lambda: connections_left(server) == 0, "all have left")
+    messages = [*pa.ipc.MessageReader.open_stream(mixed(BATCH, (400, None), (600, "zstd")))]
+    headers = [encode(UNTAGGED, metadata(at, one.metadata.to_pybytes())) for at, one in enumerate(messages)]
+    bodies = [encode(TAGGED, one.body.to_pybytes(), at) for at, one in enumerate(messages) if at]
+    with (
+        serving(catalog, BATCH.schema, lambda wire: wire.send(*headers, *bodies, end(3))) as asked,
+        pytest.raises(PySparkException, match="compressed batches among others, and nobody knows how many rows"),
+    ):
+        read(spark, "any", catalog.uri).collect()
+    assert {Path(program).name for program in asked} == {"java"}
+    assert held(spark) == 0
 
 
 def lying(here: tuple[int, int], there: tuple[int, int]) -> bytes:

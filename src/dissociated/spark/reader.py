@@ -13,7 +13,7 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,7 +42,7 @@ from dissociated.memory.region import AddressSpace
 from dissociated.node.local import restart_here
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
-from dissociated.spark.direct import direct_request
+from dissociated.spark.direct import ask_again, direct_request
 from dissociated.spark.filters import exact_filters, parse_filters
 from dissociated.spark.types import arrow_schema
 
@@ -244,7 +244,14 @@ class DatasetReader(DataSourceReader):
             return None
         with self.request.catalog.connect() as client:
             lookup, endpoint, read_request = self._request(client, partition)
-        return direct_request(lookup.info, endpoint, self.request.transport, read_request)
+        return direct_request(lookup.info, endpoint, self.request.transport, read_request, partition.rows)
+
+    def rest(self, server: Mapping[str, Any], at: int, max_rows: int) -> Generator[pa.RecordBatch, None, None]:
+        """What the server of a `direct_request` sends from the row `at` on, as `batches` gives it to Spark's JVM."""
+        with closing(ask_again(server, at)) as reader:
+            columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
+            for batch in portions(reader, max_rows):
+                yield columns.select(batch)
 
     def readable(self, schema: pa.Schema) -> bool:
         """Whether Spark's JVM reads what is wanted of a stream with this schema as it is."""

@@ -12,6 +12,7 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
                                             "rows"}, where the JVM can ask it and `direct` allows that
     layout(reader, schema)                  what arrays that server's stream consists of, as its schema has come; null
                                             where the JVM cannot read it
+    resume(reader, server, at)              {"stream"} with the rest of what that server sends, from its row `at` on
     next(stream)                            {"regions": new files to map, "batches", "ended"}
     close(stream)                           gives back what it holds
 
@@ -75,6 +76,7 @@ class Sidecar:
             "plan": self.plan,
             "open": self.open,
             "layout": self.layout,
+            "resume": self.resume,
             "next": self.next,
             "close": self.close,
             **Writes().calls,
@@ -114,7 +116,15 @@ class Sidecar:
             if direct and (request := found.direct_request(wanted)) is not None:
                 return {"server": request}
         spaces: list[AddressSpace] = []
-        stream = _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces, found.arrow_schema.types)
+        return self._opened_stream(
+            _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces, found.arrow_schema.types)
+        )
+
+    def resume(self, reader: str, server: Mapping[str, Any], at: int) -> Any:
+        found = self._reader(reader)
+        return self._opened_stream(_Stream(found.rest(server, at, _MAX_BATCH_ROWS), [], found.arrow_schema.types))
+
+    def _opened_stream(self, stream: _Stream) -> Any:
         with self._lock:
             self._opened += 1
             self._streams[self._opened] = stream

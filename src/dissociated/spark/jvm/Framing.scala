@@ -296,6 +296,9 @@ final class Messages(server: Server) extends AutoCloseable {
     }
   }
 
+  /** Nothing more is wanted. What was given stays. */
+  def hangUp(): Unit = wire.close()
+
   override def close(): Unit = try wire.close() finally pool.close()
 }
 

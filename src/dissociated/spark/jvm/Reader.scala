@@ -33,6 +33,8 @@ case class Rows(columns: Seq[ArrayData], places: Places, from: Int, count: Int)
 /** The batches of a partition. What they hold may be looked at until the next one is asked for. */
 trait Batches extends AutoCloseable {
   def next(): Option[Rows]
+
+  def all: Iterator[Rows] = Iterator.continually(next()).takeWhile(_.isDefined).flatten
 }
 
 /** Reads from where the sidecar says: the server, where this JVM can ask it, or memory that both share. */

@@ -9,12 +9,18 @@ import com.fasterxml.jackson.databind.JsonNode
 import org.apache.arrow.flatbuf.{Buffer, Endianness, MessageHeader, RecordBatch, Schema}
 import org.apache.spark.internal.Logging
 
-/** Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. */
+/**
+ * Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. If one is compressed,
+ * `resume` gives the rest, from a row on.
+ */
 final class ServerBatches(server: Server, messages: Messages, told: JsonNode, layout: JsonNode,
-    first: Option[(Part, Option[Part])]) extends Batches {
-  private val batches = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined)
-    .flatten.map { case (header, body) => rows(header, body) }.filter(_.count > 0)
+    first: Option[(Part, Option[Part])], resume: Long => Batches) extends Batches {
+  private val plain = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined).flatten
+    .takeWhile { case (header, _) => !isCompressed(header) }.map { case (header, body) => rows(header, body) }
+  private val batches = (plain ++ rest.iterator.flatMap(_.all)).filter(_.count > 0)
+  private var rest: Option[Batches] = None
   private var skip = told.get("skip").asLong
+  private var passed = 0L // rows of the stream
   private var left = if (told.has("rows")) told.get("rows").asLong else Long.MaxValue
 
   override def next(): Option[Rows] = ServerBatches.checked(server) {
@@ -24,15 +30,24 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
     found
   }
 
+  /** If so, it is read again, in Python, and whatever comes after it. */
+  private def isCompressed(header: Part): Boolean = ServerBatches.isCompressed(server, header) && {
+    if (!told.has("end"))
+      throw server.failed("sends compressed batches among others, and nobody knows how many rows: read it over grpc")
+    messages.hangUp()
+    rest = Some(resume(passed + skip))
+    true
+  }
+
   /** Those of a batch that are wanted. */
   private def rows(header: Part, body: Option[Part]): Rows = {
     val batch = ServerBatches.batch(server, header)
-    if (batch.compression != null) throw server.failed("sends compressed batches among others: read it over grpc")
     if (batch.length < 0 || batch.length > Int.MaxValue) server.broke(s"a batch of ${batch.length} rows")
     // Room for them is made before the first is looked at.
     if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16) server.broke("a batch of too many buffers")
     val from = math.min(skip, batch.length)
     skip -= from
+    passed += batch.length
     Rows(new Walk(batch, body.get).columns, ServerBatches.memory, from.toInt, math.min(batch.length - from, left).toInt)
   }
 
@@ -72,7 +87,7 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
     }
   }
 
-  override def close(): Unit = messages.close()
+  override def close(): Unit = try messages.close() finally rest.foreach(_.close())
 }
 
 object ServerBatches extends Logging {
@@ -87,8 +102,9 @@ object ServerBatches extends Logging {
       messages.request()
       for (bytes <- schema(messages.receive().get._1);
            layout <- Option(sidecar.call("layout", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
-           first = messages.receive() if first.forall(one => batch(server, one._1).compression == null))
-        yield new ServerBatches(server, messages, told, layout, first)
+           first = messages.receive() if !first.exists(one => isCompressed(server, one._1)))
+        yield new ServerBatches(server, messages, told, layout, first, at => new SharedBatches(sidecar,
+          sidecar.call("resume", "reader" -> reader, "server" -> told, "at" -> at).get("stream").asLong))
     } catch {
       case NonFatal(error) =>
         logInfo(s"a partition is read by way of Python: $error")
@@ -112,6 +128,11 @@ object ServerBatches extends Logging {
     if (message.headerType != MessageHeader.RecordBatch || batch == null)
       server.broke(s"a message of the type ${message.headerType} among the batches")
     batch
+  }
+
+  private def isCompressed(server: Server, header: Part): Boolean = {
+    val found = batch(server, header)
+    found.compression != null && found.length > 0
   }
 
   /** What is read beyond the end of metadata, and what the socket has to say, as failures of the server. */
