@@ -173,7 +173,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
 }
 
 object SegmentWriter {
-  private val MaxRows = 1 << 16
+  private val MaxRows = 1 << 18
   private val MaxBytes = 1L << 25
 }
 
