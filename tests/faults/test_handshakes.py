@@ -72,9 +72,9 @@ def test_one_who_asks_gets_in_however_many_dawdle(serve: Serve, certified: Certi
     good = serve(f"{scheme}:", max_connections=4, max_asking=8, handshake_timeout=60, **options)
     uri = good.server.locations("good")[0]
     roots = f"&roots={certified.roots}" if scheme == "tls" else ""
-    with trickling(Uri.parse(uri), 20):
+    with trickling(Uri.parse(uri), 12):
         wait_until(lambda: good.server.connections >= 8, "they are there")
-        for _ in range(10):
+        for _ in range(3):
             dis.open_stream(uri + roots, good.server.ticket("good"), timeout=PATIENCE).read_all()
             wait_until(lambda: {one.state for one in good.server.status().consumers} <= {"asking"}, "its place is free")
         assert good.server.connections <= 4 + 2 * 8  # those who were sent away take a moment to go

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
 from dissociated.monitoring.activity import Activity
 from dissociated.transport.base import Connection
+
+
+#: Seconds in which a client has asked that asks at once, also on a busy machine.
+_LEAST_TIME = 1.0
 
 
 class ServerFull(DissociatedError):
@@ -36,23 +41,32 @@ class Admission:
     def __init__(self, limits: Limits, activity: Activity) -> None:
         self._limits = limits
         self._activity = activity
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._served: set[Connection] = set()  # those that have said what they want
-        self._asking: dict[Connection, None] = {}  # those that have not, the oldest first
+        self._asking: dict[Connection, float] = {}  # since when those have not, the oldest first
 
     def make_room(self) -> None:
-        """If too many have not said what they want, interrupt the one of them that has had most time."""
+        """If too many have not said what they want, wait for one of them, or interrupt the one that has had most time.
+
+        Each has `_LEAST_TIME`: otherwise, clients that come again at once whenever they are closed take all places.
+        """
+        slowest = None
         with self._lock:
-            slowest = next(iter(self._asking)) if len(self._asking) >= self._limits.max_asking else None
-            if slowest is not None:
-                del self._asking[slowest]
+            while len(self._asking) >= self._limits.max_asking and slowest is None:
+                oldest, since = next(iter(self._asking.items()))
+                left = since + _LEAST_TIME - time.monotonic()
+                if left > 0:
+                    self._lock.wait(left)
+                else:
+                    del self._asking[oldest]
+                    slowest = oldest
         if slowest is not None:
             slowest.interrupt()
 
     def begin(self, connection: Connection) -> None:
         """The connection has been accepted."""
         with self._lock:
-            self._asking[connection] = None
+            self._asking[connection] = time.monotonic()
 
     def requested(self, connection: Connection) -> None:
         """It has said what it wants.
@@ -62,7 +76,7 @@ class Admission:
         with self._lock:
             if connection not in self._asking:
                 raise ConnectionClosed("it had not said what it wants when others wanted its place")
-            del self._asking[connection]
+            self._leave(connection)
             connection.request_deadline = None
             self._served.add(connection)
             if len(self._served) > self._limits.max_connections:
@@ -72,7 +86,12 @@ class Admission:
         """The connection is over."""
         with self._lock:
             self._served.discard(connection)
-            self._asking.pop(connection, None)
+            self._leave(connection)
+
+    def _leave(self, connection: Connection) -> None:
+        """It is none of those that ask any more."""
+        if self._asking.pop(connection, None) is not None:
+            self._lock.notify()
 
     def admit_live(self, name: str) -> None:
         """Raise SourceError where consumers that were cut off hold as much as they may: nobody else may hold memory."""

@@ -42,7 +42,7 @@ class ServerOptions:
     What it takes and keeps at most:
 
     - `max_connections`: clients that have sent their request.
-    - `max_asking`: clients that have not. Where more come, the oldest of them is closed.
+    - `max_asking`: clients that have not. Where more come, they wait; after a second the oldest of those is closed.
     - `live_limit`: bytes of a live stream that one client may hold in shared memory.
     - `kept_limit`: bytes that clients who were cut off for being slow may still hold together. Beyond it, nobody new
       may read a live stream over shared memory. Left out: four times `live_limit`.
