@@ -102,10 +102,34 @@ def start_server(spawn: Spawn, mode: str, steps: list[list[object]]) -> tuple[su
     return process, line(process)
 
 
+CONNECTING = """
+import sys
+import dissociated as dis
+try:
+    dis.open_stream(sys.argv[1], b"ticket", timeout=float(sys.argv[2])).read_all()
+except dis.errors.DissociatedError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def connecting_fails(spawn: Spawn, process: subprocess.Popen[str], uri: str) -> None:
+    """In a process of its own: UCX 1.22 crashes in mode none where it looks too late, once in some hundred times."""
+    client = spawn("-c", CONNECTING, uri, str(PATIENCE))
+    assert line(process) == "reached"
+    end_by(process, signal.SIGKILL)
+    said, _ = client.communicate(timeout=2 * PATIENCE)
+    if client.returncode == -signal.SIGSEGV:
+        pytest.xfail("UCX crashed, as docs/ucx.md says that it may")
+    assert said.startswith(("TransportError connecting to", "ConnectionClosed", "RemoteProtocolError")), said
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", SERVER_STAGES)
 def test_server_is_killed(spawn: Spawn, stage: str, mode: str) -> None:
     process, uri = start_server(spawn, mode, SERVER_STAGES[stage])
+    if (stage, mode) == ("accepted", "none"):
+        connecting_fails(spawn, process, uri)
+        return
     failure = failure_by(process, uri, signal.SIGKILL, PATIENCE)
     if stage == "accepted" and type(failure) is TransportError:  # in time to end connecting
         assert "connecting to" in str(failure)

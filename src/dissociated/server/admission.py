@@ -11,7 +11,6 @@ from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
 from dissociated.monitoring.activity import Activity
 from dissociated.transport.base import Connection
 
-
 #: Seconds in which a client has asked that asks at once, also on a busy machine.
 _LEAST_TIME = 1.0
 
