@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import ssl
 import struct
@@ -146,7 +147,8 @@ def test_client_falls_silent(serve: Serve, cut: int) -> None:
         for connection in one, two, three:
             connection.send(REQUEST[:cut])
         for connection in one, two, three:
-            assert f"silent for {HANDSHAKE:g} s" in reason(connection)
+            # Beside the silence, the whole request has that long: on a busy machine, that may be over first.
+            assert re.search(f"silent for {HANDSHAKE:g} s|took too long to say what it wants", reason(connection))
 
 
 # While leases are held
