@@ -150,7 +150,7 @@ def test_a_client_that_says_nothing_is_sent_away(serve: Serve) -> None:
         content = b""
         while received := silent.recv(1 << 16):
             content += received
-    assert b"silent for 1 s" in content
+    assert b"silent for 1 s" in content or b"took too long" in content  # which of them is over first
     assert read(server) == TABLE
 
 
