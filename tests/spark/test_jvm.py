@@ -100,6 +100,15 @@ def test_batches_without_rows_that_a_query_wants_stay_where_they_are(spark: Spar
             wait_until(lambda: connections_left(server) == 0, "all have left")
             after = server.status().totals.bytes
             assert (2 * (between - before) < after - between) is spares, (transport, condition)
+        cut = read(spark, "data", server.catalog_uri, transport=transport, nanoseconds="truncate", partitions=12)
+        before = server.status().totals.bytes
+        assert cut.where("n >= 75000").selectExpr("count(*)", "sum(n)").first() == (5000, sum(range(75_000, 80_000)))
+        assert cut.where("n > 1000000").count() == 0
+        wait_until(lambda: connections_left(server) == 0, "all have left")
+        between = server.status().totals.bytes
+        assert cut.selectExpr("count(n)").first() == (each * count,)
+        wait_until(lambda: connections_left(server) == 0, "all have left")
+        assert 2 * (between - before) < server.status().totals.bytes - between
 
 
 def test_a_join_reads_only_batches_that_may_have_its_keys(spark: SparkSession, server: dis.Server) -> None:

@@ -23,7 +23,8 @@ from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
 from dissociated.spark.layouts import stream_layout
-from dissociated.spark.reader import Request, slices
+from dissociated.spark.reader import Request
+from dissociated.spark.slices import slices
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until

@@ -12,12 +12,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -29,6 +27,8 @@ from dissociated.catalog.reader import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.conditions import Conditions
+from dissociated.codec.filter import RowFilter
+from dissociated.codec.substrait import encode_filter
 from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
@@ -40,10 +40,12 @@ from dissociated.errors import (
 from dissociated.host import host_name
 from dissociated.memory.region import AddressSpace
 from dissociated.node.local import restart_here
+from dissociated.protocol.request import RowSelection
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
 from dissociated.spark.direct import ask_again, direct_request
 from dissociated.spark.filters import exact_filters, parse_filters
+from dissociated.spark.slices import Slice, slices
 from dissociated.spark.types import arrow_schema
 
 #: Bytes of one partition, unless the option `partitions` says how many there are.
@@ -130,19 +132,6 @@ class Request:
         if self.columns is not None and [*self.columns] != schema.fieldNames():
             raise OptionError("say which columns by .schema(...) or by the option columns, not both")
         return DatasetReader(self, schema)
-
-
-class Slice(NamedTuple):
-    """Rows of one endpoint: of the batches from `first` up to `stop`, without the first `skip`, so many `rows`."""
-
-    first: int
-    stop: int
-    skip: int
-    rows: int
-
-    def of(self, request: ReadRequest) -> ReadRequest:
-        """The same request for this slice alone."""
-        return replace(request, batches=(self.first, self.stop), rows=range(self.skip, self.skip + self.rows))
 
 
 @dataclass(frozen=True)
@@ -278,9 +267,24 @@ class DatasetReader(DataSourceReader):
         read_request = replace(client.defaults, columns=lookup.batch_filter.requested)
         if partition.slice is not None:
             read_request = partition.slice.of(read_request)
-        if partition.whole and lookup.conditions:
+        if lookup.conditions and partition.whole:
             read_request = replace(read_request, rows=None, filter=lookup.conditions, exact=False)
+        elif lookup.conditions and not self._may_pass(client, lookup, endpoint, partition.slice):
+            read_request = replace(read_request, rows=None, batches=(0, 0))
         return lookup, endpoint, read_request
+
+    def _may_pass(self, client: Client, lookup: _Lookup, endpoint: Endpoint, cut: Slice | None) -> bool:
+        """Whether its batches may have rows that pass, by statistics: what is true of a batch is true of its parts."""
+        assert cut is not None, "what is not whole is a slice"
+        schema = lookup.info.schema
+        wanted = RowSelection(encode_filter(RowFilter.bind(lookup.conditions, schema), schema), exact=False)
+        passing = replace(cut.batches_of(client.defaults.without_columns()), rows_at_server=wanted)
+        with (
+            suppress(DissociatedError),  # of a server that does not know, or of one that is gone: that is told later
+            closing(self.request.open(client, lookup.info, endpoint, self.request.transport, passing)) as reader,
+        ):
+            return any(batch.num_rows for batch in reader)
+        return True
 
     def _planned(self, client: Client, version: int) -> DatasetInfo:
         """The version that was planned. Raises DatasetNotFound where it is there no more."""
@@ -346,34 +350,6 @@ class _BatchFilter:
             return self._columns.select(batch) if in_place else self._columns.convert(batch)
         mask = self._filters.mask(self._filter_columns.convert(batch))
         return self._columns.convert(batch).filter(mask)
-
-
-def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
-    """Batches of these sizes, cut into at most `count` slices of about as many rows, in order and without gaps.
-
-    A cut lies between two batches where that is near; with `whole`, wherever no batch is as large as two slices.
-    Batches that are whole can be left out by their statistics.
-    """
-    ends = [0, *accumulate(sizes)]
-    rows = ends[-1]
-    distance = rows // count if whole else rows // (4 * count)
-    cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
-    found = []
-    for begin, end in pairwise(sorted(cuts)):
-        first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
-        found.append(Slice(first, stop, begin - ends[first], end - begin))
-    return found
-
-
-def _near(ends: Sequence[int], row: int, distance: int) -> int:
-    """The end of a batch that is nearest to `row`; `row` itself if none is within this distance."""
-    place = bisect_left(ends, row)
-    nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
-    return nearest if abs(nearest - row) <= distance else row
-
-
-def _batch_of(ends: Sequence[int], row: int) -> int:
-    return bisect_left(ends, row + 1) - 1
 
 
 def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> Iterator[pa.RecordBatch]:

@@ -1,0 +1,56 @@
+"""How an endpoint is cut into what tasks read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from dissociated.client.request import ReadRequest
+
+
+class Slice(NamedTuple):
+    """Rows of one endpoint: of the batches from `first` up to `stop`, without the first `skip`, so many `rows`."""
+
+    first: int
+    stop: int
+    skip: int
+    rows: int
+
+    def of(self, request: ReadRequest) -> ReadRequest:
+        """The same request for this slice alone."""
+        return replace(self.batches_of(request), rows=range(self.skip, self.skip + self.rows))
+
+    def batches_of(self, request: ReadRequest) -> ReadRequest:
+        """The same for all rows of its batches."""
+        return replace(request, batches=(self.first, self.stop))
+
+
+def slices(sizes: Sequence[int], count: int, whole: bool = False) -> list[Slice]:
+    """Batches of these sizes, cut into at most `count` slices of about as many rows, in order and without gaps.
+
+    A cut lies between two batches where that is near; with `whole`, wherever no batch is as large as two slices.
+    Batches that are whole can be left out by their statistics.
+    """
+    ends = [0, *accumulate(sizes)]
+    rows = ends[-1]
+    distance = rows // count if whole else rows // (4 * count)
+    cuts = {0, rows, *(_near(ends, rows * number // count, distance) for number in range(1, count))}
+    found = []
+    for begin, end in pairwise(sorted(cuts)):
+        first, stop = _batch_of(ends, begin), _batch_of(ends, end - 1) + 1
+        found.append(Slice(first, stop, begin - ends[first], end - begin))
+    return found
+
+
+def _near(ends: Sequence[int], row: int, distance: int) -> int:
+    """The end of a batch that is nearest to `row`; `row` itself if none is within this distance."""
+    place = bisect_left(ends, row)
+    nearest = min(ends[max(0, place - 1) : place + 1], key=lambda end: abs(end - row))
+    return nearest if abs(nearest - row) <= distance else row
+
+
+def _batch_of(ends: Sequence[int], row: int) -> int:
+    return bisect_left(ends, row + 1) - 1
