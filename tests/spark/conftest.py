@@ -24,6 +24,11 @@ IN_JVM = os.environ.get("DISSOCIATED_TEST_JVM", "true")
 #: PySpark 4.1 leaves the sockets of `collect` and the like to the garbage collector, and has no streams for us.
 SPARK_4_1 = pyspark.__version__.startswith("4.1.")
 
+#: Warnings of PySpark itself.
+OF_PYSPARK = ["ignore:PySpark does not yet fully support pandas:FutureWarning"]
+if SPARK_4_1:
+    OF_PYSPARK.append("ignore:unclosed <socket.socket:ResourceWarning")
+
 collect_ignore = ["test_direct.py", "test_jvm.py", "test_jvm_writer.py"] if IN_JVM == "false" else []
 if SPARK_4_1:
     collect_ignore += ["test_killed.py", "test_streaming.py"]
@@ -35,8 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(Path(__file__).parent):
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(400))
-            if SPARK_4_1:
-                item.add_marker(pytest.mark.filterwarnings("ignore:unclosed <socket.socket:ResourceWarning"))
+            item.add_marker(pytest.mark.filterwarnings(*OF_PYSPARK))
 
 
 @pytest.fixture(scope="package")

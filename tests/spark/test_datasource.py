@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Write = Callable[..., None]
 
-pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
-
 NATIVE = {
     "nothing": "CAST(NULL AS VOID)",
     "flag": "id % 2 = 0",

@@ -21,8 +21,6 @@ from dissociated.spark.filters import parse_filters
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
-
 NAN, INF = float("nan"), float("inf")
 INSTANT = datetime(2024, 2, 29, 12, tzinfo=UTC)
 LOCAL = datetime(2024, 2, 29, 12)

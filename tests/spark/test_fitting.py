@@ -23,10 +23,7 @@ from dissociated.spark.types import arrow_schema
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = [
-    pytest.mark.usefixtures("spark"),  # who knows types by name
-    pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("spark")  # who knows types by name
 
 #: What a dataset has, what is appended to that, and what then is read.
 WIDENED: list[tuple[pa.DataType, str, list[Any], list[Any]]] = [

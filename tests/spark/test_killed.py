@@ -71,7 +71,6 @@ class Driver:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 def test_a_driver_that_is_killed_leaves_nothing_and_its_query_goes_on(
     spark: SparkSession, start: Start, memory: Path, tmp_path: Path
 ) -> None:

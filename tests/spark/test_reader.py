@@ -35,8 +35,6 @@ from .test_datasource import NATIVE, plain
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
-
 EACH = 5_000
 TABLE = pa.Table.from_batches(
     [

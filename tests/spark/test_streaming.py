@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
-]
-
 SCHEMA = StructType([StructField("id", LongType())])
 ALL = ReadAllAvailable()
 
