@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
 from dissociated.errors import StoreError
-from helpers import connections_left, wait_until
+from dissociated.transport.framed.connection import SocketConnection
+from helpers import PATIENCE, connections_left, wait_until
 
 TABLE = pa.Table.from_batches([pa.record_batch({"n": range(at, at + 50), "m": range(50)}) for at in range(0, 5000, 50)])
+
+
+#: Ways to choose what is read, which are read in different ways.
+CHOICES: list[dict[str, Any]] = [{}, {"columns": ["m"]}, {"filter": ["n", ">", 10]}, {"limit": 100_000}]
 
 
 @pytest.mark.parametrize("listen", ["shm:", "tcp://127.0.0.1:0"])
@@ -22,7 +30,7 @@ def test_a_reader_that_is_closed_ends_its_stream_though_somebody_holds_it(listen
 
     with dis.Server([listen]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("endless", endless)
-        for options in ({}, {"columns": ["m"]}, {"filter": ["n", ">", 10]}, {"limit": 100_000}):
+        for options in CHOICES:
             with client.read("endless", **options) as reader:
                 batch = reader.read_next_batch()
                 kept = batch.to_pydict()
@@ -32,3 +40,60 @@ def test_a_reader_that_is_closed_ends_its_stream_though_somebody_holds_it(listen
             assert batch.to_pydict() == kept
             del batch
         wait_until(lambda: server.status().leases == 0, "all has been given back")
+
+
+def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
+    """That thread is told so, when it has what it waits for."""
+    going_on = threading.Event()
+
+    def slow() -> Iterator[pa.RecordBatch]:
+        for batch in TABLE.to_batches():
+            yield batch
+            going_on.wait(PATIENCE)
+
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("slow", lambda: pa.RecordBatchReader.from_batches(TABLE.schema, slow()))
+        for options in CHOICES:
+            going_on.clear()
+            reader = client.read("slow", **options)
+            reader.read_next_batch()
+            failures: list[Exception] = []
+
+            def read(reader: pa.RecordBatchReader = reader, failures: list[Exception] = failures) -> None:
+                try:
+                    while True:
+                        reader.read_next_batch()
+                except Exception as error:
+                    failures.append(error)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            wait_until(lambda: server.status().consumers, "it waits")
+            reader.close()
+            going_on.set()
+            thread.join(PATIENCE)
+            assert [type(one) for one in failures] == [StoreError], (options, failures)
+            wait_until(lambda: connections_left(server) == 0, "the stream has ended")
+
+
+def test_a_reader_whose_closing_was_interrupted_does_not_look_like_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close = SocketConnection.close
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE)
+        for options in CHOICES[:2]:
+            reader = client.read("data", **options)
+            reader.read_next_batch()
+
+            def interrupted(connection: SocketConnection) -> None:
+                close(connection)
+                if threading.current_thread() is threading.main_thread():
+                    monkeypatch.setattr(SocketConnection, "close", close)
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(SocketConnection, "close", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                reader.close()
+            with pytest.raises(StoreError, match="closed before its end"):
+                reader.read_all()

@@ -50,9 +50,10 @@ class Bodies:
 
     def allocate_on_device(self, length: int) -> DeviceBuffer | None:
         """Memory of a device for a body; None where none is to be had now."""
-        if self._onto is None:
+        onto = self._onto  # which another thread may end
+        if onto is None:
             return None
-        device, ring = self._onto
+        device, ring = onto
         with suppress(DeviceFull):
             memory = ring.allocate(length)
             return None if memory is None else DeviceBuffer(device, memory)

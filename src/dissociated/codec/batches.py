@@ -15,9 +15,8 @@ import pyarrow as pa
 from dissociated.buffers import Buffer
 from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.reader import CLOSED, ReadOnce
+from dissociated.codec.reader import CLOSED, Failure, ReadOnce, close_idle
 from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
-from dissociated.errors import DissociatedError, StoreError
 from dissociated.format.message import buffer_extents, relocate
 
 T = TypeVar("T")
@@ -31,32 +30,30 @@ class RaisingAgain(Generic[T]):
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._ended = False
-        self._failed: tuple[type[DissociatedError], str] | None = None
+        self._failed: Failure | None = None
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
         if self._failed is not None:
-            kind, reason = self._failed
-            raise kind(reason)
+            raise self._failed.error()
         try:
             return next(self._items)
         except StopIteration:
             self._ended = True
             raise
         except BaseException as error:
-            # Not the error itself: its traceback would keep what the reader holds.
-            self._failed = (type(error) if isinstance(error, DissociatedError) else DissociatedError), str(error)
+            self._failed = Failure.of(error)
             raise
 
     def close(self) -> None:
         """Take no more items, and let go of where they come from. To ask for more raises StoreError, before the end."""
-        if isinstance(self._items, Generator):
-            self._items.close()
-        self._items = iter(())
-        if not self._ended and self._failed is None:
-            self._failed = StoreError, CLOSED
+        if not self._ended and self._failed is None:  # first: what closing raises must not look like the end
+            self._failed = CLOSED
+        items, self._items = self._items, iter(())
+        if isinstance(items, Generator):
+            close_idle(items)
 
 
 class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[misc]  # pyarrow has no type hints

@@ -187,7 +187,7 @@ class DeviceReader:
         self.device = device
         self.schema = schema
         self._batches = RaisingAgain(batches)
-        self._closes = batches.close, close
+        self._closes = self._batches.close, close
 
     def __iter__(self) -> Self:
         return self

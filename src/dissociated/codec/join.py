@@ -17,8 +17,8 @@ import pyarrow as pa
 from dissociated.buffers import MAX_BODY, Buffer
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.readable import Readable
-from dissociated.codec.reader import CLOSED, PeerReader, StreamReader
-from dissociated.errors import DissociatedError, RemoteProtocolError, StoreError
+from dissociated.codec.reader import CLOSED, Failure, PeerReader, StreamReader, close_idle
+from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.format.message import is_compressed, uncompressed_length
 
@@ -45,7 +45,7 @@ class StreamFile(Readable, ABC):
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._ended = False
         self._uncompressed = b""  # a flatbuffer whose body is not
-        self._failed: tuple[type[DissociatedError], str] | None = None
+        self._failed: Failure | None = None
 
     def read(self, size: int = -1) -> Buffer:
         """The next bytes of the stream: at most `size`, all in one buffer. Raises what `_next` raises."""
@@ -70,8 +70,8 @@ class StreamFile(Readable, ABC):
     def _refill(self) -> None:
         """Put the next message into `_pieces`, if `_next` has it, or the end of the stream."""
         if self._failed is not None:  # what looks like an end now would be taken for one
-            kind, reason = self._failed
-            raise kind(reason)
+            self._source.close()
+            raise self._failed.error()
         if self._ended:
             return
         try:
@@ -86,8 +86,7 @@ class StreamFile(Readable, ABC):
             self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
             return
         except BaseException as error:
-            # Not the error itself: its traceback leads to the reader, which owns this through C++, unseen by the GC.
-            self._failed = (type(error) if isinstance(error, DissociatedError) else DissociatedError), str(error)
+            self._failed = Failure.of(error)
             self._source.close()
             raise
         if body is not None and len(body):
@@ -114,9 +113,9 @@ class StreamFile(Readable, ABC):
     def close(self) -> None:
         """Read no more, and close the source. To read on raises StoreError, unless the stream had ended."""
         super().close()
-        self._source.close()
-        if not self._ended and self._failed is None:
-            self._failed = StoreError, CLOSED
+        if not self._ended and self._failed is None:  # first: what closing raises must not look like the end
+            self._failed = CLOSED
+        close_idle(self._source)
 
 
 class _MessageFile(StreamFile):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -60,8 +61,34 @@ def check_field_names(schema: pa.Schema) -> pa.Schema:
     return schema
 
 
+class Failure(NamedTuple):
+    """What a reader has failed by, to be raised again and again.
+
+    It is not the error itself: the traceback of that leads to the reader, which owns it through C++, unseen by the GC.
+    """
+
+    kind: type[DissociatedError]
+    reason: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """That of any error."""
+        kind = type(error) if isinstance(error, DissociatedError) else DissociatedError
+        return cls(kind, str(error) or type(error).__name__)
+
+    def error(self) -> DissociatedError:
+        """A new one of the same kind."""
+        return self.kind(self.reason)
+
+
+def close_idle(source: Generator[object, None, None]) -> None:
+    """Close what a reader reads from, unless another thread does that at this moment: it is closed after that, then."""
+    if inspect.getgeneratorstate(source) != inspect.GEN_RUNNING:
+        source.close()
+
+
 #: Why a reader gives no more that was closed.
-CLOSED = "this reader was closed before its end"
+CLOSED = Failure(StoreError, "this reader was closed before its end")
 
 
 class ReadOnce:
