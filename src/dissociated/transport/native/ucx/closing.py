@@ -62,7 +62,7 @@ class ClosingConnections:
     """Those of this process, and a thread that looks after them while there are any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected within it may be a connection, which comes here to close
         self._connections: list[ClosingConnection] = []
 
     def add(self, connection: ClosingConnection) -> None:

@@ -73,9 +73,10 @@ def context(where: ContextKey) -> Context:
         settings["TCP_RX_SEG_SIZE"] = str(segment)
     if segment and where.large:
         settings["TCP_TX_SEG_SIZE"] = str(segment)  # of 8k, UCX's default, bodies in many pieces go at half speed
-    if not where.shared and not any(map(os.path.exists, _HARDWARE)):
-        # Into the receiver's own memory; else it copies from its segments. Never where a peer would write by itself.
-        settings["RNDV_SCHEME"] = "put_zcopy"
+    if not any(map(os.path.exists, _HARDWARE)):
+        if not where.shared:
+            # Into the receiver's own memory, not by way of its segments. Never where a peer would write by itself.
+            settings["RNDV_SCHEME"] = "put_zcopy"
         if u.numbers >= _OLDEST_WITHOUT_CACHE:
             # Registering costs nothing there, and memory in the cache is shared: what is under way of a connection
             # that is closed would wait for all others that send from there. See `UcxEndpoint.begin_close`.
