@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from pyspark import InheritableThread
 from pyspark.errors import PySparkException
 
 import dissociated as dis
@@ -263,6 +265,58 @@ def test_a_server_that_is_silent_is_not_waited_for(spark: SparkSession) -> None:
     message = r"has been silent for 0\.1 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PySparkException, match=message):
         read_all(spark, silent.getsockname(), 0.1)
+
+
+def test_a_task_that_is_killed_does_not_wait_for_its_server(spark: SparkSession, catalog: Catalog) -> None:
+    """Nor does it turn round and round until that says something."""
+    over, failures = threading.Event(), []
+
+    def answer(wire: Wire) -> None:
+        wire.send(encode(UNTAGGED, metadata(0, SCHEMA.header)), HEADER, PLACED)
+        over.wait(PATIENCE)
+
+    def run() -> None:
+        spark.sparkContext.setJobGroup("silent", "its server says no more", interruptOnCancel=True)
+        try:
+            read(spark, "any", catalog.uri).collect()
+        except Exception as error:
+            failures.append(str(error))
+
+    with serving(catalog, BATCH.schema, answer) as asked:
+        job = InheritableThread(target=run)
+        job.start()
+        wait_until(lambda: asked and held(spark), "it reads")
+        spark.sparkContext.cancelJobGroup("silent")
+        wait_until(lambda: held(spark) == 0, "the task has ended")
+        over.set()
+        job.join(PATIENCE)
+    assert "cancelled" in failures[0]
+
+
+@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
+def test_a_task_that_reads_many_partitions_holds_no_more_than_two(spark: SparkSession, tmp_path: Path) -> None:
+    consumed, seen = tmp_path / "consumed", tmp_path / "seen"
+
+    def consume(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        rows = sum(batch.num_rows for batch in batches)
+        consumed.touch()
+        wait_until(seen.exists, "what is held has been looked at")
+        yield pa.record_batch({"rows": [rows]})
+
+    parts = [pa.record_batch({"n": range(100_000)})] * 10
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("data", pa.Table.from_batches(parts))
+        df = read(spark, "data", server.catalog_uri, partitions=len(parts)).coalesce(1).mapInArrow(consume, "rows long")
+        found: list[Any] = []
+        job = InheritableThread(target=lambda: found.extend(df.collect()))
+        job.start()
+        wait_until(consumed.exists, "all have been read", 60)
+        assert server.connections <= 1
+        assert 0 < held(spark) < 4 * parts[0].nbytes  # two bodies, each with a quarter more
+        seen.touch()
+        job.join(PATIENCE)
+    assert found == [(1_000_000,)]
+    assert held(spark) == 0
 
 
 def test_a_limit_leaves_nothing_behind(spark: SparkSession, catalog: Catalog) -> None:

@@ -59,6 +59,8 @@ def test_a_query_reads_what_it_needs_and_a_count_or_a_limit_nearly_nothing(
     assert 8 * ROWS <= moved(df.selectExpr("sum(n)")) < 9 * ROWS  # bodies are padded
     assert moved(df.selectExpr("count(*)", "count(1)")) == 0
     assert df.selectExpr("count(*)", "count(1)").first() == (ROWS, ROWS)
+    for query in ("SELECT count(*) FROM (SELECT count(*) FROM {df})", "SELECT 1 FROM {df} HAVING true"):
+        assert spark.sql(query, df=df).collect() == [(1,)]  # Spark asks for no aggregate at all
     assert df.where("n % 2 = 0").count() == ROWS / 2
     assert len(df.selectExpr("1").collect()) == ROWS
     assert df.select("n").limit(150).rdd.getNumPartitions() <= 2

@@ -253,11 +253,11 @@ class _BufferLocator:
         return self._copy(buffer)
 
     def _find(self, first: int, last: int) -> Region | None:
-        """The region that these addresses lie in, if its file is there."""
+        """The region that these addresses lie in, if the JVM may open its file: another user's memfd it may not."""
         for region in chain.from_iterable(space.regions for space in self._spaces):
             begin = region.memory.address
             if region.file is not None and begin <= first and last <= begin + region.size:
-                return region
+                return region if os.access(region.file.path, os.R_OK) else None
         return None
 
     def _add(self, path: str) -> int:

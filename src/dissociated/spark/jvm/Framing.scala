@@ -3,7 +3,7 @@ package org.apache.spark.sql.dissociated
 import java.io.IOException
 import java.net.{InetSocketAddress, StandardSocketOptions}
 import java.nio.{ByteBuffer, ByteOrder}
-import java.nio.channels.{SelectionKey, Selector, SocketChannel}
+import java.nio.channels.{ClosedByInterruptException, SelectionKey, Selector, SocketChannel}
 import java.nio.charset.StandardCharsets.UTF_8
 
 import scala.collection.mutable
@@ -93,7 +93,9 @@ final class Wire(server: Server, pool: Pool) extends AutoCloseable {
 
   private def await(operation: Int): Unit = {
     channel.keyFor(selector).interestOps(operation)
-    if (selector.select(server.timeout) == 0 && !Thread.currentThread.isInterrupted)
+    val ready = selector.select(server.timeout) // returns at once, again and again, where the task has been killed
+    if (Thread.currentThread.isInterrupted) throw new ClosedByInterruptException
+    if (ready == 0)
       throw server.failed(s"has been silent for ${server.timeout / 1000.0} s")
     selector.selectedKeys.clear()
   }

@@ -18,13 +18,21 @@ import org.apache.spark.storage.StorageUtils
 
 /** Reads partitions in tasks; `reader` says to the sidecar what of. */
 class DatasetReaderFactory(python: Python, reader: String, columns: StructType) extends PartitionReaderFactory {
+  @transient private var ended: DatasetPartitionReader = _ // the last in this task, which may read many partitions
+
   override def supportColumnarReads(partition: InputPartition): Boolean = true
 
   override def createReader(partition: InputPartition): PartitionReader[InternalRow] =
     throw new UnsupportedOperationException("it is read by columns")
 
   override def createColumnarReader(partition: InputPartition): PartitionReader[ColumnarBatch] =
-    new DatasetPartitionReader(Sidecar.of(python), reader, partition.asInstanceOf[DatasetPartition].what, columns)
+    new DatasetPartitionReader(Sidecar.of(python), reader, partition.asInstanceOf[DatasetPartition].what, columns, end)
+
+  /** What the last batch of a partition holds stays until the end of the next one. */
+  private def end(reader: DatasetPartitionReader): Unit = synchronized {
+    if (ended != null && (ended.task eq reader.task) && (ended ne reader)) ended.release()
+    ended = reader
+  }
 }
 
 /** Some rows of arrays, from one on. */
@@ -38,11 +46,12 @@ trait Batches extends AutoCloseable {
 }
 
 /** Reads from where the sidecar says: the server, where this JVM can ask it, or memory that both share. */
-class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String, columns: StructType)
-    extends PartitionReader[ColumnarBatch] {
+class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String, columns: StructType,
+    end: DatasetPartitionReader => Unit) extends PartitionReader[ColumnarBatch] {
   private var batches: Batches = _
   private var current: ColumnarBatch = _
-  Option(TaskContext.get()).foreach(_.addTaskCompletionListener[Unit](_ => release()))
+  private[dissociated] val task = TaskContext.get()
+  Option(task).foreach(_.addTaskCompletionListener[Unit](_ => release()))
   batches = open(direct = true)
 
   private def open(direct: Boolean): Batches = {
@@ -51,19 +60,21 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
     else ServerBatches.open(sidecar, reader, told.get("server")).getOrElse(open(direct = false))
   }
 
-  override def next(): Boolean = batches.next().exists { rows =>
-    current = new ColumnarBatch(columns.fields.zip(rows.columns).map { case (field, data) =>
+  override def next(): Boolean = {
+    val found = Option(batches).flatMap(_.next())
+    for (rows <- found) current = new ColumnarBatch(columns.fields.zip(rows.columns).map { case (field, data) =>
       Vectors.of(field.dataType, new ArrayPlace(data, rows.places, field.name, rows.from, rows.count))
     }, rows.count)
-    true
+    if (found.isEmpty) end(this)
+    found.isDefined
   }
 
   override def get(): ColumnarBatch = current
 
-  override def close(): Unit = if (TaskContext.get() == null) release()
+  override def close(): Unit = if (task == null) release()
 
-  /** When the task has ended: strings of the last batch may be looked at until then. */
-  private def release(): Unit = if (batches != null) {
+  /** When the task has ended, or the next of its partitions: strings of the last batch may be looked at until then. */
+  private[dissociated] def release(): Unit = if (batches != null) {
     batches.close()
     batches = null
   }

@@ -45,8 +45,8 @@ class DatasetScanBuilder(dataset: Dataset, options: CaseInsensitiveStringMap)
 
   /** Of all rows, how many there are. Spark asks where it has no filter of its own. */
   override def supportCompletePushDown(aggregation: Aggregation): Boolean =
-    aggregation.groupByExpressions.isEmpty && aggregation.aggregateExpressions.forall(_.isInstanceOf[CountStar]) &&
-      dataset.known(options).has("rows")
+    aggregation.groupByExpressions.isEmpty && aggregation.aggregateExpressions.nonEmpty &&
+      aggregation.aggregateExpressions.forall(_.isInstanceOf[CountStar]) && dataset.known(options).has("rows")
 
   override def pushAggregation(aggregation: Aggregation): Boolean = {
     val can = supportCompletePushDown(aggregation)

@@ -27,6 +27,7 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
     val found = if (left > 0) batches.nextOption() else None
     if (found.isEmpty && left > 0 && told.has("rows")) server.broke(s"$left rows are missing at the end of the stream")
     found.foreach(left -= _.count)
+    if (found.isEmpty) messages.hangUp()
     found
   }
 
