@@ -41,8 +41,9 @@ GROUPS = [
 ]
 TOGETHER = [pytest.param(ways, id="+".join(ways), marks=needs(medium(ways[0]))) for ways in GROUPS]
 SLOW = 16  # how many times fewer, where each takes long
-#: Kinds of ways of which each reads its share of the mutations: whatever is damaged is refused before a medium has it.
+#: Kinds of ways of which each reads its share of the mutations: most of the damage is refused before a medium has it.
 SHARED = ("published", "live", "apart")
+IN_PLACE = "published-shm-any"  # reads all of them, where they lie
 
 pytestmark = [pytest.mark.needs("golden files"), pytest.mark.usefixtures("trusted", "forks")]
 
@@ -104,7 +105,9 @@ def read_by(way: str, mutations: list[Path]) -> Sequence[Path]:
     if slow(way):
         return [*DAMAGED, *mutations][::SLOW]
     kind = way.split("-")[0]
-    kin = [one for one in OURS if one.split("-")[0] == kind and not slow(one)] if kind in SHARED else [way]
+    if kind not in SHARED or way == IN_PLACE:
+        return [*DAMAGED, *mutations]
+    kin = [one for one in OURS if one.split("-")[0] == kind and not slow(one) and one != IN_PLACE]
     return [*DAMAGED, *mutations[kin.index(way) :: len(kin)]]
 
 
