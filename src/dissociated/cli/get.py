@@ -72,18 +72,32 @@ def run(arguments: argparse.Namespace) -> None:
 def _atomic_file(path: Path) -> Iterator[Any]:
     """A file for `path`, which it replaces when it is whole. Before, it has no name: who is killed leaves nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    file = NewFile(part)
-    if part.exists():  # this file system knows no files without a name
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, _end)  # as an exception: for a moment, or always, it does have a name
     try:
-        os.fchmod(file.descriptor, 0o666 & ~_umask())
-        with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
-            yield sink
-    except BaseException:
-        file.abort()
+        file = NewFile(part)
+        if not part.exists():  # it ends with the process, which may then be ended at once
+            signal.signal(signal.SIGTERM, before)
+        try:
+            os.fchmod(file.descriptor, 0o666 & ~_umask())
+            with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
+                yield sink
+        except BaseException:
+            file.abort()
+            raise
+        signal.signal(signal.SIGTERM, _end)
+        file.commit(0)
+        part.replace(path)
+    except FileExistsError:  # it is another's
         raise
-    file.commit(0)
-    part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _umask() -> int:
