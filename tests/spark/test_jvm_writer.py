@@ -73,7 +73,7 @@ def test_every_type_keeps_its_values_at_every_depth(spark: SparkSession, node: N
 def test_a_segment_has_batches_of_some_size_and_their_statistics(spark: SparkSession, node: Node) -> None:
     nullable = [f"IF(id % 3 = 1 OR n >= 30000, NULL, {value}) AS `{name}`" for name, value in VALUES.items()]
     df = spark.range(0, 45_000, numPartitions=1).selectExpr("id AS n", "id % 100 AS id")
-    write(df.selectExpr("n", "repeat('0123456789', 200) AS wide", *nullable), "data", node.uri)
+    write(df.selectExpr("n", "repeat('0123456789', 30) AS wide", *nullable), "data", node.uri)
     (path,) = node.store.directory.glob("segments/*/*.arrows")
     assert Segment.open(path).statistics is not None
     content = path.read_bytes()
@@ -112,7 +112,7 @@ def test_large_rows_make_small_batches(spark: SparkSession, node: Node) -> None:
     with dis.connect(node.uri) as client:
         assert [batch.num_rows for batch in client.read("small")] == [1 << 18, 300_000 - (1 << 18)]
         batches = [*client.read("large")]
-    assert [batch.num_rows for batch in batches] == [11, 11, 8]
+    assert [batch.num_rows for batch in batches] == [2] * 15
     assert all(text == "0123456789" * 300_000 for batch in batches for text in batch["text"].to_pylist())
 
 

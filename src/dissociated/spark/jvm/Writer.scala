@@ -174,7 +174,7 @@ class SegmentWriter(plan: WritePlan, partition: Int, segment: String, key: Optio
 
 object SegmentWriter {
   private val MaxRows = 1 << 18
-  private val MaxBytes = 1L << 25
+  private val MaxBytes = 1L << 23
 }
 
 /** Where arrays lie that become a record batch. All is aligned in the file, and filled up with zeros. */
