@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,12 +22,14 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
+from dissociated.buffers import Buffer
 from dissociated.catalog.locations import DatasetInfo, Endpoint, locations
 from dissociated.catalog.reader import Client
 from dissociated.client.connect import supports_selection
 from dissociated.client.request import ReadRequest
 from dissociated.codec.conditions import Conditions
 from dissociated.codec.filter import RowFilter
+from dissociated.codec.join import Messages, join
 from dissociated.codec.substrait import encode_filter
 from dissociated.errors import (
     CatalogError,
@@ -43,7 +45,7 @@ from dissociated.node.local import restart_here
 from dissociated.protocol.request import RowSelection
 from dissociated.spark.catalog import CatalogConfig, required, wait_for_catalog
 from dissociated.spark.columns import Columns, spark_schema
-from dissociated.spark.direct import ask_again, direct_request
+from dissociated.spark.direct import direct_request
 from dissociated.spark.filters import exact_filters, parse_filters
 from dissociated.spark.slices import Slice, slices
 from dissociated.spark.types import arrow_schema
@@ -233,11 +235,21 @@ class DatasetReader(DataSourceReader):
             return None
         with self.request.catalog.connect() as client:
             lookup, endpoint, read_request = self._request(client, partition)
-        return direct_request(lookup.info, endpoint, self.request.transport, read_request, partition.rows)
+        return direct_request(lookup.info, endpoint, self.request.transport, read_request)
 
-    def rest(self, server: Mapping[str, Any], at: int, max_rows: int) -> Generator[pa.RecordBatch, None, None]:
-        """What the server of a `direct_request` sends from the row `at` on, as `batches` gives it to Spark's JVM."""
-        with closing(ask_again(server, at)) as reader:
+    def decoded(
+        self, schema: bytes, header: bytes, body: Buffer, max_body: int, max_rows: int
+    ) -> Generator[pa.RecordBatch, None, None]:
+        """The rows of one message of the server of a `direct_request`, as `batches` gives them to Spark's JVM.
+
+        Raises RemoteProtocolError where it is damaged, or has more than `max_body` bytes when it is decompressed.
+        """
+
+        def messages() -> Messages:
+            yield schema, None
+            yield header, body
+
+        with closing(join(messages(), max_body=max_body)) as reader:
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             for batch in portions(reader, max_rows):
                 yield columns.select(batch)

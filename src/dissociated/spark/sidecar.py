@@ -12,7 +12,8 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
                                             "rows"}, where the JVM can ask it and `direct` allows that
     layout(reader, schema)                  what arrays that server's stream consists of, as its schema has come; null
                                             where the JVM cannot read it
-    resume(reader, server, at)              {"stream"} with the rest of what that server sends, from its row `at` on
+    decode(reader, schema, header, body, max_body)
+                                            {"stream"} with one message of that server, whose body is in the file `body`
     next(stream)                            {"regions": new files to map, "batches", "ended"}
     close(stream)                           gives back what it holds
 
@@ -76,7 +77,7 @@ class Sidecar:
             "plan": self.plan,
             "open": self.open,
             "layout": self.layout,
-            "resume": self.resume,
+            "decode": self.decode,
             "next": self.next,
             "close": self.close,
             **Writes().calls,
@@ -120,9 +121,12 @@ class Sidecar:
             _Stream(found.batches(wanted, _MAX_BATCH_ROWS, spaces), spaces, found.arrow_schema.types)
         )
 
-    def resume(self, reader: str, server: Mapping[str, Any], at: int) -> Any:
+    def decode(self, reader: str, schema: str, header: str, body: str, max_body: int) -> Any:
         found = self._reader(reader)
-        return self._opened_stream(_Stream(found.rest(server, at, _MAX_BATCH_ROWS), [], found.arrow_schema.types))
+        with pa.memory_map(body) as file:
+            content = memoryview(file.read_buffer())
+        batches = found.decoded(base64.b64decode(schema), base64.b64decode(header), content, max_body, _MAX_BATCH_ROWS)
+        return self._opened_stream(_Stream(batches, [], found.arrow_schema.types))
 
     def _opened_stream(self, stream: _Stream) -> Any:
         with self._lock:

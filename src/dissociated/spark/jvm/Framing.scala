@@ -31,6 +31,8 @@ final class Server(told: JsonNode) {
 /** Bytes of native memory. */
 final case class Part(memory: Memory, at: Long, size: Long) {
   def address: Long = memory.address + at
+  def buffers: Iterator[ByteBuffer] = Iterator.iterate(0L)(_ + Wire.MaxRead).takeWhile(_ < size)
+    .map(from => MemoryUtil.directBuffer(address + from, math.min(size - from, Wire.MaxRead).toInt))
   def buffer: ByteBuffer = MemoryUtil.directBuffer(address, size.toInt).order(ByteOrder.LITTLE_ENDIAN)
 }
 
@@ -156,7 +158,7 @@ object Wire {
   val Run = 5
   private val Preamble = 0x0100434f53534944L // "DISSOC", 0 and the version
   private val Ahead = 1L << 16
-  private val MaxRead = 1L << 30
+  val MaxRead = 1L << 30
 
   def padded(length: Long): Long = (length + 7) & ~7L
 }

@@ -1,6 +1,8 @@
 package org.apache.spark.sql.dissociated
 
 import java.io.IOException
+import java.nio.channels.FileChannel
+import java.nio.file.{Files, StandardOpenOption}
 
 import scala.jdk.CollectionConverters._
 import scala.util.control.NonFatal
@@ -10,17 +12,15 @@ import org.apache.arrow.flatbuf.{Buffer, Endianness, MessageHeader, RecordBatch,
 import org.apache.spark.internal.Logging
 
 /**
- * Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. If one is compressed,
- * `resume` gives the rest, from a row on.
+ * Batches as their server sends them, in native memory. What arrays consist of, the `layout` says. Those that are
+ * compressed the sidecar takes apart, by `decode`.
  */
 final class ServerBatches(server: Server, messages: Messages, told: JsonNode, layout: JsonNode,
-    first: Option[(Part, Option[Part])], resume: Long => Batches) extends Batches {
-  private val plain = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined).flatten
-    .takeWhile { case (header, _) => !isCompressed(header) }.map { case (header, body) => rows(header, body) }
-  private val batches = (plain ++ rest.iterator.flatMap(_.all)).filter(_.count > 0)
-  private var rest: Option[Batches] = None
+    first: Option[(Part, Option[Part])], decode: (Part, Part) => Batches) extends Batches {
+  private val batches = (Iterator.single(first) ++ Iterator.continually(messages.receive())).takeWhile(_.isDefined)
+    .flatten.flatMap { case (header, body) => rows(header, body.get) }.map(wanted).filter(_.count > 0)
+  private var decoded: Option[Batches] = None // the last that was compressed
   private var skip = told.get("skip").asLong
-  private var passed = 0L // rows of the stream
   private var left = if (told.has("rows")) told.get("rows").asLong else Long.MaxValue
 
   override def next(): Option[Rows] = ServerBatches.checked(server) {
@@ -31,25 +31,27 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
     found
   }
 
-  /** If so, it is read again, in Python, and whatever comes after it. */
-  private def isCompressed(header: Part): Boolean = ServerBatches.isCompressed(server, header) && {
-    if (!told.has("end"))
-      throw server.failed("sends compressed batches among others, and nobody knows how many rows: read it over grpc")
-    messages.hangUp()
-    rest = Some(resume(passed + skip))
-    true
-  }
-
-  /** Those of a batch that are wanted. */
-  private def rows(header: Part, body: Option[Part]): Rows = {
+  private def rows(header: Part, body: Part): Iterator[Rows] = {
     val batch = ServerBatches.batch(server, header)
     if (batch.length < 0 || batch.length > Int.MaxValue) server.broke(s"a batch of ${batch.length} rows")
     // Room for them is made before the first is looked at.
     if (math.max(batch.nodesLength, batch.buffersLength) > header.size / 16) server.broke("a batch of too many buffers")
-    val from = math.min(skip, batch.length)
+    if (ServerBatches.isCompressed(batch)) decompressed(header, body)
+    else Iterator.single(Rows(new Walk(batch, body).columns, ServerBatches.memory, 0, batch.length.toInt))
+  }
+
+  private def decompressed(header: Part, body: Part): Iterator[Rows] = {
+    val before = decoded
+    decoded = Some(decode(header, body))
+    before.foreach(_.close())
+    decoded.iterator.flatMap(_.all)
+  }
+
+  /** Of these rows those that are wanted. */
+  private def wanted(rows: Rows): Rows = {
+    val from = math.min(skip, rows.count)
     skip -= from
-    passed += batch.length
-    Rows(new Walk(batch, body.get).columns, ServerBatches.memory, from.toInt, math.min(batch.length - from, left).toInt)
+    rows.copy(from = from.toInt, count = math.min(rows.count - from, left).toInt)
   }
 
   /** Takes the arrays of a batch, which lie one after the other, each before those below it. */
@@ -88,7 +90,7 @@ final class ServerBatches(server: Server, messages: Messages, told: JsonNode, la
     }
   }
 
-  override def close(): Unit = try messages.close() finally rest.foreach(_.close())
+  override def close(): Unit = try messages.close() finally decoded.foreach(_.close())
 }
 
 object ServerBatches extends Logging {
@@ -103,9 +105,12 @@ object ServerBatches extends Logging {
       messages.request()
       for (bytes <- schema(messages.receive().get._1);
            layout <- Option(sidecar.call("layout", "reader" -> reader, "schema" -> bytes)).filterNot(_.isNull);
-           first = messages.receive() if !first.exists(one => isCompressed(server, one._1)))
-        yield new ServerBatches(server, messages, told, layout, first, at => new SharedBatches(sidecar,
-          sidecar.call("resume", "reader" -> reader, "server" -> told, "at" -> at).get("stream").asLong))
+           first = messages.receive() if !first.exists(one => isCompressed(batch(server, one._1))))
+        yield new ServerBatches(server, messages, told, layout, first, (header, body) => withFile(body) { file =>
+          new SharedBatches(sidecar, sidecar.call("decode", "reader" -> reader, "schema" -> bytes,
+            "header" -> Vectors.bytes(header.address, header.size.toInt), "body" -> file, "max_body" -> server.maxBody)
+            .get("stream").asLong)
+        })
     } catch {
       case NonFatal(error) =>
         logInfo(s"a partition is read by way of Python: $error")
@@ -131,9 +136,16 @@ object ServerBatches extends Logging {
     batch
   }
 
-  private def isCompressed(server: Server, header: Part): Boolean = {
-    val found = batch(server, header)
-    found.compression != null && found.length > 0
+  private def isCompressed(batch: RecordBatch): Boolean = batch.compression != null && batch.length > 0
+
+  /** By way of a file, which is there meanwhile. */
+  private def withFile[T](content: Part)(use: String => T): T = {
+    val file = Files.createTempFile("dissociated", null)
+    try {
+      val channel = FileChannel.open(file, StandardOpenOption.WRITE)
+      try content.buffers.foreach(one => while (one.hasRemaining) channel.write(one)) finally channel.close()
+      use(file.toString)
+    } finally Files.delete(file)
   }
 
   /** What is read beyond the end of metadata, and what the socket has to say, as failures of the server. */
