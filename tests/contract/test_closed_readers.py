@@ -53,22 +53,24 @@ def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
 
     with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
         server.publish("slow", lambda: pa.RecordBatchReader.from_batches(TABLE.schema, slow()))
-        for options in CHOICES:
+        for options in [*CHOICES, {"device": "test:0"}]:
             going_on.clear()
+            begun = threading.Event()
             reader = client.read("slow", **options)
             reader.read_next_batch()
             failures: list[Exception] = []
 
-            def read(reader: pa.RecordBatchReader = reader, failures: list[Exception] = failures) -> None:
+            def read(reader: Any, begun: threading.Event, failures: list[Exception]) -> None:
                 try:
+                    begun.set()
                     while True:
                         reader.read_next_batch()
                 except Exception as error:
                     failures.append(error)
 
-            thread = threading.Thread(target=read)
+            thread = threading.Thread(target=read, args=(reader, begun, failures))
             thread.start()
-            wait_until(lambda: server.status().consumers, "it waits")
+            assert begun.wait(PATIENCE)
             reader.close()
             going_on.set()
             thread.join(PATIENCE)

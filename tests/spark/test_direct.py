@@ -299,7 +299,6 @@ def test_a_task_that_is_killed_does_not_wait_for_its_server(spark: SparkSession,
     assert "cancelled" in failures[0]
 
 
-@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning")
 def test_a_task_that_reads_many_partitions_holds_no_more_than_two(spark: SparkSession, tmp_path: Path) -> None:
     consumed, seen = tmp_path / "consumed", tmp_path / "seen"
 

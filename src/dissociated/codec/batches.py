@@ -15,7 +15,7 @@ import pyarrow as pa
 from dissociated.buffers import Buffer
 from dissociated.codec.join import Messages, message_file
 from dissociated.codec.options import WriteOptions
-from dissociated.codec.reader import CLOSED, Failure, ReadOnce, close_idle
+from dissociated.codec.reader import Reading, ReadOnce, close_idle
 from dissociated.codec.split import BatchAndMetadata, SplitMessage, Splitter
 from dissociated.format.message import buffer_extents, relocate
 
@@ -29,28 +29,23 @@ class RaisingAgain(Generic[T]):
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
-        self._ended = False
-        self._failed: Failure | None = None
+        self._reading = Reading()
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        if self._failed is not None:
-            raise self._failed.error()
+        if self._reading.failed is not None:
+            raise self._reading.failed.error()
         try:
             return next(self._items)
-        except StopIteration:
-            self._ended = True
-            raise
         except BaseException as error:
-            self._failed = Failure.of(error)
+            self._reading.ends_by(error)
             raise
 
     def close(self) -> None:
         """Take no more items, and let go of where they come from. To ask for more raises StoreError, before the end."""
-        if not self._ended and self._failed is None:  # first: what closing raises must not look like the end
-            self._failed = CLOSED
+        self._reading.close()
         items, self._items = self._items, iter(())
         if isinstance(items, Generator):
             close_idle(items)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -23,7 +24,7 @@ from dissociated.codec.inplace import MappedReader
 from dissociated.codec.join import EncodedMessage, Messages, join
 from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.packing import by_position
-from dissociated.codec.reader import StreamReader
+from dissociated.codec.reader import StreamReader, close_idle
 from dissociated.codec.split import SplitMessage, Splitter, batches
 from dissociated.errors import DeviceError
 from dissociated.format.layout import dictionary_of
@@ -243,7 +244,7 @@ def join_on_device(
         if more is not None:
             yield from to_device(more, device)
 
-    return DeviceReader(device, reader.schema, batches(), messages.close)
+    return DeviceReader(device, reader.schema, batches(), partial(close_idle, messages))
 
 
 class _Seen:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from dissociated.buffers import MAX_BODY, Buffer
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.readable import Readable
-from dissociated.codec.reader import CLOSED, Failure, PeerReader, StreamReader, close_idle
+from dissociated.codec.reader import PeerReader, Reading, StreamReader, close_idle
 from dissociated.errors import DissociatedError, RemoteProtocolError
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.format.message import is_compressed, uncompressed_length
@@ -43,9 +43,8 @@ class StreamFile(Readable, ABC):
         self._max_body = max_body
         self._error_type = error_type
         self._pieces: list[Buffer] = []  # of the current message, last first
-        self._ended = False
         self._uncompressed = b""  # a flatbuffer whose body is not
-        self._failed: Failure | None = None
+        self._reading = Reading()
 
     def read(self, size: int = -1) -> Buffer:
         """The next bytes of the stream: at most `size`, all in one buffer. Raises what `_next` raises."""
@@ -53,7 +52,7 @@ class StreamFile(Readable, ABC):
             return b""
         pieces = self._pieces
         while not pieces:
-            if self._ended:
+            if self._reading.ended:
                 return b""
             self._refill()
         piece = pieces.pop()
@@ -69,10 +68,10 @@ class StreamFile(Readable, ABC):
 
     def _refill(self) -> None:
         """Put the next message into `_pieces`, if `_next` has it, or the end of the stream."""
-        if self._failed is not None:  # what looks like an end now would be taken for one
-            self._source.close()
-            raise self._failed.error()
-        if self._ended:
+        if self._reading.failed is not None:  # what looks like an end now would be taken for one
+            close_idle(self._source)
+            raise self._reading.failed.error()
+        if self._reading.ended:
             return
         try:
             message = self._next()
@@ -81,13 +80,13 @@ class StreamFile(Readable, ABC):
             header, body = message
             if body is not None:
                 self._check_size(header, body)
-        except StopIteration:
-            self._ended = True
+        except StopIteration as end:
+            self._reading.ends_by(end)
             self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
             return
         except BaseException as error:
-            self._failed = Failure.of(error)
-            self._source.close()
+            close_idle(self._source)
+            self._reading.ends_by(error)
             raise
         if body is not None and len(body):
             self._pieces.append(body)
@@ -113,8 +112,7 @@ class StreamFile(Readable, ABC):
     def close(self) -> None:
         """Read no more, and close the source. To read on raises StoreError, unless the stream had ended."""
         super().close()
-        if not self._ended and self._failed is None:  # first: what closing raises must not look like the end
-            self._failed = CLOSED
+        self._reading.close()
         close_idle(self._source)
 
 

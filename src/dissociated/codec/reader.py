@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, Self
@@ -82,13 +81,32 @@ class Failure(NamedTuple):
 
 
 def close_idle(source: Generator[object, None, None]) -> None:
-    """Close what a reader reads from, unless another thread does that at this moment: it is closed after that, then."""
-    if inspect.getgeneratorstate(source) != inspect.GEN_RUNNING:
+    """Close what a reader reads from, unless another thread takes something from it now: that one will close it."""
+    try:
         source.close()
+    except ValueError as error:
+        if str(error) != "generator already executing":  # to ask before would be too early
+            raise
 
 
-#: Why a reader gives no more that was closed.
-CLOSED = Failure(StoreError, "this reader was closed before its end")
+class Reading:
+    """Whether a reader goes on, has ended, has failed, or was closed, by another thread too. It goes on after none."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.failed: Failure | None = None
+
+    def close(self) -> None:
+        """To be called before the source is closed: what that raises, or ends, must not look like the end."""
+        if not self.ended and self.failed is None:
+            self.failed = Failure(StoreError, "this reader was closed before its end")
+
+    def ends_by(self, error: BaseException) -> None:
+        """Remember what its source has raised, the end or a failure. Raises StoreError if it was closed meanwhile."""
+        if self.failed is not None and isinstance(error, Exception):
+            raise self.failed.error() from None
+        self.ended = isinstance(error, StopIteration)
+        self.failed = None if self.ended else Failure.of(error)
 
 
 class ReadOnce:

@@ -273,7 +273,7 @@ class DatasetReader(DataSourceReader):
             info = wait_for_catalog(lambda: self._planned(client, partition.version))
             batch_filter = _BatchFilter(self.request, self.schema, info.schema)
             conditions = exact_filters(self.conditions, info.schema)
-            lookup = _Lookup(partition.version, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL)
+            lookup = _Lookup(partition.version, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
         read_request = replace(client.defaults, columns=lookup.batch_filter.requested)
@@ -281,8 +281,12 @@ class DatasetReader(DataSourceReader):
             read_request = partition.slice.of(read_request)
         if lookup.conditions and partition.whole:
             read_request = replace(read_request, rows=None, filter=lookup.conditions, exact=False)
-        elif lookup.conditions and not self._may_pass(client, lookup, endpoint, partition.slice):
-            read_request = replace(read_request, rows=None, batches=(0, 0))
+        elif lookup.conditions:
+            cut = partition.number, partition.slice
+            if cut not in lookup.passing:
+                lookup.passing[cut] = self._may_pass(client, lookup, endpoint, partition.slice)
+            if not lookup.passing[cut]:
+                read_request = replace(read_request, rows=None, batches=(0, 0))
         return lookup, endpoint, read_request
 
     def _may_pass(self, client: Client, lookup: _Lookup, endpoint: Endpoint, cut: Slice | None) -> bool:
@@ -336,6 +340,7 @@ class _Lookup(NamedTuple):
     batch_filter: _BatchFilter
     conditions: Sequence[Any]
     until: float
+    passing: dict[tuple[int, Slice | None], bool]  # which slices of which endpoints may have rows that pass
 
 
 class _BatchFilter:

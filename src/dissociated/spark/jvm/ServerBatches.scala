@@ -139,13 +139,15 @@ object ServerBatches extends Logging {
   private def isCompressed(batch: RecordBatch): Boolean = batch.compression != null && batch.length > 0
 
   /** By way of a file, which is there meanwhile. */
-  private def withFile[T](content: Part)(use: String => T): T = {
+  private def withFile[T](content: Part)(use: String => T): T = try {
     val file = Files.createTempFile("dissociated", null)
     try {
       val channel = FileChannel.open(file, StandardOpenOption.WRITE)
       try content.buffers.foreach(one => while (one.hasRemaining) channel.write(one)) finally channel.close()
       use(file.toString)
     } finally Files.delete(file)
+  } catch { // not the server's: it has sent all of it
+    case error: IOException => throw Failure(s"a batch cannot be decompressed by way of a file in java.io.tmpdir: $error")
   }
 
   /** What is read beyond the end of metadata, and what the socket has to say, as failures of the server. */
