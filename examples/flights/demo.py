@@ -1,6 +1,6 @@
 """The whole way in three processes: Spark makes a table, this one serves it, a third reads it without a copy.
 
-    pip install 'dissociated[spark,demo]'
+    pip install '.[demo]'
     python -m examples.flights.demo [--transport ucx|fabric]
 
 Spark's partitions write their Arrow batches into shared memory themselves. The consumer finds the dataset

@@ -1,6 +1,6 @@
 """The demo: Spark answers queries of TPC-H and publishes them with lineitem; three processes go on with them at once.
 
-    pip install 'dissociated[spark,demo]'
+    pip install '.[demo]'
     python -m examples.tpch [--scale 1] [--transport ucx|fabric] [--device cuda:0] [--plot tpch.png]
 
 This process serves. What Spark's tasks have written into shared memory Polars, DuckDB and a batch loader open in

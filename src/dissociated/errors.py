@@ -29,8 +29,9 @@
     ├── JavaNotFound             there is no Java that Spark could run on
     └── JarNotMade               Spark's compiler could not make the data source for its JVM
 
-Anything else that escapes is a bug of ours, but for what libraries make of these: DuckDB and Polars pull batches
-through the Arrow C interface, and raise errors of their own that quote ours.
+Anything else that escapes is a bug of ours, with two exceptions. Some interfaces prescribe their own: DLPack a
+BufferError, the columns of a batch a KeyError or IndexError. And libraries make others of these: DuckDB and Polars pull
+batches through the Arrow C interface, and raise errors of their own that quote ours.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class DatasetInfo:
 
     - `rows`, `nbytes`: how many rows and bytes it has. None where the catalog does not know.
     - `endpoints`: its parts, in order.
-    - `version`: changes with everything that is appended.
+    - `version`: changes with every commit, also one that appends.
     - `created`, `expires`: seconds since the epoch. `expires` is None for a dataset without a time to live.
     - `tags`: as they were given to `Client.put`.
     - `lineage_id`: changes when the dataset is replaced or dropped, and not when something is appended. While it stays,

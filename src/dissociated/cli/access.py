@@ -28,18 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"PEM file of the certificates to trust, in place of the system's (or: {_ROOTS})",
     )
-    _add_log_arguments(parser.add_argument_group("seeing it"), None)
+    _add_log_arguments(parser.add_argument_group("log"), None)
 
 
 def _add_log_arguments(group: argparse._ArgumentGroup, level: str | None) -> None:
     """The options that `main` takes, which configures no log without a level."""
-    group.add_argument("--log-format", choices=log.LOG_FORMATS, default="text", help="of what is logged, on stderr")
+    group.add_argument(
+        "--log-format", choices=log.LOG_FORMATS, default="text", help="how the log is written, to stderr"
+    )
     group.add_argument(
         "--log-level",
         choices=log.LOG_LEVELS,
         default=level,
-        help=f"from which on it is logged (default: {level or 'nothing is'}); debug shows each message that is sent "
-        "and received, and nothing of what is in it",
+        help=f"log this level and those above it (default: {level or 'no log'}); debug has a line for each message "
+        "that is sent or received, without its contents",
     )
 
 
@@ -54,7 +56,7 @@ def client(catalog: str, arguments: argparse.Namespace, timeout: float = TIMEOUT
 def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) -> None:
     """The options that `serving` and `main` take; with `peers` those of a catalog that has nodes, and of nodes."""
     group = parser.add_argument_group("access")
-    group.add_argument("--tls-cert", metavar="FILE", help="PEM file of the certificate, with its chain, that proves us")
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM file of this server's certificate, with its chain")
     group.add_argument("--tls-key", metavar="FILE", help="PEM file of its key")
     group.add_argument(
         "--token-file", metavar="FILE", help="tokens that the catalog accepts, one a line, each alone or after a name"
@@ -76,10 +78,12 @@ def add_serving_arguments(parser: argparse.ArgumentParser, peers: bool = False) 
             metavar="FILE",
             help="PEM file of the certificates that a catalog and its nodes trust in each other (or: the system's)",
         )
-    group = parser.add_argument_group("seeing it")
-    group.add_argument("--metrics", metavar="HOST:PORT", help="answer Prometheus there, at /metrics")
+    group = parser.add_argument_group("monitoring and log")
+    group.add_argument("--metrics", metavar="HOST:PORT", help="where Prometheus is answered, at /metrics")
     group.add_argument(
-        "--http", metavar="HOST:PORT", help="a page for browsers that shows it, with /metrics and /healthz beside it"
+        "--http",
+        metavar="HOST:PORT",
+        help="a page for browsers that shows what goes on, with /metrics and /healthz beside it",
     )
     _add_log_arguments(group, "warning")
 

@@ -21,13 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URI",
         help="where it answers (default: grpc://127.0.0.1:8815, or grpc+tls: with a certificate)",
     )
-    parser.add_argument("--advertise", metavar="HOST", help="what others call this host, for one on all interfaces")
+    parser.add_argument(
+        "--advertise", metavar="HOST", help="the name of this host for others, if it listens on all interfaces"
+    )
     parser.add_argument(
         "--retain",
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="how long tickets of what was replaced stay good (default: %(default)g)",
+        help="how long the tickets of a replaced version stay good (default: %(default)g)",
     )
     access.add_serving_arguments(parser, peers=True)
 

@@ -18,8 +18,8 @@ DESCRIPTION = "Show the columns of a dataset, its version and tags, and where it
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `describe`."""
     target.add_arguments(parser)
-    parser.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still there")
-    parser.add_argument("-l", "--long", action="store_true", help="with the URIs that it can be read at")
+    parser.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still kept")
+    parser.add_argument("-l", "--long", action="store_true", help="show the URIs that it can be read at, too")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
 
 

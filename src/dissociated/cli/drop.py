@@ -6,7 +6,7 @@ import argparse
 
 from dissociated.cli import access, target
 
-DESCRIPTION = "Make a dataset unavailable. Whoever reads it goes on; a node then removes its segments."
+DESCRIPTION = "Make a dataset unavailable. Readers that have begun go on; then a node removes the segments."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,13 @@ from dissociated.cli import access, target, terminal, text
 from dissociated.cli.describe import column_count, plain_info, tags, transports
 
 DESCRIPTION = """\
-List what a catalog holds: all of it, one dataset, or those whose names begin as in "team/*"."""
+List the datasets of a catalog: all, one, or those whose names begin alike, as in "team/*"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ls`."""
     target.add_arguments(parser, "[URI/][NAME]", optional=True)
-    parser.add_argument("-l", "--long", action="store_true", help="with when they were made, and where they are")
+    parser.add_argument("-l", "--long", action="store_true", help="show when they were made and where they are, too")
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="only those that have this tag")
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
 

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", type=Path, default=default_store(), metavar="DIR", help="where segments lie (default: %(default)s)"
     )
-    parser.add_argument("--limit", type=_size, metavar="SIZE", help="what it may take, as in 8GiB or 500MB")
+    parser.add_argument(
+        "--limit", type=_size, metavar="SIZE", help="how much they may take, as in 8GiB or 500MB (default: no limit)"
+    )
     parser.add_argument(
         "--policy",
         choices=[policy.value for policy in Policy],
@@ -59,16 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where its own catalog, Arrow Flight, answers (default: grpc://127.0.0.1:0, or grpc+tls: with a "
         "certificate; port 0 is one that is free)",
     )
+    parser.add_argument("--catalog", metavar="URI", help="the catalog of several nodes to register at (default: none)")
     parser.add_argument(
-        "--catalog", metavar="URI", help="the catalog that it is a node of, if there is one for several"
+        "--advertise", metavar="HOST", help="the name of this host for others, if a listener is on all interfaces"
     )
-    parser.add_argument("--advertise", metavar="HOST", help="what others call this host, for a node on all interfaces")
     parser.add_argument(
         "--retain",
         type=float,
         default=RETAIN,
         metavar="SECONDS",
-        help="how long tickets of what was replaced stay good (default: %(default)g)",
+        help="how long the tickets of a replaced version stay good (default: %(default)g)",
     )
     parser.add_argument(
         "--forget",
@@ -82,9 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long those who read may go on after SIGTERM (default: %(default)g)",
+        help="how long readers may go on after SIGTERM (default: %(default)g)",
     )
-    parser.add_argument("--idle-exit", type=float, metavar="SECONDS", help="end when nobody was there for so long")
+    parser.add_argument(
+        "--idle-exit", type=float, metavar="SECONDS", help="end when nobody has read or written for so long"
+    )
     access.add_serving_arguments(parser, peers=True)
     parser.add_argument("--beat", type=float, default=5.0, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, metavar="N", help=argparse.SUPPRESS)

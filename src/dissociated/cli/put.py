@@ -30,7 +30,7 @@ command has ended, and when the files are gone.
   .csv                types are guessed from the first 16 MB
   .jsonl .ndjson      the same
 
-"-" is the standard input: an Arrow IPC stream or file, Parquet, or what --format says.
+"-" is the standard input: an Arrow IPC stream or file, Parquet, or the text that --format names.
 
 A name without a URI is one at your node on this host, which is started where there is none."""
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", nargs="+", type=Path, metavar="FILE", help='a file or a directory, "-" for standard input'
     )
     parser.add_argument("uri", metavar="[URI/]NAME", help="grpc://HOST:PORT/NAME, or NAME alone")
-    parser.add_argument("-f", "--format", choices=("csv", "jsonl"), help="which text it is (default: by the ending)")
+    parser.add_argument("-f", "--format", choices=("csv", "jsonl"), help="the format of text (default: by the ending)")
     parser.add_argument("--append", action="store_true", help="add to the dataset instead of replacing it")
     parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     parser.add_argument("--ttl", type=float, metavar="SECONDS", help="after which the dataset is gone")

@@ -35,11 +35,13 @@ class Reading(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The argument and the options that `opened` takes."""
     target.add_arguments(parser)
-    group = parser.add_argument_group("of it")
+    group = parser.add_argument_group("what is read")
     group.add_argument("--columns", metavar="A,B,…", help="only these columns, in the order of the schema")
-    group.add_argument("--filter", metavar="CONDITION", help="only such rows: \"dep_delay > 60 and dest = 'IAH'\"")
-    group.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still there")
-    group.add_argument("--transport", metavar="SCHEME", help="shm, tcp, tls or grpc (default: the nearest that works)")
+    group.add_argument("--filter", metavar="CONDITION", help="only rows that pass: \"dep_delay > 60 and dest = 'IAH'\"")
+    group.add_argument("--version", type=int, metavar="N", help="a version that was replaced and is still kept")
+    group.add_argument(
+        "--transport", metavar="SCHEME", help="shm, tcp, tls, ucx, fabric or grpc (default: the nearest that works)"
+    )
 
 
 def add_rows_argument(parser: argparse.ArgumentParser) -> None:

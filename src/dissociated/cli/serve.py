@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="how long tickets of what was replaced stay good (default: %(default)g)",
+        help="how long the tickets of a replaced version stay good (default: %(default)g)",
     )
     access.add_serving_arguments(parser)
 

@@ -16,7 +16,7 @@ from dissociated.errors import DissociatedError
 from dissociated.monitoring.status import ConsumerStatus, DatasetStatus, ServerStatus
 
 DESCRIPTION = """\
-Show what a server, a node or a catalog publishes, who reads it, what they hold and how fast they are.
+Show what a server, a node or a catalog publishes, who reads it, what readers hold and how fast they are.
 
 In a terminal the view is renewed until Ctrl-C; elsewhere, and with --once or --json, it is shown once. Rates are those
 since the last look; at the first look those of the connections that are open, and of the server since it began."""

@@ -27,6 +27,8 @@ class Target(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, metavar: str = "[URI/]NAME", optional: bool = False) -> None:
     """The argument and the options that `find` takes, and those for access."""
     described = "the URI of a catalog, the name of a dataset, or both: grpc://HOST:PORT/NAME"
+    if metavar == "URI":
+        described = "the URI of a catalog: grpc://HOST:PORT"
     uri = parser.add_argument("uri", metavar=metavar, nargs="?" if optional else None, default="", help=described)
     uri.completer = names  # type: ignore[attr-defined]  # which argcomplete asks
     add_options(parser)
@@ -38,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--catalog",
         metavar="URI",
-        help=f"whom to ask where no URI is given (or: {_CATALOG}; default: your node on this host)",
+        help=f"the catalog to ask where no URI is given (or: {_CATALOG}; default: your node on this host)",
     )
     group.add_argument("--store", type=Path, metavar="DIR", help="or: the node on this host that has this store")
     access.add_arguments(parser)

@@ -45,7 +45,7 @@ def open_tensors(
     - `max_body`: the largest body that is taken, in bytes.
     - `max_metadata`, `allow_rma`: as for `open_stream`.
 
-    Raises what `open_stream` raises, but WrongKind where the stream holds record batches.
+    Raises what `open_stream` raises; WrongKind where the stream holds record batches.
     """
     request = ReadRequest(timeout=timeout, max_body=max_body, max_metadata=max_metadata, allow_rma=allow_rma)
     return read_tensors(uri, ticket, request)

@@ -43,7 +43,7 @@ class ServerOptions:
 
     - `max_connections`: clients that have sent their request.
     - `max_asking`: clients that have not. Where more come, they wait; after a second the oldest of those is closed.
-    - `live_limit`: bytes of a live stream that one client may hold in shared memory.
+    - `live_limit`: bytes of a live stream that may be held in shared memory: by one client, or by all that share it.
     - `kept_limit`: bytes that clients who were cut off for being slow may still hold together. Beyond it, nobody new
       may read a live stream over shared memory. Left out: four times `live_limit`.
     - `inline_limit`: bodies of up to this size are sent inline where they could be shared. Left out: 16 KiB for live
@@ -55,8 +55,8 @@ class ServerOptions:
 
     - `ticket_lifetime`: tickets are signed, and expire after so many seconds.
     - `secret`: servers with the same one accept each other's signed tickets for what was published with one `ticket`.
-    - `authorize`: guards the catalog. It is tokens, or a callable that is given a token and returns whose it is, or
-      something false.
+    - `authorize`: guards the catalog. It is tokens, or a callable that is given a token and returns its owner's name
+      or True, or something false.
     - `tls_cert`, `tls_key`: PEM files for a catalog at grpc+tls: and for listeners of tls:.
     - `allow_rma`: clients over `ucx:` and `fabric:` that ask for it fetch bodies from this process's memory. UCX then
       lets every client that connects read and write all of that memory; libfabric lets it read what is published. Only

@@ -115,7 +115,7 @@ class Server:
         live: Live | None = None,
         wait: bool = False,
     ) -> None:
-        """Make `source` available under `name`, in place of what had that name. Streams of that one go on.
+        """Make `source` available under `name`, in place of what had that name. Its streams go on, except live ones.
 
         - `source`: a Table, a reader, record batches, a path, a callable, tensors, and more: see
           `dissociated.datasets.sources.make_dataset`.

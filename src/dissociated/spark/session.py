@@ -53,6 +53,7 @@ def session(
     - `conf`: any other setting, by its own name. It wins over those of this function:
       `session(**{"spark.driver.memory": "16g"})`.
 
+    Turns off Spark's UI and progress bar, and gives the driver a quarter of the machine's memory, from 1 to 8 GiB.
     Finds a Java by itself. Raises JavaNotFound where there is none, and one is to be started; PySparkNotFound.
     """
     from pyspark.sql import SparkSession

@@ -26,10 +26,10 @@ class Sampling:
 
     - `columns`: these alone. They must be numbers, without nulls, or lists of one size or tensors of one shape of them.
     - `batch_size`: rows of a batch.
-    - `shuffle`: in an order that each epoch has for itself: first the record batches, then rows within `buffer_size` of
-      them. As many rows are held in memory. Left out: 65,536, or as many as have 64 MiB. With 0, rows keep their order
-      within a record batch.
-    - `seed`: tells the orders of all epochs.
+    - `shuffle`: in an order that each epoch has for itself: first the record batches are shuffled, then the rows.
+    - `buffer_size`: how many rows are shuffled together, and held in memory. Left out: 65,536, or as many as have
+      64 MiB. With 0, rows keep their order within a record batch.
+    - `seed`: decides the orders of all epochs.
     - `drop_last`: batches that are not full are left out.
     - `as_arrow`: columns that are given as pyarrow Arrays: texts, nested ones, those with nulls.
     - `rank`, `world_size`: which part of so many is read. All parts together are every row once, and as many batches

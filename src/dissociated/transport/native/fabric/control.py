@@ -1,4 +1,4 @@
-"""What the two ends of a connection over libfabric say to each other beside the protocol: see docs/fabric.md."""
+"""What the two ends of a connection over libfabric say to each other beside the protocol: see docs/fabric-peers.md."""
 
 from __future__ import annotations
 

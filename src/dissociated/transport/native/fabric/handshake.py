@@ -1,4 +1,4 @@
-"""How the two ends of a connection over libfabric learn each other's names: see docs/fabric.md."""
+"""How the two ends of a connection over libfabric learn each other's names: see docs/fabric-peers.md."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Untagged and tagged messages are libfabric's own, and carry what the protocol says. Tags have no sender, so each
 connection has an endpoint of its own, or two; what the two ends say to each other beside the protocol, from the
-exchange of their names to heartbeats, are tagged messages too: see docs/fabric.md.
+exchange of their names to heartbeats, are tagged messages too: see docs/fabric-peers.md.
 """
 
 from __future__ import annotations
