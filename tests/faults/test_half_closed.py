@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
+import threading
+from collections.abc import Iterator
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -13,7 +16,7 @@ import dissociated as dis
 from helpers import location, wait_until
 
 from .conftest import Good, Serve
-from .peer import TAGGED, UNTAGGED, Frame, RawConnection, connect, is_end, want, want_of
+from .peer import ABORT, TAGGED, UNTAGGED, Frame, RawConnection, connect, is_end, want, want_of
 
 BATCHES = 200
 BATCH = pa.record_batch({"n": range(10_000), "s": [f"{n}" for n in range(10_000)]})
@@ -88,3 +91,34 @@ def test_who_hangs_up_altogether_does_not_keep_the_source_busy(serve: Serve, sch
     with asked(good, scheme, "packed") as connection:
         connection.read_frame()
     wait_until(good.alone, "the server has let go of the connection")
+
+
+def test_what_comes_inline_to_one_that_also_maps_is_right_when_it_is_taken_late(serve: Serve) -> None:
+    """The server has sent it away by then, and the memory that it shares with others has been used again."""
+    good = serve("shm:", stall_timeout=0.5)
+    half_closed = threading.Event()
+
+    def numbered() -> Iterator[pa.RecordBatch]:
+        for number in range(8):
+            if number == 2:
+                half_closed.wait()
+            yield pa.record_batch({"n": np.full(1 << 17, number)})
+
+    good.server.publish("data", numbered(), live=dis.Live())
+    uri = location(good.server, "data", "shm")
+    with connect(uri) as connection:
+        connection.send(want(good.server.ticket("data"), want_of(uri)))
+        by_address = 0
+        while by_address < 2:  # it gives none of them back: so it is sent the rest even when it has been sent away
+            by_address += connection.read_frame().kind == TAGGED
+        connection.socket.shutdown(socket.SHUT_WR)
+        half_closed.set()
+        wait_until(lambda: good.server.status().kept, "it has been sent away for taking nothing")
+        frames = [connection.read_frame()]
+        while frames[-1].kind != ABORT:
+            frames.append(connection.read_frame())
+    assert b"took nothing for 0.5 s" in frames[-1].payload
+    inline = {frame.tag: frame.payload for frame in frames if frame.kind == TAGGED and not frame.tag >> 56}
+    assert inline
+    for sequence, payload in inline.items():  # the schema is number 0
+        assert set(np.frombuffer(payload, np.int64)) == {sequence - 1}

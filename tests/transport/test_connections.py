@@ -19,6 +19,7 @@ from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, 
 from dissociated.memory.shared import map_read_only
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
+from dissociated.transport.framed.framing import MAX_CONTROL
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.runs import RUN
 from dissociated.transport.registry import transport
@@ -340,15 +341,21 @@ def test_what_a_connection_copies_may_change_once_it_is_sent(ends: Ends) -> None
 @pytest.mark.parametrize("medium", ["tcp", "shm"])
 def test_a_mapped_file_that_has_become_shorter_breaks_off(ends: Ends, tmp_path: Path) -> None:
     """Its pages are gone, which the kernel notices: the process lives on. (To encrypt them, it would have to look.)"""
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    size = 100_000
+    (tmp_path / "file").write_bytes(bytes(size))
     with (tmp_path / "file").open("rb+") as file:
-        part = memoryview(map_read_only(file.fileno(), 1 << 20))
-        file.truncate(0)
-        with pytest.raises(SourceError, match="become shorter"):
-            ends.server.send([Message(7, (b"before", part))], PATIENCE)
-    ends.server.close()
-    with pytest.raises(ConnectionClosed):
-        receive(ends.client)
+        part = memoryview(map_read_only(file.fileno(), size))
+        file.truncate(90_000)
+        with ThreadPoolExecutor() as pool:
+            received = pool.submit(receive, ends.client)
+            with pytest.raises(SourceError, match="become shorter"):
+                ends.server.send([Message(7, (b"before", part))], PATIENCE)
+            assert ends.server.written  # so whatever followed would be taken for the rest
+            ends.server.send_close_reason("x" * MAX_CONTROL)
+            ends.server.flush_close_reason(PATIENCE)
+            ends.server.close()
+            with pytest.raises(ConnectionClosed):
+                received.result()
 
 
 def test_waiting_ends_with_a_message_or_when_another_thread_wakes(ends: Ends) -> None:

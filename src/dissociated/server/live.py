@@ -265,7 +265,7 @@ class BroadcastSending(_LiveSending):
             unsent -= item.addresses
             return self._lease_body(item.extents)
         # Once it is freed, its memory is used again; but what a client that maps it has not taken may wait for longer.
-        if item.region is None or (self._connection.copies and not mapped):
+        if item.region is None or (self._connection.copies and not self._mapped):
             return Body(BodyKind.PACKED, item.body)
         return Body(BodyKind.PACKED, [*map(bytes, item.body)])
 

@@ -92,6 +92,8 @@ class ShmConnection(SocketConnection):
         return bool(super().peer_closed())  # a Unix socket says at once that its peer is closed
 
     def send_close_reason(self, reason: str) -> None:
+        if self._cut_short and not self._unsent_parts:
+            return  # as in `abort`: the rest of what broke off is not to be had
         self._unsent_parts.append(abort_frame(reason))
         self._flush_unsent_parts(0, 0)  # a peer that gives everything back before this side receives hears it, too
 
