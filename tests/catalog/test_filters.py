@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
@@ -208,6 +209,36 @@ def test_tickets_for_some_columns_filter_by_no_others(tmp_path: Path) -> None:
             with pytest.raises(dis.DissociatedError):
                 client.read_endpoint(info, narrow, transport="tcp", columns=["c4"], filter=n < 5).read_all()
         assert dis.open_stream(uri, ticket).read_all() == TABLE.select(["c3", "c4"])
+
+
+def test_files_that_are_replaced_are_read_as_they_were_published_or_not_at_all(tmp_path: Path) -> None:
+    """As wide as they were, and uncompressed: so nothing but their footers tells that the columns come otherwise."""
+    (tmp_path / "directory" / "k=1").mkdir(parents=True)
+    files = [tmp_path / "file.parquet", tmp_path / "directory" / "k=1" / "1.parquet"]
+
+    def write(**columns: list[int]) -> None:
+        for file in files:
+            pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
+
+    write(a=[1, 2, 9], b=[9, 1, 1], c=[100, 200, 300])
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("file", files[0])
+        server.publish("directory", tmp_path / "directory")
+
+        def read(name: str) -> list[int]:
+            return client.read(name, columns=["c"], filter=pc.field("a") > 5).read_all()["c"].to_pylist()
+
+        for name in ("file", "directory"):
+            write(a=[1, 2, 9], b=[9, 1, 1], c=[100, 200, 300])
+            assert read(name) == [300]
+            write(a=[8, 7, 1], b=[9, 1, 1], c=[400, 500, 600])
+            assert read(name) == [400, 500]
+            write(b=[9, 1, 1], a=[1, 2, 9], c=[100, 200, 300])
+            with pytest.raises(RemoteError, match="now has another schema than when it was published"):
+                read(name)
+            write(a=[1, 2, 9])
+            with pytest.raises(RemoteError, match=r"now has another schema .* there is no column 'c'"):
+                read(name)
 
 
 def test_polars_gets_what_it_would_filter_itself() -> None:

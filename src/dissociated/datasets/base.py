@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Anything `publish` takes; see `make_dataset`.
 Source: TypeAlias = Any
 OpenReader: TypeAlias = Callable[[], pa.RecordBatchReader]
-#: The same, of some of the columns, by their position.
+#: The same, of some of the columns, by their position, as far as the source still has so many.
 OpenColumns: TypeAlias = Callable[[Sequence[int]], pa.RecordBatchReader]
 
 

@@ -212,19 +212,28 @@ def _parquet_directory(name: str, path: Path, options: WriteOptions | None) -> D
     files = [*_parquet_files(path)]
     if not files:
         raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
-    with source_errors(name):
-        files_dataset = pyarrow.dataset.dataset(
-            [str(file) for file in files], format="parquet", partitioning="hive", partition_base_dir=str(path)
+
+    def open_files(schema: pa.Schema | None = None) -> Any:
+        return pyarrow.dataset.dataset(
+            [str(file) for file in files], schema, "parquet", partitioning="hive", partition_base_dir=str(path)
         )
-        common = None
-        # pyarrow would drop what only some have
-        for file, fragment in zip(files, files_dataset.get_fragments(), strict=True):
-            common = common or fragment.physical_schema
-            if not fragment.physical_schema.equals(common):
-                difference = schema_difference(common, fragment.physical_schema)
-                raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
-        dataset = LiveDataset(name, lambda: open_source(name, files_dataset), options)
-        dataset.rows = files_dataset.count_rows()
+
+    def open_reader() -> pa.RecordBatchReader:
+        with source_errors(name):
+            inspected = open_files()
+            common = None
+            # pyarrow would drop what only some have
+            for file, fragment in zip(files, inspected.get_fragments(), strict=True):
+                common = common or fragment.physical_schema
+                if not fragment.physical_schema.equals(common):
+                    difference = schema_difference(common, fragment.physical_schema)
+                    raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
+            # Anew: what was inspected keeps where each file had its columns, and reads them there when it is replaced.
+            return open_files(inspected.schema).scanner().to_reader()
+
+    dataset = LiveDataset(name, open_reader, options)
+    with source_errors(name):
+        dataset.rows = open_files(dataset.schema).count_rows()
     return dataset
 
 
@@ -257,6 +266,7 @@ def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     def open_columns(indices: Sequence[int]) -> pa.RecordBatchReader:
         file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         names = file.schema_arrow.names
+        indices = [index for index in indices if index < len(names)]  # it may have been replaced: the schema tells
         if len(set(names)) < len(names) or any("." in name for name in names):
             return select_columns(open_reader(), indices)  # names stand for paths too, so these would be ambiguous
         schema = select_fields(file.schema_arrow, indices)

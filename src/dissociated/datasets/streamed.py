@@ -68,19 +68,23 @@ class LiveDataset(StreamedDataset):
                 f"{self.name!r} was published from a reader, which can be read once, and has been: "
                 "publish a Table, a file, or a callable that gives a new reader each time"
             )
-        reader = self._open_reader()
-        if not reader.schema.equals(self.schema):
-            difference = schema_difference(self.schema, reader.schema)
-            raise SourceError(
-                f"the source of {self.name!r} now has another schema than when it was published: {difference}"
-            )
-        return reader
+        return _check_schema(self, self._open_reader())
 
     def messages(self) -> Iterator[SplitMessage]:
         return split(self.open_reader(), self.options)
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
         return _LiveColumns(self, indices)
+
+
+def _check_schema(dataset: Dataset, reader: pa.RecordBatchReader) -> pa.RecordBatchReader:
+    """The same reader. Raises SourceError where it has another schema than the dataset."""
+    if not reader.schema.equals(dataset.schema):
+        difference = schema_difference(dataset.schema, reader.schema)
+        raise SourceError(
+            f"the source of {dataset.name!r} now has another schema than when it was published: {difference}"
+        )
+    return reader
 
 
 class _LiveColumns(StreamedDataset):
@@ -94,7 +98,7 @@ class _LiveColumns(StreamedDataset):
 
     def open_reader(self) -> pa.RecordBatchReader:
         if self._whole.open_columns is not None:
-            return self._whole.open_columns(self._indices)
+            return _check_schema(self, self._whole.open_columns(self._indices))
         return select_columns(self._whole.open_reader(), self._indices)
 
     def messages(self) -> Iterator[SplitMessage]:
