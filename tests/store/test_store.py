@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -199,6 +202,36 @@ def test_a_manifest_that_is_damaged_is_named(memory: Path) -> None:
         manifest.write_bytes(content)
         with leaving_nothing(), pytest.raises(StoreError, match=f"{manifest} is damaged"):
             Store(memory)
+
+
+def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Path) -> None:
+    tags = {"of": "x" * 8000}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        """Files of a page: what is written beyond that comes short, as where the file system has one page left."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(StoreError, match="there is no space left for"):
+                yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with Store(memory) as store:
+        with full():
+            store.commit("some", [], key="k", schema=SCHEMA, tags=tags)
+        assert store.versions() == []
+        prepared = store.commit("some", [], key="k", schema=SCHEMA, tags=tags, prepared=True)
+        before = files(memory)
+        with full():
+            store.confirm(prepared, whole=True)
+        assert files(memory) == before
+    with Store(memory) as store:
+        assert store.versions() == [prepared]
+        store.confirm(prepared, whole=True)
+    with Store(memory) as store:
+        assert [version.prepared for version in store.versions()] == [False]
 
 
 # Removing, and who still reads

@@ -17,6 +17,7 @@ from typing import Any
 
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
+from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
 from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, sync_directory
 
@@ -252,8 +253,11 @@ def _write_atomically(path: Path, content: bytes) -> None:
     draft = path.with_name(f"{path.name}.draft")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, content)
+        write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
         os.fsync(descriptor)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     finally:
         os.close(descriptor)
     draft.rename(path)

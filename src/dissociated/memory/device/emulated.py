@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from dissociated.errors import DeviceError, DeviceFull
 from dissociated.memory.device.base import Device, DeviceMemory, DeviceType, Event, Release, Stream
-from dissociated.memory.shared import create_memfd
+from dissociated.memory.shared import create_memfd, write_parts
 
 #: How many there are.
 COUNT = 2
@@ -167,7 +167,7 @@ class EmulatedDevice(Device):
         elif not mapping.writable:
             raise DeviceError(f"memory of a peer on {self.name} is only read")
         else:
-            os.pwrite(mapping.descriptor, content, offset)
+            write_parts(mapping.descriptor, [content], offset)
 
     def event(self, pointer: int) -> _EmulatedEvent:
         """The event that this is the pointer of."""
