@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.client import bodies
+from dissociated.codec.attach import attach
 from dissociated.errors import StoreError
 from dissociated.transport.framed.connection import SocketConnection
 from helpers import PATIENCE, connections_left, wait_until
@@ -76,6 +80,32 @@ def test_a_reader_that_another_thread_reads_can_be_closed() -> None:
             thread.join(PATIENCE)
             assert [type(one) for one in failures] == [StoreError], (options, failures)
             wait_until(lambda: connections_left(server) == 0, "the stream has ended")
+
+
+def test_memory_that_was_given_back_by_closing_is_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has taken a message of a live stream, and another closes the reader before that is mapped."""
+    taken, closed = threading.Event(), threading.Event()
+
+    def paused(*arguments: Any) -> Any:
+        taken.set()
+        assert closed.wait(PATIENCE)
+        return attach(*arguments)
+
+    batches = (pa.record_batch({"n": np.full(1 << 17, 1 + at)}) for at in range(100))
+    source = pa.RecordBatchReader.from_batches(pa.schema({"n": pa.int64()}), batches)
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("live", source, live=dis.Live())
+        reader = client.read("live")
+        assert reader.read_next_batch()["n"].unique().to_pylist() == [1]
+        monkeypatch.setattr(bodies, "attach", paused)
+        with ThreadPoolExecutor() as pool:
+            reading = pool.submit(reader.read_next_batch)
+            assert taken.wait(PATIENCE)
+            reader.close()
+            wait_until(lambda: connections_left(server) == 0, "all has been given back")
+            closed.set()
+            with pytest.raises(StoreError, match="closed before its end"):
+                reading.result(PATIENCE)
 
 
 def test_a_reader_whose_closing_was_interrupted_does_not_look_like_one_that_has_ended(

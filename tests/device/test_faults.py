@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.codec.device import to_device
+from dissociated.codec.device import Mover, to_device
 from dissociated.datasets.device import DeviceDataset
 from dissociated.errors import DeviceError, DeviceFull, RemoteProtocolError
+from dissociated.format.message import parse_header
 from dissociated.format.record_batch import encode_record_batch
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
@@ -149,6 +150,14 @@ def test_a_handle_that_cannot_be_opened_here(device: Device, server: dis.Server,
     assert segment is not None
     segment.span = segment.span._replace(key=b"1:2:3")
     assert whole(client, device) == NUMBERS, "it came as host bodies"
+
+
+def test_a_body_that_its_buffers_would_leave_is_copied_nowhere(emulated: EmulatedDevice) -> None:
+    values = pa.py_buffer(bytes(80))
+    for at, length in ((1 << 40, 80), (-80, 80), (8, 80)):
+        header = encode_record_batch(10, [(10, 0)], [(0, 0), (at, length)], (), 80)
+        with closing(Mover(emulated)) as mover, pytest.raises(RemoteProtocolError, match="leaves its body of 80 bytes"):
+            mover.move(header, parse_header(header), [0, values.address], values)
 
 
 def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Server, client: dis.Client) -> None:

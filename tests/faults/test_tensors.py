@@ -118,6 +118,17 @@ def test_buffers_that_lie_elsewhere_are_refused(scripted: Scripted, extents: tup
     refused(scripted("shm", saying(data, CSR_BODY)), phrase)
 
 
+def test_a_reader_that_has_failed_fails_again(scripted: Scripted) -> None:
+    """It must not look like one that has ended."""
+    server = scripted("tcp", saying(metadata(0, DENSE) + body(0, DENSE_BODY) + META))
+    reader = dis.open_tensors(server.uri, b"ticket", timeout=PATIENCE)
+    next(reader)
+    for _ in range(3):
+        with pytest.raises(RemoteProtocolError, match="all tensors, or has none"):
+            next(reader)
+    server.wait_done()
+
+
 def test_buffers_may_lie_anywhere(scripted: Scripted) -> None:
     """In any order, aligned to nothing."""
     share = b"?" + CSR_BODY[80:] + b"!" + CSR_BODY[:40] + b"?!" + CSR_BODY[40:80]

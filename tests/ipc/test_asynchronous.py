@@ -283,7 +283,8 @@ def test_a_call_that_is_cancelled_takes_no_batch() -> None:
     run(test)
 
 
-def test_closing_ends_the_calls_that_are_outstanding() -> None:
+def test_closing_ends_the_calls_that_are_outstanding_by_an_error() -> None:
+    """What looks like the end would be taken for it."""
     source = Source(5)
     source.gate.clear()
 
@@ -292,7 +293,7 @@ def test_closing_ends_the_calls_that_are_outstanding() -> None:
         waiting = asyncio.create_task(anext(batches))
         await asyncio.sleep(0)
         closing = asyncio.create_task(batches.aclose())
-        with pytest.raises(StopAsyncIteration):
+        with pytest.raises(StoreError, match="closed before its end"):
             await waiting
         assert not closing.done()  # the thread still reads
         source.gate.set()
@@ -301,6 +302,34 @@ def test_closing_ends_the_calls_that_are_outstanding() -> None:
 
     run(test)
     assert source.read == 1
+
+
+def test_a_table_is_all_of_it_or_an_error() -> None:
+    source = Source(5)
+    source.gate.clear()
+
+    def failing() -> pa.RecordBatchReader:
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield BATCHES[0]
+            raise StoreError("the disk is gone")
+
+        return pa.RecordBatchReader.from_batches(SCHEMA, batches())
+
+    async def test() -> None:
+        closed = await dis.ipc.asynchronous.open_reader_async(source.reader)
+        table = asyncio.create_task(closed.to_table())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(closed.aclose())
+        with pytest.raises(StoreError, match="closed before its end"):
+            await table
+        source.gate.set()
+        await closing
+        async with await dis.ipc.asynchronous.open_reader_async(failing) as failed:
+            for _ in range(3):
+                with pytest.raises(dis.DissociatedError, match="the disk is gone"):
+                    await failed.to_table()
+
+    run(test)
 
 
 @pytest.mark.parametrize("memory_map", [True, False])
@@ -377,7 +406,7 @@ def test_an_exception_comes_out_where_its_batch_would_have(coalesce: bool, memor
             found = await asyncio.gather(*calls, return_exceptions=True)
             assert found[:3] == BATCHES[:3]
             assert isinstance(found[3], FormatError)
-            assert isinstance(found[4], StopAsyncIteration)  # the iteration is over
+            assert isinstance(found[4], FormatError)  # again: the iteration is over, and not at its end
             assert await reader.get_batch(4) == BATCHES[4]  # the file is not
             with pytest.raises(FormatError):
                 await reader.to_table()
@@ -394,7 +423,7 @@ def test_what_a_reader_raises_comes_after_its_batches() -> None:
         assert found == [0, 1, 2]
         with pytest.raises(ZeroDivisionError, match="no more"):
             await anext(batches)
-        with pytest.raises(StopAsyncIteration):
+        with pytest.raises(dis.DissociatedError, match="no more"):
             await anext(batches)
 
     run(test)
@@ -430,7 +459,7 @@ def test_a_closed_reader_says_so() -> None:
             await anext(kept)
             await reader.aclose()
             await reader.aclose()
-            with pytest.raises(StopAsyncIteration):
+            with pytest.raises(StoreError, match="closed before its end"):
                 await anext(kept)
             for use in (reader.batches, lambda reader=reader: reader.stats):
                 with pytest.raises(StoreError, match="closed"):

@@ -12,8 +12,8 @@ from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.codec.attach import attach
 from dissociated.codec.tensor import slice_buffers
-from dissociated.errors import DeviceFull, RemoteProtocolError, TransportError
-from dissociated.format.message import buffer_extents
+from dissociated.errors import DeviceFull, TransportError
+from dissociated.format.message import extents_within
 from dissociated.memory.device.base import Device, DeviceBuffer
 from dissociated.memory.device.ring import MemoryRing
 from dissociated.memory.remote import fetch_ranges
@@ -97,11 +97,8 @@ class Bodies:
     def _fetch(self, delivery: Delivery) -> pa.Buffer:
         """The body, fetched from where it lies, which is then given back."""
         assert delivery.addresses is not None
-        wanted, lengths = buffer_extents(delivery.header, delivery.parsed)
         body_length = delivery.parsed.body_length
-        for at, length in zip(wanted, lengths, strict=True):
-            if length and not 0 <= at <= body_length - length:
-                raise RemoteProtocolError(f"a buffer at {at} of {length} bytes leaves its body")
+        wanted, lengths = extents_within(delivery.header, delivery.parsed, body_length)
         packed = self.allocate(body_length)
         self._connection.fetch(fetch_ranges(delivery.addresses.addresses, lengths, wanted), packed, self._timeout)
         self._leases.free(delivery.leased)

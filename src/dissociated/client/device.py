@@ -15,7 +15,7 @@ from dissociated.codec.device import LAYOUT, DeviceMessage, Mover, copy_to_host
 from dissociated.codec.join import EncodedMessage, Messages
 from dissociated.errors import DeviceError, DeviceFull, RemoteProtocolError
 from dissociated.format.layout import dictionary_of, is_little_endian, nulls_are_counted
-from dissociated.format.message import Header, HeaderType, buffer_extents, is_compressed, relocate
+from dissociated.format.message import Header, HeaderType, buffer_extents, extents_within, is_compressed, relocate
 from dissociated.memory.device.base import Device, DeviceBuffer
 from dissociated.memory.region import Located
 from dissociated.protocol.delivery import Delivery
@@ -141,9 +141,7 @@ def _move(delivery: Delivery, body: Buffer | None, mover: Mover) -> DeviceMessag
 def _packed(delivery: Delivery, body: object) -> tuple[list[int], object]:
     """Where the buffers of a packed body lie, and what keeps them there."""
     whole = pa.py_buffer(b"" if body is None else body)
-    offsets, lengths = buffer_extents(delivery.header, delivery.parsed)
-    if any(length and not 0 <= offset <= whole.size - length for offset, length in zip(offsets, lengths, strict=True)):
-        raise RemoteProtocolError("the server sent a body that its buffers leave")
+    offsets, _ = extents_within(delivery.header, delivery.parsed, whole.size)
     return [whole.address + offset for offset in offsets], whole
 
 

@@ -58,11 +58,13 @@ class ClientSession:
             receiver.fail()
             raise
         finally:
-            for connection in self._connections[:-1]:
-                connection.close()
-            if stopped and self.bodies.address_space.live and len(self._connections) == 1:
-                self._discard(self._connections[0])
-            leases.finish(stopped)
+            try:
+                for connection in self._connections[:-1]:
+                    connection.close()
+                if stopped and self.bodies.address_space.live and len(self._connections) == 1:
+                    self._discard(self._connections[0])
+            finally:  # also after Ctrl-C: the thread that gives back ends by it
+                leases.finish(stopped)
 
     def receive_onto(self, device: Device) -> bool:
         """Receive bodies that can stay as they are into memory of this device from now on; False where that cannot be.

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.client.connect import parse_uris, request_stream
 from dissociated.client.request import TIMEOUT, ReadRequest
+from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.tensor import Tensor
 
 
@@ -15,7 +16,7 @@ class TensorReader(Iterator[Tensor]):
 
     def __init__(self, tensors: Generator[Tensor, None, None]) -> None:
         self._next = [next(tensors)]  # from now on the stream is ended with its generator
-        self._rest = tensors
+        self._rest = RaisingAgain(tensors)
 
     def __next__(self) -> Tensor:
         return self._next.pop() if self._next else next(self._rest)

@@ -35,13 +35,7 @@ class RaisingAgain(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._reading.failed is not None:
-            raise self._reading.failed.error()
-        try:
-            return next(self._items)
-        except BaseException as error:
-            self._reading.ends_by(error)
-            raise
+        return self._reading.take(self._items.__next__)
 
     def close(self) -> None:
         """Take no more items, and let go of where they come from. To ask for more raises StoreError, before the end."""

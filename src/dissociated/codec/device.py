@@ -28,7 +28,7 @@ from dissociated.codec.reader import StreamReader, close_idle
 from dissociated.codec.split import SplitMessage, Splitter, batches
 from dissociated.errors import DeviceError
 from dissociated.format.layout import dictionary_of
-from dissociated.format.message import Header, HeaderType, buffer_extents
+from dissociated.format.message import Header, HeaderType, buffer_extents, extents_within
 from dissociated.memory.device.base import Device, Event, Stream
 from dissociated.memory.remote import fetch_ranges
 
@@ -340,10 +340,13 @@ class Mover:
         return self.move(header, parsed, addresses, parts)
 
     def move(self, header: bytes, parsed: Header, addresses: Sequence[int], sources: object) -> DeviceMessage:
-        """Copy the buffers of a message from where they lie, here or on the device; `sources` keep them there."""
+        """Copy the buffers of a message from where they lie, here or on the device; `sources` keep them there.
+
+        Raises RemoteProtocolError where one leaves its body, DeviceError, and DeviceFull.
+        """
         if not parsed.body_length:
             return DeviceMessage(header, parsed, pa.py_buffer(b""))
-        offsets, lengths = buffer_extents(header, parsed)
+        offsets, lengths = extents_within(header, parsed, parsed.body_length)  # where a peer says that they lie
         memory = self.device.allocate(parsed.body_length, self._stream)
         try:
             for address, length, at in fetch_ranges(addresses, lengths, offsets):

@@ -44,7 +44,7 @@ class StreamFile(Readable, ABC):
         self._error_type = error_type
         self._pieces: list[Buffer] = []  # of the current message, last first
         self._uncompressed = b""  # a flatbuffer whose body is not
-        self._reading = Reading()
+        self.reading = Reading()
 
     def read(self, size: int = -1) -> Buffer:
         """The next bytes of the stream: at most `size`, all in one buffer. Raises what `_next` raises."""
@@ -52,14 +52,15 @@ class StreamFile(Readable, ABC):
             return b""
         pieces = self._pieces
         while not pieces:
-            if self._reading.ended:
+            if self.reading.ended:
                 return b""
             self._refill()
-        piece = pieces.pop()
+        piece = pieces[-1]
         if len(piece) > size:  # libarrow reads as it says above, but a peer's lengths need not agree
-            piece = memoryview(piece)
-            pieces.append(piece[size:])
-            piece = bytes(piece[:size])
+            whole = memoryview(piece)
+            piece, pieces[-1] = bytes(whole[:size]), whole[size:]
+        else:
+            del pieces[-1]  # at last: Ctrl-C before it must not lose a piece
         return piece
 
     @abstractmethod
@@ -68,29 +69,28 @@ class StreamFile(Readable, ABC):
 
     def _refill(self) -> None:
         """Put the next message into `_pieces`, if `_next` has it, or the end of the stream."""
-        if self._reading.failed is not None:  # what looks like an end now would be taken for one
-            close_idle(self._source)
-            raise self._reading.failed.error()
-        if self._reading.ended:
+        if self.reading.ended:
             return
         try:
-            message = self._next()
-            if message is None:
-                return
-            header, body = message
-            if body is not None:
-                self._check_size(header, body)
-        except StopIteration as end:
-            self._reading.ends_by(end)
+            self.reading.take(self._fill)
+        except StopIteration:
             self._pieces += (END_OF_STREAM[4:], END_OF_STREAM[:4])
-            return
-        except BaseException as error:
+        except BaseException:
+            self.reading.close()  # first: what is closed must not look like the end
+            self._pieces.clear()
             close_idle(self._source)
-            self._reading.ends_by(error)
             raise
-        if body is not None and len(body):
-            self._pieces.append(body)
-        self._pieces += (header, _length.pack(len(header)))  # the older prefix: one call fewer, and nobody sees it
+
+    def _fill(self) -> None:
+        message = self._next()
+        self.reading.check_open()
+        if message is None:
+            return
+        header, body = message
+        if body is not None:
+            self._check_size(header, body)
+        pieces = [header, _length.pack(len(header))]  # the older prefix: one call fewer, and nobody sees it
+        self._pieces += pieces if body is None or not len(body) else [body, *pieces]
 
     def _check_size(self, header: bytes, body: Buffer) -> None:
         """Raise where so much would come out of a body that libarrow is not to be given it."""
@@ -112,7 +112,7 @@ class StreamFile(Readable, ABC):
     def close(self) -> None:
         """Read no more, and close the source. To read on raises StoreError, unless the stream had ended."""
         super().close()
-        self._reading.close()
+        self.reading.close()
         close_idle(self._source)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import pyarrow as pa
 
@@ -21,6 +21,8 @@ from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
 
 #: libarrow takes the magic of a file for the length of the first message.
 _FILE_MAGIC_ERROR = f"to read {int.from_bytes(FILE_MAGIC[:4], 'little')} metadata bytes"
+T = TypeVar("T")
+
 _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
@@ -90,23 +92,63 @@ def close_idle(source: Generator[object, None, None]) -> None:
 
 
 class Reading:
-    """Whether a reader goes on, has ended, has failed, or was closed, by another thread too. It goes on after none."""
+    """Whether a reader goes on. It does not after its end, nor after it has failed, was interrupted, or was closed.
+
+    One thread reads at a time. Any thread may close it meanwhile, and Ctrl-C may come between any two bytecodes.
+    """
 
     def __init__(self) -> None:
         self.ended = False
-        self.failed: Failure | None = None
+        self._failed: Failure | None = None
+        self._closed = False
+        self._taking = False  # where it stays true, taking was interrupted
+
+    def take(self, take: Callable[[], T]) -> T:
+        """What `take` takes from the source, which raises StopIteration at the end.
+
+        Raises what that raises, and the same again from then on; and StoreError if the reader is closed, also
+        meanwhile: what was taken after that may lie in memory that is others' already.
+        """
+        self.check()
+        self._taking = True
+        try:
+            taken = take()
+            self.check_open()
+        except BaseException as error:
+            self.stop_by(error)
+            raise
+        self._taking = False
+        return taken
+
+    def check(self) -> None:
+        """Raise why nothing can be taken any more. The end is no reason."""
+        if self._failed is None and not self._closed and self._taking and not self.ended:
+            self._failed = Failure(
+                StoreError,
+                "this reader was interrupted while it read, or another thread reads from it now: read again from the "
+                "beginning",
+            )
+        if self._failed is not None:
+            raise self._failed.error()
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise StoreError where the reader was closed before its end."""
+        if self._closed:
+            raise StoreError("this reader was closed before its end") from None
+
+    def stop_by(self, error: BaseException) -> None:
+        """Remember by what the source has ended, or has failed. Raises StoreError if it was closed meanwhile."""
+        if isinstance(error, Exception):
+            self.check_open()
+        if isinstance(error, StopIteration):
+            self.ended = True
+        else:
+            self._failed = self._failed or Failure.of(error)
 
     def close(self) -> None:
         """To be called before the source is closed: what that raises, or ends, must not look like the end."""
-        if not self.ended and self.failed is None:
-            self.failed = Failure(StoreError, "this reader was closed before its end")
-
-    def ends_by(self, error: BaseException) -> None:
-        """Remember what its source has raised, the end or a failure. Raises StoreError if it was closed meanwhile."""
-        if self.failed is not None and isinstance(error, Exception):
-            raise self.failed.error() from None
-        self.ended = isinstance(error, StopIteration)
-        self.failed = None if self.ended else Failure.of(error)
+        self._closed = not self.ended
 
 
 class ReadOnce:

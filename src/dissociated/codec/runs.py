@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,8 @@ from dissociated.format.encapsulated import encapsulate
 from dissociated.format.layout import layout_of
 from dissociated.format.message import is_compressed
 from dissociated.protocol.delivery import Delivered, Delivery, PackedBatches, SharedBatches
+
+T = TypeVar("T")
 
 _ALIGNMENT = 8  # of messages in a stream
 #: How many batches are worth a stream of their own, and how many bytes of body each may have to be copied into it.
@@ -104,13 +106,15 @@ class _DeliveryFile(StreamFile):
 
     def run(self) -> _BatchRun | None:
         """The run that the stream goes on with; None where something else comes next. To be asked between messages."""
-        if (self._run is None or not self._run.remaining) and not self._pieces:
+        run = self._run  # another thread may close this
+        if (run is None or not run.remaining) and not self._pieces:
             self._refill()
         return self._run
 
     def _next(self) -> EncodedMessage | None:
         """The next message; None where a run begins, which may be wanted whole."""
-        if self._run is not None and not self._run.remaining:
+        run = self._run
+        if run is not None and not run.remaining:
             self._run, self._messages = None, iter(())
         while (message := next(self._messages, None)) is None:
             next(self._deliveries).accept(self)
@@ -146,26 +150,31 @@ class _RunReader(PeerReader):
         super().__init__(file, options)
 
     def read_next_batch(self) -> pa.RecordBatch:
-        reader: Any = self._run() or super()
-        return reader.read_next_batch()
+        run = self._file.run()
+        if run is None or run.reader is None:
+            return super().read_next_batch()
+        return self._take(run, run.reader.read_next_batch)
 
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
-        reader: Any = self._run() or super()
-        return reader.read_next_batch_with_custom_metadata()  # type: ignore[no-any-return]
+        run = self._file.run()
+        if run is None or run.reader is None:
+            return super().read_next_batch_with_custom_metadata()
+        return self._take(run, run.reader.read_next_batch_with_custom_metadata)
 
     def close(self) -> None:
         """Read no more, and end the stream. What was read stays."""
         super().close()
         self._file.close()
 
-    def _run(self) -> StreamReader | None:
-        """A reader that gives the next batch; None where the file does."""
-        run = self._file.run()
-        if run is None or run.reader is None:
-            return None
-        run.remaining -= 1
-        self._past += 1
-        return run.reader
+    def _take(self, run: _BatchRun, read: Callable[[], T]) -> T:
+        """The next batch of a run, which `read` reads past the file."""
+
+        def taken() -> T:
+            run.remaining -= 1
+            self._past += 1
+            return read()
+
+        return self._file.reading.take(taken)
 
     @property
     def stats(self) -> pa.ipc.ReadStats:

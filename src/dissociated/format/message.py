@@ -153,6 +153,15 @@ def buffer_extents(header: bytes, parsed: Header) -> tuple[tuple[int, ...], tupl
     return flat[0::2], flat[1::2]
 
 
+def extents_within(header: bytes, parsed: Header, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same. Raises RemoteProtocolError where a buffer would leave a body of `size` bytes."""
+    offsets, lengths = buffer_extents(header, parsed)
+    for offset, length in zip(offsets, lengths, strict=True):
+        if length and not 0 <= offset <= size - length:
+            raise RemoteProtocolError(f"a buffer at {offset} of {length} bytes leaves its body of {size} bytes")
+    return offsets, lengths
+
+
 def is_compressed(header: bytes) -> bool:
     """Whether the message is a record batch, or a dictionary, whose buffers are compressed."""
     try:

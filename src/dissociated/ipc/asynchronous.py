@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import pyarrow as pa
 
+from dissociated.codec.batches import RaisingAgain
 from dissociated.codec.device import DeviceBatch, DeviceReader
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import BatchAndMetadata
@@ -205,13 +206,14 @@ class _RemainingBatches:
 
     def __init__(self, reader: pa.RecordBatchReader | DeviceReader) -> None:
         self._lock = threading.Lock()
-        self._pairs: Iterator[BatchAndMetadata]
+        pairs: Iterator[BatchAndMetadata]
         if isinstance(reader, pa.ipc.RecordBatchStreamReader):  # only those know metadata of single batches
-            self._pairs = reader.iter_batches_with_custom_metadata()
+            pairs = reader.iter_batches_with_custom_metadata()
         elif isinstance(reader, DeviceReader):
-            self._pairs = ((batch, batch.metadata) for batch in reader)
+            pairs = ((batch, batch.metadata) for batch in reader)
         else:
-            self._pairs = ((batch, None) for batch in reader)
+            pairs = ((batch, None) for batch in reader)
+        self._pairs: Iterator[BatchAndMetadata] = RaisingAgain(pairs)
 
     def take(self) -> list[BatchAndMetadata]:
         """The next batch, or none."""

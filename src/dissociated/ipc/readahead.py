@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from dissociated.codec.reader import Reading
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.errors import OptionError, StoreError
 from dissociated.ipc.threads import Threads, finished
@@ -71,7 +72,7 @@ class AsyncBatches(AsyncIterator[Any]):
 
     Several `__anext__` may be outstanding: each gets the next batch, in the order in which they began, and so many
     are read at once. One that is cancelled takes no batch. What reading a batch raises comes out where the batch
-    would have, and ends the iteration.
+    would have, and whoever asks again is told again.
 
     Reading ahead pauses where it has come far enough, and stops when this is closed or dropped. `aclose` waits for
     the reads that have begun, which nothing can interrupt.
@@ -94,6 +95,7 @@ class AsyncBatches(AsyncIterator[Any]):
         self._outstanding = 0  # calls of __anext__ that are outstanding
         self._turn = asyncio.Lock()  # first come, first served
         self._progress = asyncio.Event()
+        self._reading = Reading()
 
     async def __anext__(self) -> Any:
         self._outstanding += 1
@@ -107,7 +109,7 @@ class AsyncBatches(AsyncIterator[Any]):
         return both if self._options.custom_metadata else both[0]
 
     async def aclose(self) -> None:
-        """Stop. Outstanding calls find the end."""
+        """Stop. Outstanding calls, and those that come, raise StoreError, unless the end was found before."""
         running = [job.future for job in self._jobs]
         self._stop()
         await finished(running)
@@ -128,11 +130,14 @@ class AsyncBatches(AsyncIterator[Any]):
                 if job.future.cancelled():
                     job.error = StoreError("the executor was shut down while a file was read")
                 if job.error is not None:
+                    self._reading.stop_by(job.error)
                     self._stop()
                     raise job.error
                 if job.last:
                     break
                 self._read_ahead()
+        self._reading.check()
+        self._reading.ended = True
         self._stop()
         raise StopAsyncIteration
 
@@ -162,6 +167,7 @@ class AsyncBatches(AsyncIterator[Any]):
             self._read_ahead()
 
     def _stop(self) -> None:
+        self._reading.close()
         self._steps = None
         for job in self._jobs:
             job.future.cancel()
