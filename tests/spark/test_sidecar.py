@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,3 +82,20 @@ def test_partitions_are_of_the_bytes_that_are_read_and_enough_for_all_tasks(
     assert partitions(0.01, 1) == 1
     assert partitions(0.01, 2) == 2
     assert partitions(0.01, 100) == COUNT
+
+
+def test_requests_are_utf_8_whatever_the_encoding_of_the_machine(node: Node) -> None:
+    with dis.connect(node.uri) as client:
+        client.put("Zürich", TABLE)
+    request = {"id": 1, "call": "describe", "with": {"options": {"path": "Zürich", "catalog": node.uri}}}
+    with subprocess.Popen(
+        [sys.executable, "-m", "dissociated.spark.sidecar"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "iso-8859-1"},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request, ensure_ascii=False).encode() + b"\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["result"]["rows"] == TABLE.num_rows

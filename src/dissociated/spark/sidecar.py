@@ -286,7 +286,7 @@ class _BufferLocator:
 def main() -> None:
     """Answer until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends this
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # what anybody prints is no answer
     sidecar = Sidecar()
     writing = threading.Lock()
@@ -302,7 +302,7 @@ def main() -> None:
             print(json.dumps({"id": request["id"], **reply}), file=answers)
 
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        for line in sys.stdin:
+        for line in sys.stdin.buffer:  # UTF-8, whatever the encoding of this machine
             threads.submit(answer, json.loads(line))
         os._exit(0)  # the JVM is gone, and nobody waits for what still runs
 
