@@ -541,6 +541,9 @@ def test_put_ls_get_and_drop(files: Path, tmp_path: Path) -> None:
         assert run("put", files / "planes.arrow", f"{uri}/both", "--append", "--ttl", "3600").returncode == 0
         (listed,) = json.loads(run("ls", "--json", uri).stdout)
         assert (listed["name"], listed["rows"]) == ("both", 3000)
+        for name in ("", "bo*", "both"):
+            assert run("ls", f"{uri}/{name}", "--tag", "of=cli").stdout.startswith("NAME")
+            assert run("ls", f"{uri}/{name}", "--tag", "of=others").stdout == "no datasets\n"
         assert run("get", f"{uri}/both", "-o", tmp_path / "both.arrow").returncode == 0
         assert pa.ipc.open_file(tmp_path / "both.arrow").read_all() == pa.concat_tables([TABLE] * 3)
         large = tmp_path / "large.arrow"

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     wanted_tags = tags(arguments.tag)
     with access.client(catalog, arguments) as client:
         if name and not name.endswith("*"):
-            found = [client.describe(name)]
+            found = [one for one in [client.describe(name)] if wanted_tags.items() <= one.tags.items()]
         else:
             found = list(client.list(name.removesuffix("*"), wanted_tags))
     if arguments.json:
