@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,10 @@ import pytest
 import dissociated as dis
 from arrow_cases import corrupt_parquet
 from dissociated.catalog import service
+from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
-from dissociated.errors import OptionError, SourceError
+from dissociated.errors import CatalogError, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
@@ -196,6 +198,68 @@ def test_a_source_that_fails_is_named_and_publishes_nothing(place: tuple[str, Pa
             with pytest.raises(SourceError, match=why):
                 client.put("d", wrong)
         nothing_has_changed(*place)
+
+
+def test_a_put_that_is_published_says_so_although_its_answer_is_lost(
+    place: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is told that it failed tries it again, and has the rows twice."""
+    for way in ("_commit_local", "_commit_distributed"):
+        original = getattr(LocalCatalog, way)
+
+        def lost(self: LocalCatalog, *arguments: Any, original: Any = original) -> None:
+            original(self, *arguments)
+            raise CatalogError("nobody hears what this says")
+
+        monkeypatch.setattr(LocalCatalog, way, lost)
+    with dis.connect(place[0]) as client:
+        for number, transport in enumerate(("shm", "grpc")):
+            assert client.put("d", OLD, mode="append", transport=transport) == 3
+            assert client.describe("d").rows == 3 * (number + 2)
+        with pytest.raises(CatalogError, match="must have one schema"):
+            client.put("d", pa.table({"other": [1]}), mode="append")
+        assert client.describe("d").rows == 9
+
+
+#: A node that is gone between a commit and its answer.
+GONE = """
+import os, sys
+from dissociated.catalog.local import LocalCatalog
+from dissociated.node.node import Node
+from dissociated.store.store import Store
+
+original = LocalCatalog._commit_local
+
+def commit(self, *arguments):
+    original(self, *arguments)
+    os._exit(1)
+
+LocalCatalog._commit_local = commit
+with Node(Store(sys.argv[1])) as node:
+    print(node.uri, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_path: Path, transport: str) -> None:
+    with Fork("-c", GONE, str(tmp_path / "store"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        unknown = pytest.raises(CatalogError, match="nor did it say whether 'd' was published in the end")
+        with dis.connect(process.stdout.readline().strip()) as client, unknown:
+            client.put("d", OLD, transport=transport)
+    with Node(Store(tmp_path / "store")) as node, dis.connect(node.uri) as client:
+        assert client.describe("d").rows == 3
+
+
+@pytest.mark.parametrize("place", ["node"], indirect=True)
+def test_what_is_dropped_is_dropped_although_its_files_cannot_be_removed(place: tuple[str, Path]) -> None:
+    trash = place[1].parent / "trash"
+    with dis.connect(place[0]) as client:
+        shutil.rmtree(trash)
+        client.drop("d")
+        assert client.list() == []
+        trash.mkdir(mode=0o700)
 
 
 @pytest.mark.parametrize("place", ["catalog"], indirect=True)

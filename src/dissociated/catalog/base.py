@@ -235,6 +235,19 @@ class Catalog(ABC):
             resolved = self.resolved_commits(keys)
         self._backend.discard(name for name in staged if _commit_key_of(name) in (resolved or ()))
 
+    def _clean_up(self, *steps: Callable[[], object]) -> None:
+        """Do what is due once something has been published, dropped or aborted.
+
+        That has happened, whatever fails now: so this is logged, and `reconcile` tries it again.
+        """
+        for step in steps:
+            try:
+                step()
+            except (DissociatedError, OSError) as error:
+                _log.warning("%s: %s; it is tried again", self.node.flight, error)
+            except Exception:
+                _log.exception("%s: what is over was not looked at", self.node.flight)
+
     # What nodes tell
 
     @abstractmethod

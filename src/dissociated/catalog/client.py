@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from dissociated.errors import (
     CatalogError,
     CatalogUnreachable,
     DatasetNotFound,
+    DeadlineExceeded,
     DissociatedError,
     FormatError,
     OptionError,
@@ -187,7 +188,9 @@ class CatalogClient:
         - `progress`: called after each batch with the rows and the bytes so far, and with the number of all rows, or
           None where that is not known. What it raises ends the put.
 
-        Where this fails or is interrupted, also by the end of this process, what had that name stays as it was.
+        Where this fails or is interrupted, also by the end of this process, what had that name stays as it was. Where
+        the catalog stops answering while it publishes, nobody knows, and the error says so. What it has begun to
+        publish, an interrupt does not undo.
 
         Raises SourceError where the source cannot be read, also for tensors, OptionError for what makes no sense.
         """
@@ -196,11 +199,17 @@ class CatalogClient:
         publication = Publication(name, mode, dict(tags or {}), ttl)
         put = Put(publication, make_dataset(name, source, schema=schema), progress)
         place = None if transport == "grpc" else self._stage_here()
-        if place is not None:
-            return self._put_into(place, put)
-        if transport == "shm":
+        if place is None and transport == "shm":
             raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
-        return self._calls.call(put.by_flight)
+        key = secrets.token_hex(16)
+        try:
+            if place is not None:
+                return self._put_into(place, put, key)
+            return self._calls.call(lambda client: put.by_flight(client, key))
+        except BaseException as error:
+            if (place is not None or put.complete) and self._was_published(put, key, error):
+                return put.rows
+            raise
 
     def _stage_here(self) -> StagePlace | None:
         """The stage of a node that this process can write to."""
@@ -212,32 +221,45 @@ class CatalogClient:
             return None  # it has none, or is somebody else's and knows no such action
         return place if place.here and os.access(place.directory, os.W_OK | os.X_OK) else None
 
-    def _put_into(self, place: StagePlace, put: Put) -> int:
-        key = secrets.token_hex(16)
+    def _put_into(self, place: StagePlace, put: Put, key: str) -> int:
         segment = f"{key}-0.arrows"
         publication = put.publication
-        try:
-            with ExitStack() as stack:
-                reserve = None
-                if place.limited:
-                    node = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
-                    reserve = node.reserve
-                rows = put.write(place, segment, reserve)
-            written = [{"node": place.node, "segment": segment}]
-            self.commit(
-                publication.name,
-                written,
-                publication.mode,
-                put.schema,
-                key=key,
-                tags=publication.tags,
-                ttl=publication.ttl,
-            )
-        except BaseException:
-            with suppress(DissociatedError):
-                self.abort(key)
-            raise
+        with ExitStack() as stack:
+            reserve = None
+            if place.limited:
+                node = stack.enter_context(closing(CatalogClient(place.flight, *self._parameters[1:])))
+                reserve = node.reserve
+            rows = put.write(place, segment, reserve)
+        written = [{"node": place.node, "segment": segment}]
+        self.commit(
+            publication.name,
+            written,
+            publication.mode,
+            put.schema,
+            key=key,
+            tags=publication.tags,
+            ttl=publication.ttl,
+        )
         return rows
+
+    def _was_published(self, put: Put, key: str, error: BaseException) -> bool:
+        """Whether what `error` ended was published all the same. If it was not, it never will be.
+
+        Raises an error like that one, which says more, where the catalog does not answer.
+        """
+        failed = put.complete and isinstance(error, DissociatedError)  # and was neither interrupted nor cut short
+        try:
+            self.abort(key)
+            return failed and self.committed(key)
+        except (CatalogUnreachable, DeadlineExceeded):
+            if failed:
+                raise type(error)(
+                    f"{error}; nor did it say whether {put.publication.name!r} was published in the end: "
+                    "look at its versions before you put it again"
+                ) from error
+        except DissociatedError:
+            pass  # it is somebody else's, and knows no such action
+        return False
 
     def stage(self) -> StagePlace:
         """Where writers put segments: on this host, if there is a node."""

@@ -111,17 +111,16 @@ class LocalCatalog(Catalog):
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         self._registry.assign_part(part.id, dataset)
         self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part])
-        self._delete_unreferenced()
+        self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
         self._database.drop(name)
-        self._delete_unreferenced()
+        self._clean_up(self._delete_unreferenced)
 
     def abort(self, key: str) -> None:
         with self._publishing:
             self._database.abort(key)
-        self._delete_unreferenced()
-        self.clear_stage([key])
+        self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([key]))
 
     def committed(self, key: str) -> bool:
         return self._database.committed(key) is not None
@@ -140,7 +139,7 @@ class LocalCatalog(Catalog):
             by_node.setdefault(node, []).extend([segment] if segment else [])  # a node without one has no rows
         with self._publishing:
             if self._database.committed(key) is not None:
-                self.discard(by_node.get(self.node.id, ()))
+                self._clean_up(lambda: self.discard(by_node.get(self.node.id, ())))
                 return
             if self._database.resolved_commits([key]):
                 raise CatalogError(f"what was to be published as {publication.name!r} has been aborted: write it again")
@@ -150,8 +149,7 @@ class LocalCatalog(Catalog):
                 self._commit_local(request, by_node[self.node.id])
             else:
                 self._commit_distributed(request, by_node)
-        self._delete_unreferenced()
-        self.clear_stage([key])
+        self._clean_up(self._delete_unreferenced, lambda: self.clear_stage([key]))
 
     def _is_single_part(self, request: CommitRequest) -> bool:
         """Whether everything that the dataset will be is on this node, in one part."""
@@ -229,9 +227,12 @@ class LocalCatalog(Catalog):
             tags=request.tags,
             ttl=request.ttl,
         )
-        published = self._database.referenced_parts(
-            self.node.id, [part.id for part in parts if part.node == self.node.id]
-        )
+        self._clean_up(self._confirm)
+
+    def _confirm(self) -> None:
+        """Let the store know which of what was prepared there is published."""
+        unconfirmed = [version.id for version in self._backend.unconfirmed()]
+        published = self._database.referenced_parts(self.node.id, unconfirmed)
         self._backend.confirm(published)
         self._database.acknowledge_parts(published)
 
@@ -300,6 +301,7 @@ class LocalCatalog(Catalog):
                 self._database.find(version.name, retain=self.retain)
 
     def reconcile(self) -> None:
+        self._confirm()
         self._delete_unreferenced()
         self.clear_stage()
 

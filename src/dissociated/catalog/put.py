@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -36,6 +35,10 @@ class Put:
 
     def __post_init__(self) -> None:
         self._reader = self.source.open_reader()
+        #: How many rows were read so far.
+        self.rows = 0
+        #: Whether everything was read: what was not is not published.
+        self.complete = False
         #: Bytes of all bodies, where that is known: then a node makes room for all of it, or for nothing.
         self.nbytes = self._measure() if self.source.repeatable else None
 
@@ -53,22 +56,24 @@ class Put:
     def pairs(self) -> Iterator[BatchAndMetadata]:
         """All batches and their metadata, once. Calls `progress`. Raises SourceError."""
         remaining = batches(self._reader)
-        rows = nbytes = 0
+        nbytes = 0
         while True:
             with source_errors(self.publication.name):
                 pair = next(remaining, None)
             if pair is None:
+                self.complete = True
                 return
             yield pair
+            self.rows += pair[0].num_rows
             if self.progress is not None:
-                rows, nbytes = rows + pair[0].num_rows, nbytes + values_size(pair[0])
-                self.progress(rows, nbytes, self.source.rows)
+                nbytes += values_size(pair[0])
+                self.progress(self.rows, nbytes, self.source.rows)
 
-    def by_flight(self, client: Any) -> int:
-        """Send it by DoPut of a Flight client. Returns the number of rows."""
+    def by_flight(self, client: Any, key: str) -> int:
+        """Send it by DoPut of a Flight client, to be committed with this `key`. Returns the number of rows."""
         from pyarrow.flight import FlightDescriptor
 
-        command = {**asdict(self.publication), "key": secrets.token_hex(16), "end": True, "nbytes": self.nbytes}
+        command = {**asdict(self.publication), "key": key, "end": True, "nbytes": self.nbytes}
         answer = upload(client, FlightDescriptor.for_command(json.dumps(command)), self.schema, self.pairs())
         return int(answer["rows"])
 

@@ -83,15 +83,15 @@ class UpstreamCatalog(Catalog):
         _, key, segments = self._parse_commit(body)
         placed = [{"node": node, "segment": segment} for node, segment in segments or [(self.node.id, "")]]
         self._upstream.do_action("commit", {**body, "key": key, "segments": placed})
-        self.clear_stage([key])
+        self._clean_up(lambda: self.clear_stage([key]))
 
     def drop(self, name: str) -> None:
         self._upstream.drop(name)
-        self._report_changes()
+        self._clean_up(self._report_changes)
 
     def abort(self, key: str) -> None:
         self._upstream.abort(key)
-        self.clear_stage([key])
+        self._clean_up(lambda: self.clear_stage([key]))
 
     def committed(self, key: str) -> bool:
         return self._upstream.committed(key)
