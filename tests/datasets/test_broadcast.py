@@ -155,13 +155,14 @@ def test_a_stream_that_all_have_left_waits_for_the_next_one(serve: Serve) -> Non
         assert numbers(open_live(server, "shm")) == [1]
 
 
-def test_a_stream_that_takes_nobody_ends_when_all_have_left(serve: Serve) -> None:
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_a_stream_that_takes_nobody_ends_when_all_have_left(serve: Serve, rows: int) -> None:
     server = serve("shm:")
     with Fed() as fed:
         server.publish("live", fed.reader(), live=dis.Live(late="refuse"))
         open_live(server, "shm")
         assert connections_left(server) == 0
-        fed.put(batch(0))
+        fed.put(batch(0)[:rows])
         assert fed.closed.wait(PATIENCE)
         server.dataset("live").wait_closed(PATIENCE)
         with pytest.raises(dis.errors.RemoteError, match="has ended"):

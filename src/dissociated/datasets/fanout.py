@@ -256,9 +256,10 @@ class Fanout:
             with self.changed:
                 if self._follows(message):
                     return True
-                if self._wait_for_consumers():
-                    self._wait_for_room(len(message.header) + length + QUEUED_OVERHEAD)
-                    self._hand_out(message, LiveMessage.inline(message))
+                if not self._wait_for_consumers():
+                    return False
+                self._wait_for_room(len(message.header) + length + QUEUED_OVERHEAD)
+                self._hand_out(message, LiveMessage.inline(message))
                 return not self._over
         with self.changed:
             if not self._wait_for_consumers():
