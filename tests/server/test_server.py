@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.errors import FormatError
+from dissociated.errors import FormatError, OptionError
 from dissociated.uri import Uri
 from helpers import PATIENCE, Serve, clients_end, connections_left, descriptors, leaving_nothing, serving
 
@@ -71,6 +71,8 @@ def test_options_are_one_value_which_shows_no_secret() -> None:
         assert dis.open_stream(uri, server.ticket("numbers")).read_all() == TABLE  # by their secret
     with pytest.raises(TypeError, match="catlog"):
         dis.Server(catlog=None)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match="max_asking is 1 or more, not 0"):
+        dis.Server(["tcp:"], catalog=None, max_asking=0)
 
 
 def test_names_are_sorted(serve: Serve) -> None:

@@ -19,7 +19,7 @@ import pytest
 from dissociated.errors import StoreError
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
-from dissociated.store.files import claim_unused
+from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from helpers import PATIENCE, descriptors, leaving_nothing
@@ -332,6 +332,19 @@ def test_a_writer_killed_before_its_segment_is_whole_leaves_nothing(memory: Path
         kill(writer)
         store.sweep()
         assert os.listdir(store.staging) == []
+
+
+def test_a_file_is_closed_once_also_by_who_was_interrupted_while_closing_it(memory: Path) -> None:
+    with Store(memory) as store:
+        for file in (NewFile(store.staging / "new"), StagedFile(store.staging / "staged", store.reserve)):
+            number = file.descriptor
+            file.commit(0)
+            other = os.open("/dev/null", os.O_RDONLY)  # which has that number now, or is given it
+            if other != number:
+                os.dup2(other, number)
+                os.close(other)
+            file.abort()
+            os.close(number)
 
 
 def test_the_segment_of_a_writer_killed_after_it_was_whole_can_be_committed(memory: Path) -> None:

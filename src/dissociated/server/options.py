@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dissociated.access import Authorize, Security, security
 from dissociated.buffers import MAX_METADATA
+from dissociated.errors import OptionError
 from dissociated.server.admission import Limits
 from dissociated.transport.base import check_timeout
 
@@ -94,7 +95,9 @@ class ServerOptions:
 
     @property
     def limits(self) -> Limits:
-        """What one client may take."""
+        """What one client may take. Raises OptionError."""
+        if self.max_asking < 1:
+            raise OptionError(f"max_asking is 1 or more, not {self.max_asking}: nobody could ask for anything")
         return Limits(
             check_timeout(self.handshake_timeout),
             check_timeout(self.stall_timeout),

@@ -53,7 +53,7 @@ class NewFile:
     def commit(self, size: int) -> None:
         """Give the file, which has `size` bytes, its name, and close it."""
         self.name()
-        os.close(self.descriptor)
+        self.close()
 
     def name(self) -> None:
         """Give the file its name."""
@@ -63,9 +63,15 @@ class NewFile:
             os.link(source, self.path, src_dir_fd=self.descriptor, follow_symlinks=True)
             self._named = True
 
+    def close(self) -> None:
+        """Close it, once: who is interrupted within `commit` calls `abort`, and the number may be another file's."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def abort(self) -> None:
         """Close and remove it."""
-        os.close(self.descriptor)
+        self.close()
         if self._named:
             self.path.unlink(missing_ok=True)
 
@@ -85,7 +91,8 @@ class StagedFile(NewFile):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self._reserve = reserve
-        self.descriptor = self._recycled(path.parent.parent / "trash") or self._created()
+        recycled = self._recycled(path.parent.parent / "trash")
+        self.descriptor = self._created() if recycled is None else recycled
         self._reserved = os.fstat(self.descriptor).st_size
         self._granule = _GRANULE
 
@@ -120,12 +127,12 @@ class StagedFile(NewFile):
         os.ftruncate(self.descriptor, size)
         os.fsync(self.descriptor)
         os.rename(self._partial, self.path)
-        os.close(self.descriptor)
+        self.close()
 
     def abort(self) -> None:
         """Remove and close it."""
         self._partial.unlink(missing_ok=True)
-        os.close(self.descriptor)
+        self.close()
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False) -> int:

@@ -226,8 +226,7 @@ class _File(Sink):
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:
-        if self._open:
-            os.close(self._file.descriptor)
+        self._file.close()
         invalidate(self)
 
     def write(self, parts: Sequence[Buffer]) -> None:
