@@ -5,6 +5,7 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.sql.types import StructType
@@ -204,6 +205,43 @@ def test_lists_and_maps_of_slices_with_nulls_in_between() -> None:
         taken = columns.convert(some)
         taken.validate(full=True)
         assert taken.to_pylist() == some.to_pylist()
+
+
+def with_nulls() -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    """Columns of which each has a null where its schema has none; and such whose nulls lie below another null."""
+    null, number = np.array([False, True, False]), pa.field("v", pa.int64(), nullable=False)
+    numbers = pa.array(np.array([1, 7777, 3]), mask=null)
+    keys = pa.array(np.array([0, 3, 1], np.int32), mask=null)
+    words, above, maps = pa.array(["x", "y", "z"]), pa.array(null), pa.map_(pa.string(), number)
+    structs = pa.StructArray.from_arrays([numbers], fields=[number])
+    forbidden = {
+        "number": numbers,
+        "key": pa.DictionaryArray.from_arrays(keys, pa.array([5, 6]), safe=False),
+        "field": structs,
+        "element": pa.ListArray.from_arrays([0, 1, 1, 3], numbers, pa.list_(number)),
+        "item": pa.MapArray.from_arrays([0, 1, 1, 3], words, numbers, maps),
+        "deep": pa.ListArray.from_arrays([0, 1, 1, 3], structs, pa.list_(pa.field("s", structs.type, nullable=False))),
+    }
+    sound = {
+        "field": pa.StructArray.from_arrays([numbers], fields=[number], mask=above),
+        "element": pa.ListArray.from_arrays([0, 1, 2, 3], numbers, pa.list_(number), mask=above),
+        "item": pa.MapArray.from_arrays([0, 1, 2, 3], words, numbers, type=maps, mask=above),
+    }
+    fields = [pa.field(name, array.type, name not in ("number", "key")) for name, array in forbidden.items()]
+    return pa.record_batch([*forbidden.values()], schema=pa.schema(fields)), pa.record_batch(sound)
+
+
+def test_nulls_of_what_has_none_by_its_schema_name_their_column() -> None:
+    forbidden, sound = with_nulls()
+    for name in forbidden.schema.names:
+        one = forbidden.select([name])
+        columns = Columns(one.schema, spark_schema(one.schema))
+        with pytest.raises(SourceError, match=f"column '{name}' has nulls, and its schema says that it has none"):
+            columns.convert(one)
+        assert columns.convert(one.slice(0, 1)).num_rows == 1
+    columns = Columns(sound.schema, spark_schema(sound.schema))
+    for some in (sound, sound.slice(1), sound.slice(0, 2)):
+        assert columns.convert(some).to_pylist() == some.to_pylist()
 
 
 @pytest.mark.usefixtures("spark")  # which parses DDL

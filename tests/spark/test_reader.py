@@ -29,7 +29,7 @@ from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
 
-from .test_columns import NAMES, values
+from .test_columns import NAMES, values, with_nulls
 from .test_datasource import NATIVE, plain
 
 if TYPE_CHECKING:
@@ -129,6 +129,24 @@ def test_every_arrow_type_that_spark_has(spark: SparkSession, server: dis.Server
             column = column.cast(pa.timestamp("s"))
         instants = pa.types.is_timestamp(column.type) and column.type.tz is not None
         assert values(column.cast(pa.timestamp("us", "UTC")) if instants else column) == values(array), name
+
+
+def test_nulls_of_what_has_none_by_its_schema_are_told_and_may_be_allowed(
+    spark: SparkSession, server: dis.Server
+) -> None:
+    """Spark does not look for them: it takes what lies under them for values."""
+    forbidden, sound = with_nulls()
+    server.publish("forbidden", pa.Table.from_batches([forbidden]))
+    server.publish("sound", pa.Table.from_batches([sound]))
+    for transport, names in (("shm", forbidden.schema.names), ("tcp", ["number"])):
+        df = read(spark, "forbidden", server.catalog_uri, transport=transport)
+        for name in names:
+            with pytest.raises(PySparkException, match=f"column '{name}' has nulls, and its schema says that"):
+                df.select(name).collect()
+    reader = spark.read.format("dissociated").option("catalog", server.catalog_uri)
+    assert reader.schema("number bigint, key bigint").load("forbidden").collect() == [(1, 5), (None, None), (3, 6)]
+    found = read(spark, "sound", server.catalog_uri).collect()
+    assert [row.asDict(recursive=True) for row in found] == sound.to_pylist(maps_as_pydicts="strict")
 
 
 def test_a_type_that_spark_lacks_is_told_with_its_column(spark: SparkSession, server: dis.Server) -> None:

@@ -86,6 +86,7 @@ class Columns:
         self._truncate = nanoseconds == "truncate"
         available = spark_schema(source, self.names)
         self._to_convert = {name for name in self.names if not is_readable(source.field(name).type)}
+        self._without_nulls = [(place, field) for place, field in enumerate(self.schema) if _forbids_nulls(field)]
         fields = zip(arrow_schema(available), self.schema, strict=True)
         for (arrow_field, to), field, other in zip(fields, available, wanted, strict=True):
             if not _fits(arrow_field, to):
@@ -101,11 +102,18 @@ class Columns:
     def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The batch with the wanted columns, in the wanted order; without a copy where the types are Spark's own.
 
-        Raises SourceError, naming the column, for a value that Spark cannot hold.
+        Raises SourceError, naming the column, for a value that Spark cannot hold, and for nulls of a column that has
+        none by its schema: Spark does not look, and takes what lies under them for values.
         """
         if not self.names:
             return batch.select([])  # the number of rows stays
         arrays = [self._column(batch.column(field.name), field) for field in self.schema]
+        for place, field in self._without_nulls:
+            if _has_forbidden_nulls(arrays[place], field):
+                raise SourceError(
+                    f"column {field.name!r} has nulls, and its schema says that it has none: name it in "
+                    ".schema('...'), which allows them"
+                )
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def select(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -177,10 +185,9 @@ class Columns:
     def _map(self, array: pa.Array, to: pa.DataType) -> pa.Array:
         if _is_unchanged(array.type, to):
             return array
-        start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        keys = self._converted(array.keys.slice(start, stop - start), to.key_type)
-        items = self._converted(array.items.slice(start, stop - start), to.item_type)
-        offsets = pc.subtract(array.offsets, pa.scalar(start, pa.int32()))
+        keys, items = _pairs(array)
+        keys, items = self._converted(keys, to.key_type), self._converted(items, to.item_type)
+        offsets = pc.subtract(array.offsets, array.offsets[0])
         return pa.MapArray.from_arrays(offsets, keys, items, type=to, mask=_nulls(array))
 
     def _struct(self, array: pa.Array, to: pa.DataType) -> pa.Array:
@@ -321,6 +328,37 @@ def is_own(type_: pa.DataType) -> bool:
         return bool(type_.equals(spark_type(type_))) and not contains(type_, types.is_time)
     except _UnsupportedType:
         return False
+
+
+def _forbids_nulls(field: pa.Field) -> bool:
+    """Whether it, or something below it, has no nulls."""
+    below = (field.type.field(number) for number in range(field.type.num_fields))
+    return not field.nullable or any(map(_forbids_nulls, below))
+
+
+def _has_forbidden_nulls(array: pa.Array, field: pa.Field) -> bool:
+    """Whether there is a null where the field has none. What is below a null is not looked at."""
+    if not _forbids_nulls(field):
+        return False
+    if array.null_count:
+        if not field.nullable:
+            return True
+        array = array.drop_null()
+    if types.is_map(field.type):
+        children, fields = _pairs(array), [field.type.key_field, field.type.item_field]
+    elif types.is_struct(field.type):
+        children, fields = array.flatten(), [*field.type]
+    elif types.is_list(field.type):
+        children, fields = [array.flatten()], [field.type.value_field]
+    else:
+        return False
+    return any(map(_has_forbidden_nulls, children, fields))
+
+
+def _pairs(array: pa.Array) -> Sequence[pa.Array]:
+    """The keys and the items of maps."""
+    start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
+    return [array.keys.slice(start, stop - start), array.items.slice(start, stop - start)]
 
 
 def _nulls(array: pa.Array) -> pa.Array | None:

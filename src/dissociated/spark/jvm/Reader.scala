@@ -63,7 +63,7 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
   override def next(): Boolean = {
     val found = Option(batches).flatMap(_.next())
     for (rows <- found) current = new ColumnarBatch(columns.fields.zip(rows.columns).map { case (field, data) =>
-      Vectors.of(field.dataType, new ArrayPlace(data, rows.places, field.name, rows.from, rows.count))
+      Vectors.of(field.dataType, field.nullable, new ArrayPlace(data, rows.places, field.name, rows.from, rows.count))
     }, rows.count)
     if (found.isEmpty) end(this)
     found.isDefined

@@ -2,6 +2,7 @@ package org.apache.spark.sql.dissociated
 
 import java.math.{BigDecimal, BigInteger}
 import java.nio.ByteBuffer
+import java.util
 
 import scala.jdk.CollectionConverters._
 
@@ -31,8 +32,12 @@ object ArrayData {
     told.get(5).asText, told.get(6).asInt)
 }
 
-/** Values of an array. Nothing checks bounds later, so whatever is asked for here is checked, once a batch. */
-final class ArrayPlace(data: ArrayData, places: Places, val column: String, from: Int, val length: Int) {
+/**
+ * Values of an array. Nothing checks bounds later, so whatever is asked for here is checked, once a batch. What is not
+ * `reachable`, since something above it is null, is not looked at.
+ */
+final class ArrayPlace(data: ArrayData, places: Places, val column: String, from: Int, val length: Int,
+    reachable: Int => Boolean = _ => true) {
   private val offset = data.offset + from
   if (from < 0 || length < 0 || from > data.length - length || data.nulls < 0 || offset < from)
     damaged(s"${data.length} values, of which $length from $from are wanted")
@@ -43,15 +48,24 @@ final class ArrayPlace(data: ArrayData, places: Places, val column: String, from
   /** How many nulls; of a part of an array, how many there may be. */
   val nulls: Int = math.min(data.nulls, length).toInt
 
+  private lazy val valid = bits(0)
+
+  /** Whether a value is there, and can be got at. */
+  def has(row: Int): Boolean = reachable(row) && (nulls == 0 || valid(row))
+
+  /** Spark is told that there are no nulls, and then takes what lies under them for values. */
+  def refuseNulls(isNull: Int => Boolean): Unit = Loop.over(length)(row => if (isNull(row) && reachable(row)) throw Failure(
+    s"column '$column' has nulls, and its schema says that it has none: name it in .schema('...'), which allows them"))
+
   /** Values of an array below this one. */
-  def child(index: Int, from: Int, length: Int): ArrayPlace =
-    new ArrayPlace(data.children(index), places, column, from, length)
+  def child(index: Int, from: Int, length: Int, reachable: Int => Boolean): ArrayPlace =
+    new ArrayPlace(data.children(index), places, column, from, length, reachable)
 
   /** Of a struct, whose values lie where its own do. */
-  def field(index: Int): ArrayPlace = child(index, from, length)
+  def field(index: Int): ArrayPlace = child(index, from, length, has)
 
   /** The values of a dictionary. */
-  def dictionary: ArrayPlace = child(0, 0, math.min(data.children(0).length, Int.MaxValue).toInt)
+  def dictionary: ArrayPlace = child(0, 0, math.min(data.children(0).length, Int.MaxValue).toInt, _ => true)
 
   def buffers: Int = data.buffers.length / 3
 
@@ -104,8 +118,15 @@ final class Offsets(place: ArrayPlace, offset: Long) {
 
   @inline def size(row: Int): Int = (apply(row + 1) - apply(row)).toInt
 
+  /** Those that a list has which is there. */
+  private lazy val used = {
+    val found = new util.BitSet(count.toInt)
+    Loop.over(length)(row => if (place.has(row)) found.set((apply(row) - first).toInt, (apply(row + 1) - first).toInt))
+    found
+  }
+
   /** The values between, which Spark counts by Int. */
-  def values: ArrayPlace = if (first + count <= Int.MaxValue) place.child(0, first.toInt, count.toInt)
+  def values: ArrayPlace = if (first + count <= Int.MaxValue) place.child(0, first.toInt, count.toInt, used.get(_))
     else place.damaged(s"${first + count} values")
 }
 
@@ -118,17 +139,29 @@ final class Bits(address: Long, first: Int) {
 }
 
 object Vectors {
-  /** The array as a column of Spark's. Throws where it is damaged. */
-  def of(wanted: DataType, place: ArrayPlace): ColumnVector = (place.kind, wanted) match {
+  /** The array as a column of Spark's. Throws where it is damaged, and where it has nulls that it must not have. */
+  def of(wanted: DataType, nullable: Boolean, place: ArrayPlace): ColumnVector = {
+    val vector = of(wanted, place)
+    if (!nullable && vector.hasNull) place.refuseNulls(vector.isNullAt)
+    vector
+  }
+
+  private def of(wanted: DataType, place: ArrayPlace): ColumnVector = (place.kind, wanted) match {
     case (_, user: UserDefinedType[_]) => of(user.sqlType, place)
     case ("dictionary", _) => new DictionaryVector(wanted, place)
     case ("unsigned", ShortType | IntegerType | LongType) => new UnsignedVector(wanted, place)
     case ("view", _: StringType | BinaryType) => new ViewVector(wanted, place)
     case ("" | "large" | "fixed", _: StringType | BinaryType) => new BytesVector(wanted, place)
-    case ("" | "large" | "fixed", ArrayType(element, _)) => new ListVector(wanted, place, items => Seq(of(element, items)))
-    case ("", MapType(key, value, _)) => new ListVector(wanted, place, fields(_, Seq(key, value)))
-    case ("", StructType(parts)) => new StructVector(wanted, place, fields(place, parts.map(_.dataType)))
-    case ("", VariantType) => new StructVector(wanted, place, fields(place, Seq(BinaryType, BinaryType)))
+    case ("" | "large" | "fixed", ArrayType(element, nullable)) =>
+      new ListVector(wanted, place, items => Seq(of(element, nullable, items)))
+    case ("", MapType(key, value, nullable)) => new ListVector(wanted, place, entries => {
+      val pair = StructType(Seq(present("key", key), StructField("value", value, nullable)))
+      val pairs = of(pair, nullable = false, entries)
+      Seq(pairs.getChild(0), pairs.getChild(1))
+    })
+    case ("", StructType(parts)) => new StructVector(wanted, place, fields(place, parts))
+    case ("", VariantType) =>
+      new StructVector(wanted, place, fields(place, Array("value", "metadata").map(present(_, BinaryType))))
     case ("", NullType) => new NullVector(place)
     case ("", BooleanType) => new BooleanVector(place)
     case ("", FixedWidth(width)) => new FixedVector(wanted, place, width)
@@ -136,8 +169,10 @@ object Vectors {
     case (kind, _) => place.damaged(s"there is no reader for $kind ${wanted.simpleString}")
   }
 
-  private def fields(place: ArrayPlace, types: Seq[DataType]): Seq[ColumnVector] =
-    types.zipWithIndex.map { case (wanted, index) => of(wanted, place.field(index)) }
+  private def present(name: String, kind: DataType) = StructField(name, kind, nullable = false)
+
+  private def fields(place: ArrayPlace, wanted: Array[StructField]): Seq[ColumnVector] =
+    wanted.toSeq.zipWithIndex.map { case (field, index) => of(field.dataType, field.nullable, place.field(index)) }
 
   def bytes(at: Long, length: Int): Array[Byte] = {
     val copy = new Array[Byte](length)
@@ -252,7 +287,7 @@ final class UnsignedVector(wanted: DataType, place: ArrayPlace) extends ArrowVec
 final class DictionaryVector(wanted: DataType, place: ArrayPlace) extends ArrowVector(wanted, place) {
   private val width = place.width
   private val at = place.values(1, width)
-  private val values = Vectors.of(wanted, place.dictionary)
+  private val values = Vectors.of(wanted, nullable = true, place.dictionary)
   private val limit = place.dictionary.length
   for (row <- 0 until place.length if !super.isNullAt(row) && (key(row) < 0 || key(row) >= limit))
     place.damaged(s"${key(row)} is not in a dictionary of $limit")
@@ -266,15 +301,16 @@ final class DictionaryVector(wanted: DataType, place: ArrayPlace) extends ArrowV
   }
   private def of(row: Int): Int = key(row).toInt
 
+  // Under a null, a key may be anything, and a list is copied by all of its values.
   override def isNullAt(row: Int): Boolean = super.isNullAt(row) || values.isNullAt(of(row))
   override def hasNull: Boolean = super.hasNull || values.hasNull
-  override def getBoolean(row: Int): Boolean = values.getBoolean(of(row))
-  override def getByte(row: Int): Byte = values.getByte(of(row))
-  override def getShort(row: Int): Short = values.getShort(of(row))
-  override def getInt(row: Int): Int = values.getInt(of(row))
-  override def getLong(row: Int): Long = values.getLong(of(row))
-  override def getFloat(row: Int): Float = values.getFloat(of(row))
-  override def getDouble(row: Int): Double = values.getDouble(of(row))
+  override def getBoolean(row: Int): Boolean = if (super.isNullAt(row)) false else values.getBoolean(of(row))
+  override def getByte(row: Int): Byte = if (super.isNullAt(row)) 0 else values.getByte(of(row))
+  override def getShort(row: Int): Short = if (super.isNullAt(row)) 0 else values.getShort(of(row))
+  override def getInt(row: Int): Int = if (super.isNullAt(row)) 0 else values.getInt(of(row))
+  override def getLong(row: Int): Long = if (super.isNullAt(row)) 0 else values.getLong(of(row))
+  override def getFloat(row: Int): Float = if (super.isNullAt(row)) 0 else values.getFloat(of(row))
+  override def getDouble(row: Int): Double = if (super.isNullAt(row)) 0 else values.getDouble(of(row))
   override def getDecimal(row: Int, precision: Int, scale: Int): Decimal =
     if (isNullAt(row)) null else values.getDecimal(of(row), precision, scale)
   override def getUTF8String(row: Int): UTF8String = if (isNullAt(row)) null else values.getUTF8String(of(row))
