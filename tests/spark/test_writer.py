@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -19,6 +20,7 @@ from pyspark import TaskContext
 
 import dissociated as dis
 from certificates import Certificates
+from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.publication import Publication
 from dissociated.errors import CatalogError, CatalogUnreachable, StoreError
 from dissociated.node.launch import running
@@ -130,6 +132,21 @@ def test_a_repeated_commit_changes_nothing(catalog: str, run: Run) -> None:
     writer.commit(messages)
     writer.commit(messages)
     assert numbers(catalog) == [1, 2]
+
+
+def test_a_commit_whose_answer_is_lost_has_succeeded(memory: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LocalCatalog._commit_local
+
+    def lost(self: LocalCatalog, *arguments: Any) -> None:
+        original(self, *arguments)
+        raise CatalogError("nobody hears what this says")
+
+    monkeypatch.setattr(LocalCatalog, "_commit_local", lost)
+    with Node(Store(memory / "store"), ["shm:"]) as node:
+        for count in (1, 2):
+            writer = writing(node.uri, "append")
+            writer.commit([run(writer, 7)])
+            assert numbers(node.uri) == [7] * count
 
 
 def test_an_abort_after_the_commit_takes_nothing_away(catalog: str, run: Run) -> None:

@@ -25,7 +25,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from dissociated.errors import DissociatedError
+from dissociated.errors import CatalogUnreachable, DeadlineExceeded, DissociatedError
 from dissociated.node.local import stage_here
 from dissociated.spark.catalog import CatalogConfig, wait_for_catalog
 from dissociated.spark.fitting import Fitting
@@ -124,7 +124,27 @@ class DatasetWriter(DataSourceArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, once every task has succeeded: make the dataset visible, whole."""
-        commit(self.target, self.key, self.fitting.schema, messages)
+        try:
+            commit(self.target, self.key, self.fitting.schema, messages)
+        except DissociatedError as error:
+            if not self._was_committed(error):
+                raise
+
+    def _was_committed(self, error: DissociatedError) -> bool:
+        """Whether a commit that ended with `error` has happened all the same, as far as the catalog answers.
+
+        Spark would be told that the write failed; whoever then writes again appends the rows twice.
+        """
+
+        def once() -> bool:
+            with self.target.catalog.connect() as client:
+                if isinstance(error, CatalogUnreachable | DeadlineExceeded):  # it may be under way, and is waited for
+                    client.abort(self.key)
+                return client.committed(self.key)
+
+        with suppress(DissociatedError):
+            return wait_for_catalog(once)
+        return False
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, after a task or the commit has failed: remove what the tasks have written."""
