@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dissociated.datasets.base import Dataset
 from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError, StoreError
+from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment, SegmentWriter
 from ipc.vectors import BATCH, END, SCHEMA
 
@@ -107,6 +109,33 @@ def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(SourceError, match=r"data\.parquet"):
         make_dataset("data", path)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_parquet_that_is_written_anew_is_read_as_one_state_of_it_or_not(kind: str, tmp_path: Path) -> None:
+    """In place, as most do it: a file that is cut short while it is mapped would end the process."""
+    file = tmp_path / "data.parquet"
+
+    def write(value: int, rows: int) -> None:
+        table = pa.table({"n": [value] * rows, "more": [value] * rows})
+        pq.write_table(table, file, row_group_size=2, compression="none", use_dictionary=False)
+        os.utime(file, (value, value))  # clocks of file systems tick slowly
+
+    write(1, 6)
+    made = make_dataset("data", file if kind == "file" else tmp_path)
+    for rows in (6, 2):
+        write(1, 6)
+        readers = made.open_reader(), made.select(Selection(("n",))).open_reader()
+        if kind == "file":
+            assert [reader.read_next_batch()["n"].to_pylist() for reader in readers] == [[1, 1], [1, 1]]
+        write(2, rows)
+        for reader in readers:
+            with pytest.raises(SourceError, match="was written anew while it was read"):
+                reader.read_all()
+    with pytest.raises(SourceError, match="has 2 rows, and had 6 when it was published: publish it anew"):
+        made.open_reader()
+    write(3, 6)
+    assert made.open_reader().read_all()["n"].to_pylist() == [3] * 6
 
 
 def test_a_stream_that_shows_its_damage_when_it_is_read(tmp_path: Path) -> None:

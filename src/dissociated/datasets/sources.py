@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.codec.batches import BatchReader
-from dissociated.codec.columns import even_batches, select_columns, select_fields
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
+from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.datasets.streamed import LiveDataset
@@ -24,10 +24,6 @@ from dissociated.errors import OptionError, SourceError
 from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
-
-#: Rows of a batch that is read of a Parquet file, and bytes of its largest column, about.
-_PARQUET_ROWS, _PARQUET_BYTES = 1 << 16, 1 << 30
-_DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
 
 
 def make_dataset(
@@ -76,11 +72,11 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_dir():
-            return _parquet_directory(name, path, options)
+            return parquet_directory(name, path, options)
         if not path.is_file():
             raise SourceError(f"cannot publish {path}: {_why_no_file(path)}")
-        if _is_parquet(path):
-            return _parquet(name, path, options)
+        if is_parquet(path):
+            return parquet_file(name, path, options)
         if options is not None:
             raise SourceError(
                 f"cannot publish {path} with options: an Arrow IPC file is served as it is. Publish a callable that "
@@ -195,101 +191,3 @@ def isolate_columns(whole: Dataset, columns: Sequence[str]) -> Dataset:
 
 def _why_no_file(path: Path) -> str:
     return "it is neither a file nor a directory" if path.exists() else "there is no such file"
-
-
-def _is_parquet(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"PAR1"
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
-    """All Parquet files in it, in the order of their names; directories NAME=VALUE are a column each."""
-    import pyarrow.dataset
-
-    files = [*_parquet_files(path)]
-    if not files:
-        raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
-
-    def open_files(schema: pa.Schema | None = None) -> Any:
-        return pyarrow.dataset.dataset(
-            [str(file) for file in files], schema, "parquet", partitioning="hive", partition_base_dir=str(path)
-        )
-
-    def open_reader() -> pa.RecordBatchReader:
-        with source_errors(name):
-            inspected = open_files()
-            common = None
-            # pyarrow would drop what only some have
-            for file, fragment in zip(files, inspected.get_fragments(), strict=True):
-                common = common or fragment.physical_schema
-                if not fragment.physical_schema.equals(common):
-                    difference = schema_difference(common, fragment.physical_schema)
-                    raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
-            # Anew: what was inspected keeps where each file had its columns, and reads them there when it is replaced.
-            return open_files(inspected.schema).scanner().to_reader()
-
-    dataset = LiveDataset(name, open_reader, options)
-    with source_errors(name):
-        dataset.rows = open_files(dataset.schema).count_rows()
-    return dataset
-
-
-def _parquet_files(directory: Path) -> Iterator[Path]:
-    """Those in it and in its directories NAME=VALUE. Raises SourceError for one that is something else."""
-    for entry in sorted(directory.iterdir()):
-        if entry.name.startswith((".", "_")):  # as Spark and pyarrow say: not of the data
-            continue
-        if entry.is_dir() and "=" in entry.name:
-            yield from _parquet_files(entry)
-        elif entry.is_file() and _is_parquet(entry):
-            yield entry
-        else:
-            raise SourceError(f"cannot publish {directory}: {_DIRECTORY} ({entry.name} is none)")
-
-
-def _parquet(name: str, path: Path, options: WriteOptions | None) -> Dataset:
-    import pyarrow.parquet
-
-    def read(file: Any, schema: pa.Schema, columns: Sequence[str] | None) -> pa.RecordBatchReader:
-        size = _batch_rows(file.metadata)
-        groups = (file.iter_batches(size, [number], columns) for number in range(file.num_row_groups))
-        even = chain.from_iterable(even_batches(pieces, size) for pieces in groups)
-        return pa.RecordBatchReader.from_batches(schema, even)
-
-    def open_reader() -> pa.RecordBatchReader:
-        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        return read(file, file.schema_arrow, None)
-
-    def open_columns(indices: Sequence[int]) -> pa.RecordBatchReader:
-        file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        names = file.schema_arrow.names
-        indices = [index for index in indices if index < len(names)]  # it may have been replaced: the schema tells
-        if len(set(names)) < len(names) or any("." in name for name in names):
-            return select_columns(open_reader(), indices)  # names stand for paths too, so these would be ambiguous
-        schema = select_fields(file.schema_arrow, indices)
-        return read(file, schema, schema.names)
-
-    try:
-        dataset = LiveDataset(name, open_reader, options, open_columns=open_columns)
-        dataset.rows = pyarrow.parquet.read_metadata(path).num_rows
-    except (OSError, pa.ArrowInvalid) as error:
-        raise SourceError(f"cannot read {path}: {error}") from error
-    return dataset
-
-
-def _batch_rows(metadata: Any) -> int:
-    """Rows of a batch, of which no column should take more than libarrow can put into one array."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    widest = max(
-        (
-            group.column(number).total_uncompressed_size / group.num_rows
-            for group in groups
-            if group.num_rows
-            for number in range(group.num_columns)
-        ),
-        default=0,
-    )
-    return max(1, min(_PARQUET_ROWS, int(_PARQUET_BYTES / max(1, widest))))

@@ -1,0 +1,202 @@
+"""Parquet files, which each client reads anew: with the schema and the rows that they were published with, or not.
+
+Whoever writes such a file anew may do so in place, and while it is read. A reading gives rows of one state of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from dissociated.codec.columns import even_batches, select_columns, select_fields
+from dissociated.codec.difference import schema_difference
+from dissociated.codec.options import WriteOptions
+from dissociated.datasets.base import Dataset
+from dissociated.datasets.source_errors import source_errors
+from dissociated.datasets.streamed import LiveDataset
+from dissociated.errors import SourceError
+
+#: Rows of a batch that is read, and bytes of its largest column, about.
+_ROWS, _BYTES = 1 << 16, 1 << 30
+_BUFFER_SIZE = 1 << 20  # bytes of a column that are read at once
+_DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the file begins as one of Parquet. Raises SourceError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror}") from error
+
+
+def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset:
+    """A dataset of one file. Raises SourceError where it cannot be read."""
+    try:
+        rows = _Reading(path).rows
+        dataset = LiveDataset(
+            name,
+            lambda: _Reading(path, rows).reader(),
+            options,
+            open_columns=lambda indices: _Reading(path, rows).reader(indices),
+        )
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SourceError(f"cannot read {path}: {error}") from error
+    dataset.rows = rows
+    return dataset
+
+
+class _Reading:
+    """One reading of a file, which must have so many `rows`. Raises SourceError, and what pyarrow raises."""
+
+    def __init__(self, path: Path, rows: int | None = None) -> None:
+        import pyarrow.parquet
+
+        self._path = path
+        self._source = pa.OSFile(str(path))  # not mapped: whoever cuts a mapped file short ends this process
+        self._opened = self._state()
+        self._file = pyarrow.parquet.ParquetFile(self._source, buffer_size=_BUFFER_SIZE)
+        self.rows: int = self._file.metadata.num_rows
+        _check_rows(path, self.rows, rows)
+
+    def reader(self, indices: Sequence[int] | None = None) -> pa.RecordBatchReader:
+        """A reader of the columns at these positions, as far as they are there, or of all."""
+        schema = self._file.schema_arrow
+        columns = None
+        if indices is not None:
+            names = schema.names
+            indices = [index for index in indices if index < len(names)]  # it may have been replaced: the schema tells
+            if len(set(names)) < len(names) or any("." in name for name in names):
+                return select_columns(self.reader(), indices)  # names stand for paths too, and would be ambiguous
+            schema = select_fields(schema, indices)
+            columns = schema.names
+        unchanged = _unchanged(self._batches(columns), lambda: self._state() == self._opened, self._path)
+        return pa.RecordBatchReader.from_batches(schema, unchanged)
+
+    def _batches(self, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        size = _batch_rows(self._file.metadata)
+        for number in range(self._file.num_row_groups):
+            yield from even_batches(self._file.iter_batches(size, [number], columns), size)
+
+    def _state(self) -> _State:
+        return _state(os.fstat(self._source.fileno()))
+
+
+def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
+    """A dataset of all Parquet files in it, in the order of their names; directories NAME=VALUE are a column each.
+
+    Raises SourceError where there are none, something else is there, or they differ.
+    """
+    import pyarrow.dataset
+
+    files = [*_parquet_files(path)]
+    if not files:
+        raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
+
+    def states() -> list[_State]:
+        return [_state(file.stat()) for file in files]
+
+    def open_files(schema: pa.Schema | None = None) -> Any:
+        return pyarrow.dataset.dataset(
+            [str(file) for file in files], schema, "parquet", partitioning="hive", partition_base_dir=str(path)
+        )
+
+    def inspect() -> tuple[pa.Schema, int]:
+        inspected = open_files()
+        fragments = [*inspected.get_fragments()]
+        common = fragments[0].physical_schema
+        for file, fragment in zip(files, fragments, strict=True):  # pyarrow would drop what only some have
+            if not fragment.physical_schema.equals(common):
+                difference = schema_difference(common, fragment.physical_schema)
+                raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
+        return inspected.schema, sum(fragment.metadata.num_rows for fragment in fragments)
+
+    def open_reader() -> pa.RecordBatchReader:
+        with source_errors(name):
+            opened = states()
+            schema, found = inspect()
+            _check_rows(path, found, rows)
+            # Anew: what was inspected keeps where each file had its columns, and reads them there when it is replaced.
+            reader = open_files(schema).scanner().to_reader()
+            unchanged = _unchanged(reader, lambda: states() == opened, path)
+            return pa.RecordBatchReader.from_batches(reader.schema, unchanged)
+
+    with source_errors(name):
+        _, rows = inspect()
+    dataset = LiveDataset(name, open_reader, options)
+    dataset.rows = rows
+    return dataset
+
+
+def _parquet_files(directory: Path) -> Iterator[Path]:
+    """Those in it and in its directories NAME=VALUE. Raises SourceError for one that is something else."""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith((".", "_")):  # as Spark and pyarrow say: not of the data
+            continue
+        if entry.is_dir() and "=" in entry.name:
+            yield from _parquet_files(entry)
+        elif entry.is_file() and is_parquet(entry):
+            yield entry
+        else:
+            raise SourceError(f"cannot publish {directory}: {_DIRECTORY} ({entry.name} is none)")
+
+
+#: Of a file: where it lies, its size, and when it was written last.
+_State: TypeAlias = tuple[int, int, int, int]
+
+
+def _state(found: os.stat_result) -> _State:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check_rows(path: Path, found: int, published: int | None) -> None:
+    """Raise SourceError where there are others than were published: whoever knows how many counts on that."""
+    if published is not None and found != published:
+        raise SourceError(f"{path} has {found:,} rows, and had {published:,} when it was published: publish it anew")
+
+
+def _unchanged(
+    batches: Iterator[pa.RecordBatch], is_unchanged: Callable[[], bool], path: Path
+) -> Iterator[pa.RecordBatch]:
+    """The same. Raises SourceError where they may be of two states of what they are read from."""
+    while True:
+        failed: Exception | None = None
+        batch = None
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowException, OSError) as error:
+            failed = error
+        if not _is_true(is_unchanged):
+            raise SourceError(f"{path} was written anew while it was read: read it again") from failed
+        if failed is not None:
+            raise failed
+        if batch is None:
+            return
+        yield batch
+
+
+def _is_true(is_unchanged: Callable[[], bool]) -> bool:
+    try:
+        return is_unchanged()
+    except OSError:  # a file is gone
+        return False
+
+
+def _batch_rows(metadata: Any) -> int:
+    """Rows of a batch, of which no column should take more than libarrow can put into one array."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    widest = max(
+        (
+            group.column(number).total_uncompressed_size / group.num_rows
+            for group in groups
+            if group.num_rows
+            for number in range(group.num_columns)
+        ),
+        default=0,
+    )
+    return max(1, min(_ROWS, int(_BYTES / max(1, widest))))
