@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from arrow_cases import ARRAYS, ROWS
 from certificates import Certificates
 from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import OptionError
+from dissociated.errors import DissociatedError, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.spark import publish, read
 from dissociated.spark.columns import spark_schema
@@ -285,6 +286,37 @@ def test_a_reader_that_can_be_read_once_is_read_by_one_task(spark: SparkSession,
     server.publish("once", TABLE.to_reader())
     df = read(spark, "once", server.catalog_uri, partitions=4)
     assert df.toArrow() == TABLE
+
+
+def test_a_second_attempt_never_gets_the_rest_of_what_is_read_once(spark: SparkSession, server: dis.Server) -> None:
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from TABLE.to_batches()
+
+    def reader() -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(TABLE.schema, batches())
+
+    server.publish("live", reader(), live=dis.Live())
+    server.publish("each", reader)
+    for transport in ("shm", "tcp", "grpc"):
+        server.publish("once", reader())
+
+        def attempt(name: str, transport: str = transport) -> Generator[pa.RecordBatch, None, None]:
+            """As a task in Python makes it, and the sidecar for one in the JVM."""
+            request = Request.parse({"catalog": server.catalog_uri, "path": name, "transport": transport})
+            dataset = request.reader(request.schema())
+            (partition,) = dataset.partitions()
+            return dataset.batches(partition, EACH)
+
+        for _ in range(2):
+            with closing(attempt("live")) as live, pytest.raises(SourceError, match=r"'live' .* Publish a callable"):
+                next(live)
+            assert sum(batch.num_rows for batch in attempt("each")) == TABLE.num_rows
+        with closing(attempt("once")) as once:
+            assert next(once).num_rows == EACH
+        with closing(attempt("once")) as once, pytest.raises(DissociatedError, match="can be read once, and has been"):
+            next(once)
+        with pytest.raises(PySparkException, match=r"'live' .* Publish a callable"):
+            read(spark, "live", server.catalog_uri, transport=transport).collect()
 
 
 def test_no_rows_are_a_dataframe_too(spark: SparkSession, server: dis.Server) -> None:

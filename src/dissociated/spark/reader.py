@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from dissociated.errors import (
     DatasetNotFound,
     DissociatedError,
     OptionError,
+    SourceError,
     TransportError,
     WrongKind,
 )
@@ -59,6 +61,8 @@ _OPTIONS = (
 )
 _LOOKUP_TTL = 10.0  # seconds
 _MAX_ROWS = 10_000  # that Spark's Python is given at once: it takes larger batches more slowly
+_ALL_BATCHES = 0, sys.maxsize
+_READ_ONCE = "it is read once for all"  # what a server says of the batches of a live stream that is shared
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class DatasetReader(DataSourceReader):
         Where `spaces` are given, types are as `Columns.select` leaves them, and values in place where that is possible:
         in regions of one of these, whose files are kept.
         """
-        with self.request.catalog.connect() as client:
+        with self.request.catalog.connect() as client, self._refusals():
             was_known = self._lookup is not None
             try:
                 reader, batch_filter = self._open(client, partition, spaces)
@@ -220,7 +224,7 @@ class DatasetReader(DataSourceReader):
                     raise
                 # It may have moved since.
                 reader, batch_filter = self._open(client, partition, spaces)
-        with closing(reader):
+        with closing(reader), self._refusals():
             for batch in portions(reader, max_rows):
                 wanted = batch_filter.of(batch, in_place=spaces is not None)
                 if wanted.num_rows:
@@ -258,6 +262,20 @@ class DatasetReader(DataSourceReader):
         """Whether Spark's JVM reads what is wanted of a stream with this schema as it is."""
         return Columns(schema, self.schema, self.request.nanoseconds).readable
 
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Say what to do where a server refuses batches by number."""
+        try:
+            yield
+        except DissociatedError as error:
+            if _READ_ONCE not in str(error):
+                raise
+            raise SourceError(
+                f"{self.request.name!r} is a live stream that all its clients read together, and Spark may run a task "
+                "twice: the second would get only the rest. Publish a callable that gives the same stream each time, "
+                "without live=; or read it outside of Spark, and append it to a dataset"
+            ) from None
+
     def _open(
         self, client: Client, partition: EndpointPartition, spaces: list[AddressSpace] | None
     ) -> tuple[pa.RecordBatchReader, _BatchFilter]:
@@ -279,6 +297,9 @@ class DatasetReader(DataSourceReader):
         read_request = replace(client.defaults, columns=lookup.batch_filter.requested)
         if partition.slice is not None:
             read_request = partition.slice.of(read_request)
+        elif endpoint.rows is None and _supports_selection(endpoint):
+            # By number, which a live stream refuses that is read once for all: a second attempt would get its rest.
+            read_request = replace(read_request, batches=_ALL_BATCHES)
         if lookup.conditions and partition.whole:
             read_request = replace(read_request, rows=None, filter=lookup.conditions, exact=False)
         elif lookup.conditions:
@@ -321,7 +342,7 @@ class DatasetReader(DataSourceReader):
         parts = count or math.ceil((info.nbytes or 0) / slice_bytes)
         if not info.rows or parts <= 1:  # a reader that is published can be read once, and has no rows to be known
             return whole
-        if not all(supports_selection(uri) for uris in locations(endpoint) for uri in uris):
+        if not _supports_selection(endpoint):
             return whole
         # Batches without columns: nothing but their metadata moves.
         transport = "grpc" if self.request.transport == "grpc" else None
@@ -330,6 +351,11 @@ class DatasetReader(DataSourceReader):
             sizes = [batch.num_rows for batch in reader]
         cut = slices(sizes, max(1, round(parts * sum(sizes) / info.rows)), whole=bool(self.conditions))
         return [(one, sum(sizes[one.first : one.stop]) == one.rows) for one in cut] or whole
+
+
+def _supports_selection(endpoint: Endpoint) -> bool:
+    """Whether its batches can be requested by number, wherever it is read."""
+    return all(supports_selection(uri) for uris in locations(endpoint) for uri in uris)
 
 
 class _Lookup(NamedTuple):
