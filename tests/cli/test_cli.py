@@ -417,6 +417,42 @@ def test_get_to_standard_output(catalog: str) -> None:
     assert re.search(rb"Z DEBUG connection c1 \(shm server .*\): received schema 0: metadata of", got.stderr)
 
 
+def test_what_breaks_off_in_a_pipe_is_not_published_as_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[pa.RecordBatch]:
+        yield from TABLE.to_batches()
+        raise OSError("the disk is gone")
+
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("broken", lambda: pa.RecordBatchReader.from_batches(TABLE.schema, broken()))
+        for kind in ("arrows", "arrow", "parquet"):
+            written = io.BytesIO()
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, write_through=True))
+            assert main(["get", f"{server.catalog_uri}/broken", "-o", "-", "--format", kind]) == 1
+            assert written.getvalue()
+            put = run("put", "-", f"{server.catalog_uri}/copy", given=written.getvalue())
+            assert put.returncode == 1, kind
+        assert run("ls", server.catalog_uri).stdout.count("copy") == 0
+
+
+def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
+    planes = f"{catalog}/planes"
+    fifo, link, target = (tmp_path / name for name in ("fifo.csv", "link.csv", "target.csv"))
+    os.mkfifo(fifo)
+    with Child(["cat", fifo], stdout=subprocess.PIPE, text=True) as reader:
+        assert run("get", planes, "-o", fifo, "--columns", "n").returncode == 0
+        read = reader.communicate(timeout=PATIENCE)[0].split()
+    assert read == ['"n"', *map(str, range(1000))]
+    target.write_text("old")
+    link.symlink_to(target)
+    assert run("get", planes, "-o", link, "--columns", "n").returncode == 0
+    assert target.read_text().split() == read
+    with target.open("ab") as appended:
+        got = command("get", planes, "-o", "/dev/stdout", "--format", "csv", "--columns", "n")
+        assert subprocess.run(got, stdout=appended, stderr=subprocess.DEVNULL, timeout=PATIENCE).returncode == 0
+    assert target.read_text().split() == [*read, *read]
+    assert (fifo.is_fifo(), link.is_symlink()) == (True, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,8 +14,14 @@ import pyarrow as pa
 from dissociated.cli.plain import plain_rows
 from dissociated.errors import OptionError
 
-#: Opens a file for batches of a schema.
+#: Opens a file for batches of a schema. Where the `with` is left by an exception, no program takes it for all there is.
 _Open: TypeAlias = Callable[[Any, pa.Schema], AbstractContextManager[Any]]
+
+#: What follows an IPC stream that breaks off, since one that simply ends is whole, too. It is no message, and longer
+#: than what may be missing of the last one where that broke off in its last buffer; odd, as nothing in a stream is.
+_NO_MESSAGE = b"\xff" * 4099
+#: What follows a file that breaks off: whoever reads one begins at its end.
+_NO_FOOTER = b"broken off"
 
 
 class FileFormat(NamedTuple):
@@ -27,11 +33,42 @@ class FileFormat(NamedTuple):
     is_text: bool = False
 
 
+@contextmanager
+def _arrow_stream(sink: Any, schema: pa.Schema) -> Iterator[Any]:
+    writer = pa.ipc.new_stream(sink, schema)
+    try:
+        yield writer
+    except BaseException:
+        _spoil(sink, _NO_MESSAGE)
+        raise
+    writer.close()
+
+
+def _arrow_file(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
+    return _with_footer(sink, pa.ipc.new_file(sink, schema))
+
+
 def _parquet(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
     import pyarrow.parquet
 
-    writer: AbstractContextManager[Any] = pyarrow.parquet.ParquetWriter(sink, schema)
-    return writer
+    return _with_footer(sink, pyarrow.parquet.ParquetWriter(sink, schema))
+
+
+@contextmanager
+def _with_footer(sink: Any, writer: Any) -> Iterator[Any]:
+    try:
+        yield writer
+    except BaseException:
+        with suppress(pa.ArrowException, OSError, ValueError):
+            writer.close()  # that of Parquet would write its footer when it is collected
+        _spoil(sink, _NO_FOOTER)
+        raise
+    writer.close()
+
+
+def _spoil(sink: Any, spoiler: bytes) -> None:
+    with suppress(pa.ArrowException, OSError, ValueError):  # nobody may be reading any more
+        sink.write(spoiler)
 
 
 def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
@@ -56,8 +93,8 @@ def _table(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
 
 
 FILE_FORMATS = {
-    "arrow": FileFormat(pa.ipc.new_file, (".arrow", ".feather"), is_ipc=True),
-    "arrows": FileFormat(pa.ipc.new_stream, (".arrows",), is_ipc=True),
+    "arrow": FileFormat(_arrow_file, (".arrow", ".feather"), is_ipc=True),
+    "arrows": FileFormat(_arrow_stream, (".arrows",), is_ipc=True),
     "parquet": FileFormat(_parquet, (".parquet",)),
     "csv": FileFormat(_csv, (".csv",), is_text=True),
     "jsonl": FileFormat(_json_lines, (".jsonl", ".ndjson"), is_text=True),

@@ -29,7 +29,8 @@ Copy a dataset into a file, in the format that --format or the file's ending say
   csv      .csv             CSV
   jsonl    .jsonl .ndjson   JSON, an object a line
 
-The file appears when it is whole. "-" writes to the standard output, an Arrow IPC stream if --format says nothing."""
+The file appears when it is whole; a device or a FIFO is written to as it is. "-" writes to the standard output, an
+Arrow IPC stream if --format says nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         if path is None:
             rows, nbytes = reading.to_stdout(found.reader, written, advance)
         else:
-            with _atomic_file(path) as sink:
+            with path.open("ab") if _stays(path) else _atomic_file(Path(os.path.realpath(path))) as sink:
                 rows, nbytes = reading.write_batches(found.reader, sink, written, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
@@ -66,6 +67,14 @@ def run(arguments: argparse.Namespace) -> None:
         f"{found.info.name}: {text.plural(rows, 'row')}, {text.size(nbytes)} in {seconds:.2f} s, {rate}/s",
         file=sys.stderr,
     )
+
+
+def _stays(path: Path) -> bool:
+    """Whether what is there is not to be replaced: a device, a FIFO, what this process has open (/dev/stdout)."""
+    if path.exists() and not path.is_file():
+        return True
+    parent = path.parent.resolve()
+    return path.is_symlink() and (parent == Path("/dev") or parent.is_relative_to("/proc"))
 
 
 @contextmanager

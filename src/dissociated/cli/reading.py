@@ -102,7 +102,10 @@ def _count(total: int | None, rows: range | None) -> int | None:
 def write_batches(
     reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
-    """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were."""
+    """Write all of it, and tell `advance` how much that was. Returns how many rows and bytes that were.
+
+    What breaks off cannot be taken for all of it, but for text.
+    """
     rows = nbytes = 0
     validator = Validator(reader.schema)
     with written.open(sink, reader.schema) as writer:
