@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
+from dissociated.catalog.tables import Tables
 from dissociated.errors import CatalogError, DatasetNotFound
 from helpers import leaving_nothing, rest_of
 
@@ -322,3 +326,33 @@ def test_a_catalog_killed_at_any_moment_has_whole_commits_only(tmp_path: Path) -
         assert found == [f"{n}-{k}".encode() for n in range(last + 1) for k in range(3)]
         assert last - told in (0, 1)  # the last may not have been told any more
         told = last
+
+
+def test_ctrl_c_between_any_two_lines_of_a_transaction_ends_that_one_alone(database: Database) -> None:
+    tracing, code = sys.gettrace(), inspect.unwrap(Tables.transaction).__code__
+    for number in range(100):
+        left = number
+
+        def interrupt(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code is code:
+                left -= event == "line"
+                if left < 0 and event == "line":
+                    sys.settrace(tracing)
+                    frame.f_trace = None
+                    raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            database.publish(f"d{number}", f"k{number}", SCHEMA, [part(f"p{number}")])
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(tracing)
+        assert len(database.datasets()) in (number, number + 1)
+        database.publish(f"d{number}", f"k{number}", SCHEMA, [part(f"p{number}")])
+    assert number > 3
+    assert len(database.datasets()) == number + 1

@@ -115,11 +115,12 @@ class Tables:
         """All or nothing, by one thread at a time. Raises CatalogError for what SQLite raises."""
         with self._lock:
             try:
+                self._connection.rollback()  # what Ctrl-C has left, which may come between any two lines of this
                 self._connection.execute("BEGIN IMMEDIATE")
                 try:
                     yield
                 except BaseException:
-                    self._connection.execute("ROLLBACK")
+                    self._connection.rollback()  # SQLite itself has done so where the disk is full
                     raise
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
