@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ import pytest
 import dissociated as dis
 from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
 from dissociated.node.launch import ensure, running
+from dissociated.node.node import Node
 from dissociated.store.segment import SegmentWriter
+from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
 from memory.maps import origins
 from nodes import (
@@ -293,6 +296,13 @@ def test_whoever_needs_a_node_starts_one_and_all_get_the_same(memory: Path) -> N
     with suppress(ChildProcessError):
         os.waitpid(again.pid, 0)
     assert len(segments(store / "segments")) == 1
+
+
+def test_a_node_with_the_port_of_one_that_was_killed_is_not_taken_for_it(memory: Path) -> None:
+    with Store(memory / "killed"), Node(Store(memory / "other"), []):
+        shutil.copy(memory / "other" / "node.json", memory / "killed")
+        assert running(memory / "other") is not None
+        assert running(memory / "killed") is None
 
 
 def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:

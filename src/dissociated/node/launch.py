@@ -18,6 +18,7 @@ from typing import IO
 from dissociated.catalog.client import CatalogClient
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.oserrors import store_errors
+from dissociated.store.directory import store_id
 from dissociated.store.eviction import Policy
 
 #: The file in a store that says where its node answers.
@@ -43,12 +44,14 @@ def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT)
     """The node that owns the store in `directory` and answers within so many seconds, if there is one."""
     try:
         address = NodeAddress(**json.loads((Path(directory) / ADDRESS_FILE).read_text()))
+        id = store_id(Path(directory))
     except (OSError, ValueError, TypeError):
         return None
     try:
         client = CatalogClient(address.uri, timeout)
         try:
-            client.stage()
+            if client.stage().node != id:
+                return None  # ours was killed, and another has its port now
         finally:
             client.close()
     except AccessDenied:

@@ -24,6 +24,12 @@ from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
+_ID = "id"
+
+
+def store_id(directory: Path) -> str:
+    """What tells the store in a directory from every other, its node too. Raises OSError where none has been there."""
+    return (directory / _ID).read_text()
 
 
 def file_name(index: int) -> str:
@@ -105,10 +111,10 @@ class Directory:
             raise StoreError(f"the store {self.path} belongs to another process, which still runs") from None
         for directory in (self.staging, self.segments, self.trash):
             directory.mkdir(mode=0o700, exist_ok=True)
-        known = self.path / "id"
+        known = self.path / _ID
         if not known.exists():
             _write_atomically(known, secrets.token_hex(8).encode())
-        self.id = known.read_text()
+        self.id = store_id(self.path)
         probe = self.trash / "probe"
         probe.touch(0o600)
         descriptor = claim_unused(probe)
