@@ -7,10 +7,11 @@ is larger than every other number.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from functools import reduce
 from typing import Any, TypeAlias
@@ -37,6 +38,9 @@ _TEXT = {"starts with": pc.starts_with, "ends with": pc.ends_with, "contains": p
 _LISTED = ("in", "not in")
 _UNARY = {"is null": pc.is_null, "is not null": pc.is_valid}
 _MAX_SINGLY = 16  # values that an expression compares with one by one
+_EPOCH = datetime(1970, 1, 1)
+_NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+_BELOW_MICROSECONDS = re.compile(r"[.,]\d{6}(\d{1,3})")
 _OPERATORS = (*_COMPARISONS, *_LISTED, *_TEXT, *_UNARY)
 
 
@@ -163,6 +167,9 @@ def _is_list(value: object) -> bool:
 def _compared(operator: str, column: _Column, type_: pa.DataType, value: Any) -> Any:
     if value is not None and (grid := Grid.of(type_)):
         return _compared_on_grid(operator, column, type_, grid, grid.number(value))
+    if value is not None and types.is_timestamp(type_):
+        ticks, rest = _ticks(value, type_)
+        return _compared_with_floor(operator, column, pa.scalar(ticks, type_), exact=not rest)
     if types.is_floating(type_) and _is_number(value) and type_ != pa.float64():
         column, type_ = column.cast(pa.float64()), pa.float64()  # which holds each value of it, and more
     scalar = _scalar(value, type_)
@@ -181,11 +188,16 @@ def _compared_on_grid(operator: str, column: _Column, type_: pa.DataType, grid: 
         larger = value < grid.least
         return _always(column, operator in (("!=", ">", ">=") if larger else ("!=", "<", "<=")))
     below = grid.floor(value)
-    if below != value:
+    return _compared_with_floor(operator, column, grid.scalar(below, type_), exact=below == value)
+
+
+def _compared_with_floor(operator: str, column: _Column, below: pa.Scalar, exact: bool) -> Any:
+    """Compared with a value of which `below` is the largest that the column can have and that is not above it."""
+    if not exact:
         if operator in ("=", "!="):
             return _always(column, operator == "!=")
         operator = ">" if operator in (">", ">=") else "<="
-    return _COMPARISONS[operator](column, grid.scalar(below, type_))
+    return _COMPARISONS[operator](column, below)
 
 
 def _always(column: _Column, value: bool) -> Any:
@@ -208,7 +220,11 @@ def _values(known: Sequence[Any], type_: pa.DataType) -> Iterator[pa.Scalar]:
     """Those of these values that a column of this type can have."""
     grid = Grid.of(type_)
     for value in known:
-        if grid is None:
+        if types.is_timestamp(type_):
+            ticks, rest = _ticks(value, type_)
+            if not rest:
+                yield pa.scalar(ticks, type_)
+        elif grid is None:
             yield _scalar(value, type_)
         elif grid.has(number := grid.number(value)):
             yield grid.scalar(number, type_)
@@ -218,16 +234,27 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _ticks(value: Any, to: pa.DataType) -> tuple[int, int]:
+    """A moment in the unit of a column, rounded down, and what is left, in nanoseconds. Raises Uncertain, ValueError.
+
+    Of a text, digits below microseconds count where the column has nanoseconds; else Spark leaves them out.
+    """
+    moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+    if not isinstance(moment, datetime) or (moment.tzinfo is None) is not (to.tz is None):
+        raise Uncertain
+    nanoseconds = getattr(moment, "nanosecond", 0)  # as those of pandas have
+    if isinstance(value, str) and to.unit == "ns" and (below := _BELOW_MICROSECONDS.search(value)):
+        nanoseconds = int(below[1].ljust(3, "0"))
+    since = moment - (_EPOCH if moment.tzinfo is None else _EPOCH.replace(tzinfo=UTC))
+    return divmod(since // timedelta(microseconds=1) * 1000 + nanoseconds, _NANOSECONDS[to.unit])
+
+
 def _scalar(value: Any, to: pa.DataType) -> pa.Scalar:
     """`value` as one of the column's type, which must hold just that. Raises Uncertain, and what libarrow raises."""
     if value is None:
         return pa.scalar(None, to)
     if types.is_date(to) and isinstance(value, str | date) and not isinstance(value, datetime):
         return pa.scalar(date.fromisoformat(value) if isinstance(value, str) else value, to)
-    if types.is_timestamp(to) and isinstance(value, str | datetime):
-        moment = datetime.fromisoformat(value) if isinstance(value, str) else value
-        if (moment.tzinfo is None) is (to.tz is None):
-            return pa.scalar(moment, to)
     if types.is_floating(to) and _is_number(value):
         scalar = pa.scalar(float(value), to)
         if math.isnan(value) or scalar.as_py() == value:
