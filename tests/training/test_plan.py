@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from dissociated.training.plan import Plan, Shard
+from dissociated.training.plan import Plan, Shard, turns
 
 LAYOUTS: tuple[list[int], ...] = ([], [0], [1], [7], [3, 0, 4, 1], [10] * 10, [64, 1, 1, 1, 33], [0, 0, 5, 0])
 
@@ -42,6 +42,23 @@ def test_every_row_comes_once_and_shards_have_as_many_batches() -> None:
             assert {len(batch) for shard in shards for batch in shard} <= {size}, case
             assert {*map(len, shards)} == {whole.total() // count // size}, case
             assert max(Counter(row for shard in shards for batch in shard for row in batch).values(), default=1) == 1
+
+
+def test_shards_that_give_in_turn_go_on_where_they_were() -> None:
+    """As DataLoader asks its workers: one that has no more is asked no more."""
+
+    def in_turn(shards: list[list[int]]) -> list[int]:
+        longest = max(map(len, shards))
+        return [shard[step] for step in range(longest) for shard in shards if step < len(shard)]
+
+    for rows, size, workers in product(range(9), (1, 2), (1, 2, 3, 4)):
+        plan = Plan(np.array([rows], np.int64), size, False, 0, seed=0, drop_last=False)
+        lengths = [len(plan.shard(number, workers, 0)) for number in range(workers)]
+        shards = [[10 * number + step for step in range(length)] for number, length in enumerate(lengths)]
+        whole = in_turn(shards)
+        for given_before in range(len(whole) + 1):
+            left = [shards[number][step:] for number, step in turns(lengths, given_before)]
+            assert in_turn(left) == whole[given_before:], (lengths, given_before)
 
 
 def test_orders_are_of_their_epoch_and_seed_and_never_change() -> None:

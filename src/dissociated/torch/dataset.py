@@ -16,7 +16,7 @@ from dissociated.catalog.handle import DatasetHandle
 from dissociated.errors import OptionError
 from dissociated.training.access import Access
 from dissociated.training.batches import Examples, Position, Sampling
-from dissociated.training.plan import Shard
+from dissociated.training.plan import Shard, turns
 
 #: Options of a DataLoader that would undo what is promised here.
 _NOT_OURS = ("batch_sampler", "in_order", "sampler")
@@ -63,13 +63,14 @@ class IterableDataset(Sampling, TorchIterableDataset):  # type: ignore[misc]  # 
         # What began a worker was sent along. It is told of the next epoch, and has answered, before that begins.
         epoch, given = self._begin_again.tolist() if worker and self._read_in == os.getpid() else self._begin
         self._read_in = os.getpid()
-        number = (number + given) % count  # so that the DataLoader, which asks the first first, goes on in turn
+        # So that the DataLoader, which asks the first first, goes on in turn.
+        number, step = turns([len(self.shard(one, count, epoch)) for one in range(count)], given)[number]
         self._position = position = self.position(count)
         if self._state is not None:
             position.load_state_dict(self._state)
             self._state = None
         else:
-            position.epoch, position.step = epoch, max(0, -(-(given - number) // count))
+            position.epoch, position.step = epoch, step
         return self._tensors(position, self.shard(number, count, position.epoch))
 
     def _tensors(self, position: Position, shard: Shard) -> Iterator[dict[str, Any]]:

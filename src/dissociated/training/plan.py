@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -123,6 +124,26 @@ class Shard:
     def order(self, window: int, rows: int) -> Positions:
         """In which order the rows of a window are given, where they are shuffled."""
         return _permutation(rows, self.plan.seed, self.epoch, 2, self._first, window)
+
+
+def turns(lengths: Sequence[int], given: int) -> list[tuple[int, int]]:
+    """Who gives the next batches of shards of these lengths, where each gives one in turn and `given` were given.
+
+    Each shard by its number, with the number of the batch that it gives next; those that have given all come last.
+    """
+    count = len(lengths)
+    rounds = min(given // count, *lengths)
+    steps, left = [rounds] * count, given - rounds * count
+    waiting, ended = deque(range(count)), []
+    while left and waiting:
+        number = waiting.popleft()
+        if steps[number] == lengths[number]:
+            ended.append(number)
+            continue
+        steps[number] += 1
+        left -= 1
+        waiting.append(number)
+    return [(number, steps[number]) for number in (*waiting, *ended)]
 
 
 def _permutation(length: int, *seeds: int) -> Positions:
