@@ -369,6 +369,8 @@ def test_partitions_have_as_many_rows_as_the_option_says(node: Node) -> None:
         {"maxBytesPerTrigger": "many"},
         {"rowsPerPartition": "-1"},
         {"startingOffsets": "3"},
+        {"filters": '["id", ">", 3]'},
+        {"version": "3"},
         {"maxRowsPerTrigger": "1", "maxBytesPerTrigger": "1"},
     ],
     ids=str,

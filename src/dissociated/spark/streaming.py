@@ -51,6 +51,7 @@ _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 
 _ROWS_PER_PARTITION = 1 << 20
+_NOT_OF_STREAMS = ("filters", "version")  # other rows would come than were asked for
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,12 @@ class StreamOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> StreamOptions:
-        """From the options of the data source. Raises OptionError."""
+        """From the options of the data source. Raises OptionError, also for those that only other reads go by."""
+        if refused := [name for name in _NOT_OF_STREAMS if options.get(name) is not None]:
+            raise OptionError(
+                f"a stream does not go by the option {', '.join(refused)}: it reads what is appended to a dataset, "
+                "whatever its version, and .where(...) filters that"
+            )
         rows, nbytes = _positive(options, "maxRowsPerTrigger"), _positive(options, "maxBytesPerTrigger")
         if rows and nbytes:
             raise OptionError("give maxRowsPerTrigger or maxBytesPerTrigger, not both")
