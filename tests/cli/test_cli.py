@@ -619,6 +619,12 @@ def test_put_keeps_texts_that_look_like_times(catalog: str) -> None:
     assert run("drop", f"{catalog}/times").returncode == 0
 
 
+def test_put_takes_no_json_that_is_not_utf_8(catalog: str) -> None:
+    """libarrow would, and whoever read the text would fail."""
+    put = run("put", "-", f"{catalog}/latin", "-f", "jsonl", given='{"a": "Zürich"}\n'.encode("latin-1"))
+    assert (put.returncode, "Invalid UTF8" in put.stderr) == (1, True)
+
+
 def test_put_and_get_show_how_far_they_are_on_a_terminal(files: Path, catalog: str, tmp_path: Path) -> None:
     put = in_terminal(60, command("put", files / "planes.arrow", f"{catalog}/far"), TERM="xterm")
     shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", put)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,15 @@ def _open_text(name: str, source: Any, written: str) -> pa.RecordBatchReader:
         options = pyarrow.json.ReadOptions(block_size=_BLOCK_SIZE)
         schema = _without_times(pa.struct(pyarrow.json.open_json(source, options).schema))
         parsing = pyarrow.json.ParseOptions(explicit_schema=pa.schema(schema.fields))
-        return pyarrow.json.open_json(source, options, parsing)
+        reader = pyarrow.json.open_json(source, options, parsing)
+        return pa.RecordBatchReader.from_batches(reader.schema, _checked(reader))
+
+
+def _checked(reader: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same batches. Raises ArrowInvalid where a text is not UTF-8: libarrow takes it from JSON as it is."""
+    for batch in reader:
+        batch.validate(full=True)
+        yield batch
 
 
 def _without_times(guessed: pa.DataType) -> pa.DataType:
