@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import dissociated as dis
 from dissociated.catalog.database import Database
 from dissociated.catalog.local import LocalCatalog
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import CatalogError
+from dissociated.errors import AccessDenied, CatalogError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from nodes import put, read, table
@@ -184,3 +185,16 @@ def test_a_part_of_a_dataset_is_not_taken_for_all_of_it(memory: Path) -> None:
         pair.tell()
         with dis.connect(pair.catalog.uri) as client:
             assert [info.name for info in client.list()] == ["e"]
+
+
+def test_a_node_whose_store_was_copied_is_not_taken(memory: Path) -> None:
+    """Each would say that it holds nothing else, and remove what the other had written."""
+    with ExitStack() as running:
+        pair = Pair(memory, running)
+        put(pair.node.uri, "d", table(1))
+        shutil.copytree(memory / "store", memory / "copy", ignore=shutil.ignore_patterns("run"))
+        with pytest.raises(AccessDenied, match=f"the node at {pair.node.uri} on .* has the same id"):
+            Node(Store(memory / "copy"), [], catalog=pair.catalog.uri)
+        pair.node.close()
+        with Node(Store(memory / "copy"), ["shm:"], catalog=pair.catalog.uri):  # now it is the only one
+            assert read(pair.catalog.uri, "d") == [1]

@@ -255,6 +255,11 @@ class LocalCatalog(Catalog):
                 "this catalog and the node do not make the same tickets: give both the same secret and a "
                 "ticket_lifetime, or neither"
             )
+        if (twin := self._members.twin(node)) is not None:
+            raise AccessDenied(
+                f"the node at {twin.flight} on {twin.host} has the same id: one store was copied from the other, and "
+                "each node would remove what the other takes: start this one with another store"
+            )
         announced = [announced_from_json(one) for one in body["parts"]]
         until = time.time() + float(body["lives"])
         self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]))

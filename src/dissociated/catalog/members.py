@@ -19,6 +19,8 @@ from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
 from dissociated.errors import CatalogError, DissociatedError
 
+_ANSWER_TIMEOUT = 2.0  # seconds, for a node that is there to say so
+
 
 class Members:
     """The nodes that have registered in `database`. `own` is the process of the catalog itself, which is not called.
@@ -38,6 +40,15 @@ class Members:
             if id not in known:
                 raise CatalogError(f"no node {id!r} has registered at this catalog")
         return known
+
+    def twin(self, node: NodeRecord) -> NodeRecord | None:
+        """Another node with the same id, which lives and answers elsewhere. What one holds, the other does not."""
+        for known in self._database.nodes():
+            if known.id == node.id and known.alive and known.flight != node.flight:
+                with suppress(DissociatedError), Peer(known.flight, self._security, _ANSWER_TIMEOUT) as peer:
+                    if peer.stage().node == node.id:
+                        return known
+        return None
 
     def open(self, name: str, part: ReplicatedPart, ticket: bytes) -> pa.RecordBatchReader:
         """The stream of `ticket`, a part of the dataset `name`, by Flight from the first node that has it and lives.
