@@ -104,6 +104,14 @@ def test_what_cannot_be_published(source: Any, problem: str) -> None:
         make_dataset("data", source)
 
 
+@pytest.mark.parametrize("once", [iter(TABLE.to_batches()), (batch for batch in TABLE.to_batches()), TABLE.to_reader()])
+def test_a_callable_that_gives_the_same_reader_again(once: Any) -> None:
+    """It would give the rest of it, or nothing, as if that were all."""
+    made = make_dataset("data", lambda: once)
+    with pytest.raises(SourceError, match=r"the callable gives the same .* each time"):
+        made.open_reader()
+
+
 def test_a_parquet_file_that_is_damaged(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet")
     path.write_bytes(path.read_bytes()[:-20])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
 
     if (tensors := as_tensors(source)) is not None:
         return TensorDataset(name, tensors, options)
+    if callable(source):
+        source = _NewEachTime(source)
     dataset = LiveDataset(name, lambda: open_source(name, source, schema), options)
     rows = getattr(source, "num_rows", None)  # as a handle of ours has it
     dataset.rows = rows if isinstance(rows, int) else None
@@ -107,6 +110,32 @@ def open_source(name: str, source: Source, schema: pa.Schema | None = None) -> p
     """A reader over `source`, or over what it gives if it is a callable. Raises SourceError."""
     with source_errors(name):
         return _open_reader(source() if callable(source) else source, schema)
+
+
+class _NewEachTime:
+    """Calls `source`. Raises SourceError where it gives what it gave last, and that can be read once.
+
+    Else whoever comes second would get the rest of that, or nothing, as if it were all.
+    """
+
+    def __init__(self, source: Callable[[], Source]) -> None:
+        self._source = source
+        self._last: Callable[[], Any] = lambda: None
+
+    def __call__(self) -> Source:
+        found = self._source()
+        if not isinstance(found, pa.RecordBatchReader | Iterator):
+            return found
+        if found is self._last():
+            raise SourceError(
+                f"the callable gives the same {type(found).__name__} each time, which can be read once: make a new one "
+                "in it, or publish that one itself"
+            )
+        try:
+            self._last = weakref.ref(found)
+        except TypeError:  # of an iterator in C
+            self._last = lambda: found
+        return found
 
 
 def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBatchReader:
