@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,3 +238,30 @@ def test_what_is_damaged_is_told_with_its_column_and_harms_nothing_else(
             read(spark, what, server.catalog_uri).collect()
         others = [name for name in TABLE.column_names if name != column]
         assert len(read(spark, what, server.catalog_uri).select(others).collect()) == ROWS, what
+
+
+def sidecar(jvm: Any) -> int:
+    """The process beside this JVM."""
+    of_jvm = f"\nPPid:\t{jvm.java.lang.ProcessHandle.current().pid()}\n"
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            of_sidecar = b"dissociated.spark.sidecar" in (process / "cmdline").read_bytes()
+            if of_sidecar and of_jvm in (process / "status").read_text():
+                return int(process.name)
+    raise AssertionError("there is none")
+
+
+def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.Server) -> None:
+    """What that has held of a live stream may have been used again before it was read."""
+    batches = [pa.record_batch({"n": range(first, first + ROWS * 10)}) for first in (0, ROWS * 10)]
+    server.publish("data", lambda: pa.RecordBatchReader.from_batches(batches[0].schema, iter(batches)))
+    plan: Any = read(spark, "data", server.catalog_uri, transport="shm")._jdf.queryExecution().executedPlan()
+    scan = plan.collectLeaves().head()
+    reader = scan.readerFactory().createColumnarReader(scan.inputPartitions().head())
+    for batch in batches:
+        assert reader.next()
+        assert reader.get().column(0).getLong(0) == batch["n"][0].as_py()
+    os.kill(sidecar(spark._jvm), signal.SIGKILL)
+    for end in reader.next, reader.close:  # of all rows, or as far as a LIMIT goes
+        with pytest.raises(PySparkException, match="sidecar has ended"):
+            end()

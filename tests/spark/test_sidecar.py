@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import dissociated as dis
 from dissociated.node.node import Node
 from dissociated.spark.sidecar import Sidecar
 from dissociated.store.store import Store
-from helpers import connections_left, wait_until
+from helpers import PATIENCE, connections_left, wait_until
 
 EACH, COUNT = 1_000, 6
 TABLE = pa.Table.from_batches(
@@ -99,3 +101,61 @@ def test_requests_are_utf_8_whatever_the_encoding_of_the_machine(node: Node) -> 
         process.stdin.write(json.dumps(request, ensure_ascii=False).encode() + b"\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["result"]["rows"] == TABLE.num_rows
+
+
+def opened(sidecar: Sidecar, **options: str) -> int:
+    described = sidecar.describe(options)
+    schema = described["schema"]
+    plan = sidecar.plan(options, schema, schema, described["version"], [], 1.0, 1)
+    (partition,) = plan["partitions"]
+    return int(sidecar.open(plan["reader"], partition["what"], direct=True)["stream"])
+
+
+def test_of_memory_that_is_used_again_one_batch_is_held_and_the_last_until_the_end() -> None:
+    """The server may wait for it before it sends more; and Spark may look at the last batch when it knows the end."""
+    batches = [pa.record_batch({"n": range(10_000)})] * COUNT
+    with dis.Server(["shm:"]) as server:
+        server.publish("data", lambda: pa.RecordBatchReader.from_batches(batches[0].schema, iter(batches)))
+        sidecar = Sidecar()
+        stream = opened(sidecar, path="data", catalog=server.catalog_uri)
+        counts = []
+        while not (answer := sidecar.next(stream))["ended"]:
+            counts.append(len(answer["batches"]))
+        assert counts == [1] * COUNT
+        assert answer["batches"] == []
+        wait_until(lambda: server.status().leases == 1, "the last alone is held")
+        sidecar.close(stream)
+        wait_until(lambda: connections_left(server) == 0, "it has left")
+
+
+def test_what_the_pieces_of_a_batch_share_is_copied_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dissociated.spark.sidecar._MAX_BATCH_BYTES", 5_000)
+    sidecar = Sidecar()
+    stream = opened(sidecar, path="data", catalog=node.uri, transport="grpc")
+    answer = sidecar.next(stream)
+    assert len(answer["batches"]) > 3
+    assert len({json.dumps([column[3] for column in batch["columns"]]) for batch in answer["batches"]}) == 1
+    sidecar.close(stream)
+
+
+def test_who_closes_a_stream_does_not_wait_for_what_comes_next() -> None:
+    more = threading.Event()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield pa.record_batch({"n": [1]})
+        more.wait()
+
+    schema = pa.schema({"n": pa.int64()})
+    with dis.Server(["shm:"]) as server, ThreadPoolExecutor(2) as threads:
+        server.publish("data", lambda: pa.RecordBatchReader.from_batches(schema, batches()))
+        sidecar = Sidecar()
+        stream = opened(sidecar, path="data", catalog=server.catalog_uri)
+        assert sidecar.next(stream)["batches"]
+        waiting = threads.submit(sidecar.next, stream)
+        try:
+            wait_until(waiting.running, "it waits for more")
+            threads.submit(sidecar.close, stream).result(PATIENCE)
+        finally:
+            more.set()
+        waiting.exception(PATIENCE)
+        wait_until(lambda: connections_left(server) == 0, "it has left")

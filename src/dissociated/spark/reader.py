@@ -212,7 +212,7 @@ class DatasetReader(DataSourceReader):
         """The same, in batches of at most so many rows.
 
         Where `spaces` are given, types are as `Columns.select` leaves them, and values in place where that is possible:
-        in regions of one of these, whose files are kept.
+        in regions of one of these, whose files are kept. Then batches without rows come, too: who waits may have gone.
         """
         with self.request.catalog.connect() as client, self._refusals():
             was_known = self._lookup is not None
@@ -227,7 +227,7 @@ class DatasetReader(DataSourceReader):
         with closing(reader), self._refusals():
             for batch in portions(reader, max_rows):
                 wanted = batch_filter.of(batch, in_place=spaces is not None)
-                if wanted.num_rows:
+                if wanted.num_rows or spaces is not None:
                     yield wanted
 
     def direct_request(self, partition: EndpointPartition) -> dict[str, Any] | None:
@@ -398,7 +398,7 @@ class _BatchFilter:
 def portions(batches: Iterable[pa.RecordBatch], max_rows: int = _MAX_ROWS) -> Iterator[pa.RecordBatch]:
     """The same rows in batches that Spark's Python takes well."""
     for batch in batches:
-        for at in range(0, batch.num_rows, max_rows):
+        for at in range(0, max(1, batch.num_rows), max_rows):
             yield batch.slice(at, max_rows)
 
 

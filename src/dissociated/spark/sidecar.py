@@ -14,7 +14,8 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
                                             where the JVM cannot read it
     decode(reader, schema, header, body, max_body)
                                             {"stream"} with one message of that server, whose body is in the file `body`
-    next(stream)                            {"regions": new files to map, "batches", "ended"}
+    next(stream)                            {"regions": new files to map, "batches", "ended"}; the end comes alone,
+                                            so who has it knows that all before was held while it was looked at
     close(stream)                           gives back what it holds
 
 and those of `dissociated.spark.staging`, by which it writes, and `dissociated.spark.tables`.
@@ -155,43 +156,65 @@ class Sidecar:
 
 
 class _Stream:
-    """The batches of one partition, as places. Each is held until the next answer. Spark has these `types`."""
+    """The batches of one partition, as places. Spark has these `types`.
+
+    Each batch is held until the next answer, and the last of all until this is closed.
+    """
 
     def __init__(
         self, batches: Iterator[pa.RecordBatch], spaces: Sequence[AddressSpace], types: Sequence[pa.DataType]
     ) -> None:
         self._batches = batches
         self._types = types
+        self._spaces = spaces
         self._locator = _BufferLocator(spaces)
         self._held: list[pa.RecordBatch] = []
         self._layouts: list[ArrayLayout] = []
         self._next_count = 1  # batches of the next answer: a query with a limit may want no more
         self._lock = threading.Lock()  # a task that is killed closes what it still waits for
+        self._closed = False
 
     def next(self) -> Any:
-        with self._lock:
-            self._held.clear()
-            self._locator.forget()
-            answer: list[Any] = []
-            ended = False
-            while not ended and len(answer) < self._next_count and not self._locator.copied:
-                batch = next(self._batches, None)
-                ended = batch is None
-                if batch is not None and batch.num_rows:
-                    self._held.append(batch)
-                    answer += [self._place(portion) for portion in _cut_to_map(batch)]
-            self._next_count = min(2 * self._next_count, _MAX_BATCHES)
-            return {"regions": self._locator.new_regions(), "batches": answer, "ended": ended}
+        try:
+            with self._lock:
+                return self._next()
+        finally:
+            if self._closed:
+                self.close()
+
+    def _next(self) -> Any:
+        del self._held[:-1]
+        self._locator.forget()
+        answer: list[Any] = []
+        while not self._closed and len(answer) < self._next_count and not self._locator.copied:
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            if batch.num_rows:
+                if not answer:
+                    self._held.clear()
+                self._held.append(batch)
+                answer += [self._place(portion) for portion in _cut_to_map(batch)]
+        # Memory that is used again the server may need back before it can send more.
+        live = any(space.live for space in self._spaces)
+        self._next_count = 1 if live else min(2 * self._next_count, _MAX_BATCHES)
+        return {"regions": self._locator.new_regions(), "batches": answer, "ended": not answer}
 
     def _place(self, batch: pa.RecordBatch) -> Any:
         self._layouts = self._layouts or [*map(ArrayLayout.of, batch.schema.types, self._types)]
         return {"rows": batch.num_rows, "columns": [*map(self._locator.of, batch.columns, self._layouts)]}
 
     def close(self) -> None:
-        with self._lock:
+        """Give back what it holds. Where somebody still waits for more, they do so, with the next batch."""
+        self._closed = True
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             self._batches.close()  # type: ignore[attr-defined]  # it is a generator
             self._held.clear()
             self._locator.close()
+        finally:
+            self._lock.release()
 
 
 def _cut_to_map(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -215,6 +238,7 @@ class _BufferLocator:
         self._memfd = -1
         self._memfd_region = 0
         self._memfd_size = 0
+        self._copies: dict[tuple[int, int], tuple[int, int]] = {}  # by addresses: batches that are cut share buffers
         #: How much of the memfd is in use.
         self.copied = 0
 
@@ -235,6 +259,7 @@ class _BufferLocator:
     def forget(self) -> None:
         """Nobody looks at what was copied any more; and a region may be where other memory was."""
         self.copied = 0
+        self._copies.clear()
         self._unmapped.clear()
 
     def close(self) -> None:
@@ -254,7 +279,9 @@ class _BufferLocator:
             self._mapped.append((begin, begin + region.size, self._add(region.file.path)))
             return self._region_count - 1, first - begin
         self._unmapped.add(first >> 12)
-        return self._copy(buffer)
+        if (first, last) not in self._copies:
+            self._copies[first, last] = self._copy(buffer)
+        return self._copies[first, last]
 
     def _find(self, first: int, last: int) -> Region | None:
         """The region that these addresses lie in, if the JVM may open its file: another user's memfd it may not."""

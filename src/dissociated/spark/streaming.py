@@ -267,7 +267,7 @@ class DatasetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             columns = Columns(reader.schema, self.schema, self.request.nanoseconds)
             # Nothing that was replaced comes back, so if it is the same now, it was when it was opened.
             self._check_lineage(client.describe(self.name), partition.lineage_id, partition.end)
-            yield from map(columns.convert, portions(reader))
+            yield from (columns.convert(batch) for batch in portions(reader) if batch.num_rows)
 
 
 def _offset(info: DatasetInfo | None) -> dict[str, Any]:

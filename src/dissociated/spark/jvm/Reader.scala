@@ -100,7 +100,7 @@ final class SharedBatches(sidecar: Sidecar, stream: Long) extends Batches {
 
   override def close(): Unit = {
     regions.close()
-    if (sidecar.runs) sidecar.call("close", "stream" -> stream) // or it has given back everything
+    sidecar.call("close", "stream" -> stream) // if it has ended, what was read last may have been used again before
   }
 }
 

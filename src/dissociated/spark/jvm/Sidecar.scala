@@ -46,8 +46,6 @@ final class Sidecar private (python: Python) {
   private val numbers = new AtomicLong
   @volatile private var ended = false
 
-  def runs: Boolean = !ended
-
   private val listener = new Thread(() => listen(), "dissociated-sidecar")
   listener.setDaemon(true)
   listener.start()
