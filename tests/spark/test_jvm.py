@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import mmap
 import os
 import signal
+import sys
+import termios
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +22,7 @@ from pyspark.errors import PySparkException
 
 import dissociated as dis
 from dissociated.spark import read
-from helpers import connections_left, wait_until
+from helpers import PATIENCE, connections_left, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -265,3 +269,42 @@ def test_a_task_fails_whose_sidecar_has_ended(spark: SparkSession, server: dis.S
     for end in reader.next, reader.close:  # of all rows, or as far as a LIMIT goes
         with pytest.raises(PySparkException, match="sidecar has ended"):
             end()
+
+
+SCRIPT = """
+echo $$ > {0}/pid
+cat {0}/gate  # until somebody opens it, and says something
+exec sleep 1000
+"""
+
+
+def test_a_script_that_takes_no_more_ends_with_its_task(
+    spark: SparkSession, server: dis.Server, tmp_path: Path
+) -> None:
+    """Spark waits neither for it nor for the thread that feeds it, which would read on in memory that is gone."""
+    script, pid, gate = (tmp_path / name for name in ("script", "pid", "gate"))
+    script.write_text(SCRIPT.format(tmp_path))
+    os.mkfifo(gate)
+    server.publish("data", pa.table({"s": [f"{n:064}" for n in range(100_000)]}))
+    read(spark, "data", server.catalog_uri, partitions=1).createOrReplaceTempView("data")
+    query = f"SELECT TRANSFORM(s) USING 'sh {script}' AS (s string) FROM data LIMIT 1"
+
+    def waits() -> bool:
+        """Whether the pipe to the script is full."""
+        if not pid.exists() or not pid.read_text().strip():
+            return False
+        with open(f"/proc/{pid.read_text().strip()}/fd/0", "rb") as pipe:
+            unread = fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))
+        return int.from_bytes(unread, sys.byteorder) > 60_000
+
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(lambda: spark.sql(query).collect())
+        try:
+            wait_until(waits, "the script takes nothing")
+            gate.write_text("x\n" * 3)  # Spark reads one ahead
+            assert found.result(PATIENCE) == [("x",)]
+            wait_until(lambda: not Path("/proc", pid.read_text().strip()).exists(), "the script has ended")
+            wait_until(lambda: connections_left(server) == 0, "what was read is given back")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)

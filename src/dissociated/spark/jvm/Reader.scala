@@ -12,9 +12,11 @@ import org.apache.arrow.memory.util.MemoryUtil
 import org.apache.spark.TaskContext
 import org.apache.spark.sql.catalyst.InternalRow
 import org.apache.spark.sql.connector.read.{InputPartition, PartitionReader, PartitionReaderFactory}
+import org.apache.spark.sql.execution.BaseScriptTransformationWriterThread
 import org.apache.spark.sql.types.StructType
 import org.apache.spark.sql.vectorized.ColumnarBatch
 import org.apache.spark.storage.StorageUtils
+import org.apache.spark.util.Utils
 
 /** Reads partitions in tasks; `reader` says to the sidecar what of. */
 class DatasetReaderFactory(python: Python, reader: String, columns: StructType) extends PartitionReaderFactory {
@@ -51,7 +53,8 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
   private var batches: Batches = _
   private var current: ColumnarBatch = _
   private[dissociated] val task = TaskContext.get()
-  Option(task).foreach(_.addTaskCompletionListener[Unit](_ => release()))
+  @volatile private var asking: Thread = _ // who has asked last
+  Option(task).foreach(_.addTaskCompletionListener[Unit](_ => Feeders.ended(task, asking)(release())))
   batches = open(direct = true)
 
   private def open(direct: Boolean): Batches = {
@@ -61,6 +64,7 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
   }
 
   override def next(): Boolean = {
+    asking = Thread.currentThread
     val found = Option(batches).flatMap(_.next())
     for (rows <- found) current = new ColumnarBatch(columns.fields.zip(rows.columns).map { case (field, data) =>
       Vectors.of(field.dataType, field.nullable, new ArrayPlace(data, rows.places, field.name, rows.from, rows.count))
@@ -77,6 +81,30 @@ class DatasetPartitionReader(sidecar: Sidecar, reader: String, partition: String
   private[dissociated] def release(): Unit = if (batches != null) {
     batches.close()
     batches = null
+  }
+}
+
+/** Threads that feed the rows of a task to other programs. The task may end before them, and does not wait. */
+object Feeders {
+  /**
+   * Calls `release` when none of this task reads any more; `asking` has asked for rows last. Scripts of TRANSFORM are
+   * ended, which Spark does not do. Nobody is interrupted: an executor ends where that leaves a thread as an error.
+   */
+  def ended(task: TaskContext, asking: Thread)(release: => Unit): Unit = {
+    val threads = new Array[Thread](2 * Thread.activeCount + 64)
+    Thread.enumerate(threads)
+    val feeders = threads.toSeq.collect {
+      case script: BaseScriptTransformationWriterThread if script.taskContext eq task =>
+        script.proc.destroy() // and so its pipe breaks
+        script
+      case pipe if pipe != null && (pipe eq asking) && pipe.getName.startsWith("stdin writer for ") => pipe // RDD.pipe
+    }
+    if (feeders.isEmpty) release
+    else {
+      val waiting = new Thread(() => Utils.tryLogNonFatalError { feeders.foreach(_.join()); release })
+      waiting.setDaemon(true)
+      waiting.start()
+    }
   }
 }
 
