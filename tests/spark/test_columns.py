@@ -152,6 +152,18 @@ def test_nanoseconds_are_refused_within_lists_too() -> None:
     assert taken["fine"].flatten().cast(pa.int64()).to_pylist() == [1000, 1000]
 
 
+def test_nanoseconds_are_cut_off_in_the_hour_that_clocks_show_twice() -> None:
+    half_past_two = 1_603_585_800_000_000_000  # on 2020-10-25 in Berlin, by its summer time and then again
+    instants = [half_past_two + 1, half_past_two + 3_600_000_000_001, None]
+    batch = pa.record_batch({"at": pa.array(instants, pa.timestamp("ns", "Europe/Berlin"))})
+    taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)
+    assert taken["at"].cast(pa.int64()).to_pylist() == [
+        half_past_two // 1000,
+        half_past_two // 1000 + 3_600_000_000,
+        None,
+    ]
+
+
 def test_instants_before_1970_are_cut_off_downwards() -> None:
     batch = pa.record_batch({"at": pa.array([-1, -1000, -1001], pa.timestamp("ns"))})
     taken = Columns(batch.schema, spark_schema(batch.schema), "truncate").convert(batch)

@@ -169,6 +169,8 @@ class Columns:
         if not self._truncate or getattr(array.type, "unit", None) != "ns":
             return array.cast(to)
         if types.is_timestamp(array.type):
+            if array.type.tz is not None:  # else it is rounded by the clocks there, and an hour of a year comes twice
+                array = array.view(pa.timestamp("ns", TIMEZONE))
             return pc.floor_temporal(array, unit="microsecond").cast(to)
         return array.cast(to, safe=False)
 
