@@ -22,7 +22,7 @@ from pyspark.errors import PySparkException
 
 import dissociated as dis
 from dissociated.spark import read
-from helpers import PATIENCE, connections_left, wait_until
+from helpers import connections_left, wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -300,10 +300,10 @@ def test_a_script_that_takes_no_more_ends_with_its_task(
     with ThreadPoolExecutor(1) as other:
         found = other.submit(lambda: spark.sql(query).collect())
         try:
-            wait_until(waits, "the script takes nothing")
+            wait_until(waits, "the script takes nothing", 60)  # to which belongs that Spark starts it
             gate.write_text("x\n" * 3)  # Spark reads one ahead
-            assert found.result(PATIENCE) == [("x",)]
-            wait_until(lambda: not Path("/proc", pid.read_text().strip()).exists(), "the script has ended")
+            assert found.result(60) == [("x",)]
+            wait_until(lambda: not Path("/proc", pid.read_text().strip()).exists(), "the script has ended", 60)
             wait_until(lambda: connections_left(server) == 0, "what was read is given back")
         finally:
             with suppress(ProcessLookupError):
