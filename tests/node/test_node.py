@@ -305,6 +305,16 @@ def test_a_node_with_the_port_of_one_that_was_killed_is_not_taken_for_it(memory:
         assert running(memory / "killed") is None
 
 
+def test_a_node_that_is_closed_again_leaves_the_next_one_of_its_store_alone(memory: Path) -> None:
+    with Node(Store(memory / "store"), []) as first:
+        first.close()
+        with Node(Store(memory / "store"), []) as second:
+            first.close()
+            found = running(memory / "store")
+            assert found is not None
+            assert found.uri == second.uri
+
+
 def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
     store = memory / "store"
     read_end, write_end = os.pipe()

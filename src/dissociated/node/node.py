@@ -18,6 +18,7 @@ from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
+from dissociated.oserrors import store_errors
 from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store
@@ -106,16 +107,20 @@ class Node:
                 security=guarded,
             )
             self.server.use_catalog(self.service)
+            self._closed = False
+            with store_errors(f"the store {store.directory}"):
+                self._tell_address()
             undo.pop_all()
-        place = NodeAddress(self.service.uri, os.getpid())
-        address = store.directory / ADDRESS_FILE
-        draft = address.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(place)))
-        draft.rename(address)
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:
         invalidate(self)
+
+    def _tell_address(self) -> None:
+        address = self.store.directory / ADDRESS_FILE
+        draft = address.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(NodeAddress(self.service.uri, os.getpid()))))
+        draft.rename(address)
 
     def _listen_uri(self, uri: str) -> str:
         return f"shm://{self._socket(_SHM_SOCKET)}" if uri == "shm:" else uri
@@ -145,6 +150,9 @@ class Node:
 
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""
+        if self._closed:
+            return  # by now, what lies there may be that of another node
+        self._closed = True
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
         self._handover.close()
         self.server.close()
