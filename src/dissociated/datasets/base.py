@@ -89,6 +89,9 @@ class Dataset(ABC):
         """Its segments, for others to be appended. Raises SourceError where it was not written in segments."""
         raise SourceError(f"{self.name!r} was not written in segments, so nothing can be appended to it")
 
+    def check_unchanged(self) -> None:
+        """Raise SourceError where it lies in somebody else's file, and that has been written to."""
+
     def prepare_sharing(self, wait: bool) -> None:
         """Copy to shared memory what clients will map: in the background, or with `wait` before this returns.
 

@@ -16,6 +16,7 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
+from dissociated.datasets.file import FileDataset
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import SegmentsDataset
@@ -83,7 +84,7 @@ def _make_dataset(name: str, source: Source, options: WriteOptions | None, schem
                 f"cannot publish {path} with options: an Arrow IPC file is served as it is. Publish a callable that "
                 "opens it, whose batches are then written anew"
             )
-        return SegmentsDataset(name, [Segment.open(path)])
+        return FileDataset(name, path)
     if not isinstance(source, pa.RecordBatchReader):
         from dissociated.datasets.device import as_device_dataset  # on first use: few need it
 

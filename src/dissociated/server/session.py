@@ -58,9 +58,10 @@ class Session:
             published, granted = self._registry.resolve_ticket(ticket)
             self._stats.dataset = published
             with published.reading():
+                published.check_unchanged()
                 dataset = self._select(granted.open(), selection)  # counted first: so it is not evicted
                 self._sending = dataset.accept(_SendingVisitor(self._client(request)))
-                self._serve_request(self._sending)
+                self._serve_request(self._sending, published)
             if self._sender.state is State.ENDING:
                 self._sender.drained()
                 if not self._connection.finish(self._limits.stall_timeout):
@@ -108,11 +109,12 @@ class Session:
             wants_device(request.tag),
         )
 
-    def _serve_request(self, sending: Sending) -> None:
+    def _serve_request(self, sending: Sending, published: Dataset) -> None:
         """Send it, and wait until everything is given back."""
         self._stats.kept = lambda: sending.kept_bytes
         try:
             sending.send()
+            published.check_unchanged()
             self._connection.send(self._sender.end(), self._limits.stall_timeout)
             self._stats.sent = True
         except ConnectionClosed:

@@ -1,0 +1,50 @@
+"""An Arrow IPC file or stream that is served from where it lies, as long as nobody writes to it.
+
+One that is replaced by another of its name is served as it was. One that is written anew in its place has other bytes
+where its metadata said that columns lie: nobody is given these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from dissociated.codec.split import BatchAndMetadata
+from dissociated.datasets.static import SegmentsDataset
+from dissociated.errors import SourceError
+from dissociated.store.segment import Segment
+
+
+class FileDataset(SegmentsDataset):
+    """The file at `path`. Raises StoreError where it holds no IPC stream or file, or cannot be read."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        state = _state(path.stat())  # before anything is read of it
+        segment = Segment.open(path)
+        super().__init__(name, [segment])
+        self._path, self._descriptor, self._published = path, segment.descriptor, state
+
+    def check_unchanged(self) -> None:
+        if _state(os.fstat(self._descriptor)) != self._published:
+            raise SourceError(
+                f"{self._path} has been written to since it was published: publish it anew. To have the old one served "
+                "meanwhile, write another file and rename it"
+            )
+
+    def _batches(self) -> Iterator[BatchAndMetadata]:
+        self.check_unchanged()
+        pairs = super()._batches()
+        while True:
+            try:
+                pair = next(pairs, None)
+            finally:
+                self.check_unchanged()  # else it may fail in any way
+            if pair is None:
+                return
+            yield pair
+
+
+def _state(found: os.stat_result) -> tuple[int, int]:
+    """The size of a file, and when it was written last."""
+    return found.st_size, found.st_mtime_ns
