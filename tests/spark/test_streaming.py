@@ -74,9 +74,18 @@ def started(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "a
 
 
 def run(df: DataFrame, uri: str, name: str, checkpoint: Path, mode: str = "append") -> list[int]:
-    """The same, to its end. How many rows each batch had."""
-    query = started(df, uri, name, checkpoint, mode)
-    assert query.awaitTermination(200)
+    """The same, to its end. How many rows each batch had.
+
+    Spark gives a Python of a stream ten seconds to start, on however busy a machine: then it is started again.
+    """
+    for tries_left in (2, 1, 0):
+        query = started(df, uri, name, checkpoint, mode)
+        try:
+            assert query.awaitTermination(200)
+            break
+        except StreamingQueryException as error:
+            if not tries_left or "Python worker failed to connect back" not in str(error):
+                raise
     return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
 
 
