@@ -19,10 +19,10 @@ from dissociated.errors import (
 )
 from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
 
-#: libarrow takes the magic of a file for the length of the first message.
-_FILE_MAGIC_ERROR = f"to read {int.from_bytes(FILE_MAGIC[:4], 'little')} metadata bytes"
 T = TypeVar("T")
 
+#: libarrow takes the magic of a file for the length of the first message.
+_FILE_MAGIC_ERROR = f"to read {int.from_bytes(FILE_MAGIC[:4], 'little')} metadata bytes"
 _CONTENT_ERRORS = (pa.ArrowException, OSError, UnicodeError)  # libarrow's IOError arrives as an OSError
 
 
@@ -122,15 +122,14 @@ class Reading:
 
     def check(self) -> None:
         """Raise why nothing can be taken any more. The end is no reason."""
-        if self._failed is None and not self._closed and self._taking and not self.ended:
-            self._failed = Failure(
-                StoreError,
-                "this reader was interrupted while it read, or another thread reads from it now: read again from the "
-                "beginning",
-            )
         if self._failed is not None:
             raise self._failed.error()
         self.check_open()
+        if self._taking and not self.ended:
+            raise StoreError(
+                "this reader was interrupted while it read, or another thread reads from it now: read again from the "
+                "beginning"
+            )
 
     def check_open(self) -> None:
         """Raise StoreError where the reader was closed before its end."""
@@ -144,7 +143,7 @@ class Reading:
         if isinstance(error, StopIteration):
             self.ended = True
         else:
-            self._failed = self._failed or Failure.of(error)
+            self._failed = Failure.of(error)
 
     def close(self) -> None:
         """To be called before the source is closed: what that raises, or ends, must not look like the end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.datasets.static import SegmentsDataset
@@ -20,13 +21,13 @@ class FileDataset(SegmentsDataset):
     """The file at `path`. Raises StoreError where it holds no IPC stream or file, or cannot be read."""
 
     def __init__(self, name: str, path: Path) -> None:
-        state = _state(path.stat())  # before anything is read of it
+        state = file_state(path.stat())  # before anything is read of it
         segment = Segment.open(path)
         super().__init__(name, [segment])
         self._path, self._descriptor, self._published = path, segment.descriptor, state
 
     def check_unchanged(self) -> None:
-        if _state(os.fstat(self._descriptor)) != self._published:
+        if file_state(os.fstat(self._descriptor)) != self._published:
             raise SourceError(
                 f"{self._path} has been written to since it was published: publish it anew. To have the old one served "
                 "meanwhile, write another file and rename it"
@@ -45,6 +46,10 @@ class FileDataset(SegmentsDataset):
             yield pair
 
 
-def _state(found: os.stat_result) -> tuple[int, int]:
-    """The size of a file, and when it was written last."""
-    return found.st_size, found.st_mtime_ns
+#: Of a file: where it lies, its size, and when it was written last.
+FileState: TypeAlias = tuple[int, int, int, int]
+
+
+def file_state(found: os.stat_result) -> FileState:
+    """What is another if the file is another, or has been written to."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

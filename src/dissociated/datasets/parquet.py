@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 
@@ -16,6 +16,7 @@ from dissociated.codec.columns import even_batches, select_columns, select_field
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.file import FileState, file_state
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.errors import SourceError
@@ -83,8 +84,8 @@ class _Reading:
         for number in range(self._file.num_row_groups):
             yield from even_batches(self._file.iter_batches(size, [number], columns), size)
 
-    def _state(self) -> _State:
-        return _state(os.fstat(self._source.fileno()))
+    def _state(self) -> FileState:
+        return file_state(os.fstat(self._source.fileno()))
 
 
 def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Dataset:
@@ -98,8 +99,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
     if not files:
         raise SourceError(f"cannot publish {path}: {_DIRECTORY}")
 
-    def states() -> list[_State]:
-        return [_state(file.stat()) for file in files]
+    def states() -> list[FileState]:
+        return [file_state(file.stat()) for file in files]
 
     def open_files(schema: pa.Schema | None = None) -> Any:
         return pyarrow.dataset.dataset(
@@ -144,14 +145,6 @@ def _parquet_files(directory: Path) -> Iterator[Path]:
             yield entry
         else:
             raise SourceError(f"cannot publish {directory}: {_DIRECTORY} ({entry.name} is none)")
-
-
-#: Of a file: where it lies, its size, and when it was written last.
-_State: TypeAlias = tuple[int, int, int, int]
-
-
-def _state(found: os.stat_result) -> _State:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check_rows(path: Path, found: int, published: int | None) -> None:
