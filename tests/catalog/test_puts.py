@@ -21,11 +21,12 @@ import pytest
 
 import dissociated as dis
 from arrow_cases import corrupt_parquet
-from dissociated.catalog import service
+from dissociated.catalog import service, upstream
 from dissociated.catalog.local import LocalCatalog
+from dissociated.catalog.peer import Peer
 from dissociated.catalog.service import CatalogService
 from dissociated.cli import main
-from dissociated.errors import CatalogError, OptionError, SourceError
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, OptionError, SourceError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import PATIENCE, wait_until
@@ -250,6 +251,43 @@ def test_where_nobody_knows_whether_a_put_is_published_the_error_says_so(tmp_pat
             client.put("d", OLD, transport=transport)
     with Node(Store(tmp_path / "store")) as node, dis.connect(node.uri) as client:
         assert client.describe("d").rows == 3
+
+
+#: A catalog that is gone, or says nothing more, between a commit and its answer to the node that passed it on.
+GONE_UPSTREAM = """
+import os, sys, time
+from contextlib import closing
+from dissociated.catalog.local import LocalCatalog
+from dissociated.catalog.service import CatalogService
+
+original = LocalCatalog._commit_distributed
+
+def commit(self, *arguments):
+    original(self, *arguments)
+    os._exit(1) if sys.argv[1] == "gone" else time.sleep(1000)
+
+LocalCatalog._commit_distributed = commit
+with closing(CatalogService("grpc://127.0.0.1:0")) as catalog:
+    print(catalog.uri, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("ending", ["gone", "silent"])
+def test_a_put_through_a_node_is_not_said_to_be_refused_where_its_catalog_may_have_published_it(
+    tmp_path: Path, transport: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "Peer", lambda uri, security, timeout=2.0: Peer(uri, security, timeout))
+    with Fork("-c", GONE_UPSTREAM, ending, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        catalog = process.stdout.readline().strip()
+        unknown = pytest.raises(
+            (CatalogUnreachable, DeadlineExceeded), match="nor did it say whether 'd' was published"
+        )
+        with Node(Store(tmp_path / "store"), catalog=catalog) as node, dis.connect(node.uri) as client, unknown:
+            client.put("d", OLD, transport=transport)
 
 
 @pytest.mark.parametrize("place", ["node"], indirect=True)

@@ -26,6 +26,9 @@ from dissociated.uri import Uri
 
 T = TypeVar("T")
 
+#: With an error: it is not the one that was called who did not answer, but the catalog that this one asked.
+NO_ANSWER = b"no answer"
+
 #: What gRPC says before it comes to why a server cannot be reached.
 _UNREACHABLE = re.compile(
     "Flight returned unavailable error, with message: "
@@ -73,6 +76,8 @@ class CatalogConnection:
         except DissociatedError:  # some are OSErrors, too: of a source that is put
             raise
         except self.flight.FlightUnavailableError as error:
+            if error.extra_info == NO_ANSWER:
+                raise CatalogUnreachable(self._passed_on(error)) from None
             if any(sign in str(error) for sign in _UNTRUSTED_SIGNS):
                 raise AccessDenied(
                     f"the certificate of the catalog at {self.uri} is not to be trusted, or not for that host "
@@ -81,7 +86,9 @@ class CatalogConnection:
             raise CatalogUnreachable(
                 f"no catalog answers at {self.uri}: is it running? ({_server_message(error)})"
             ) from None
-        except self.flight.FlightTimedOutError:
+        except self.flight.FlightTimedOutError as error:
+            if error.extra_info == NO_ANSWER:
+                raise DeadlineExceeded(self._passed_on(error)) from None
             raise DeadlineExceeded(f"the catalog at {self.uri} did not answer for {self.timeout:g} s") from None
         except (self.flight.FlightUnauthenticatedError, self.flight.FlightUnauthorizedError) as error:
             if "middleware" not in self._parameters and isinstance(error, self.flight.FlightUnauthenticatedError):
@@ -91,6 +98,9 @@ class CatalogConnection:
             raise DatasetNotFound(_server_message(error)) from None
         except (pa.ArrowException, ValueError, OSError) as error:  # of a stream, Flight's come out as OSError
             raise CatalogError(f"the catalog at {self.uri} refused: {_server_message(error)}") from None
+
+    def _passed_on(self, error: Exception) -> str:
+        return f"the catalog at {self.uri} has no answer: {_server_message(error)}"
 
     def close(self) -> None:
         """Close the connection. Streams that were opened go on."""

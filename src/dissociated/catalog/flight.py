@@ -13,11 +13,20 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from dissociated.catalog.base import Catalog
+from dissociated.catalog.connection import NO_ANSWER
 from dissociated.catalog.descriptors import first_field, parse_put
 from dissociated.catalog.flight_streams import generate_get
 from dissociated.catalog.guard import require_peer
 from dissociated.codec.split import batches
-from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound, DissociatedError, peer_message
+from dissociated.errors import (
+    AccessDenied,
+    CatalogError,
+    CatalogUnreachable,
+    DatasetNotFound,
+    DeadlineExceeded,
+    DissociatedError,
+    peer_message,
+)
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 _PEER_ACTIONS = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
@@ -61,7 +70,12 @@ def flight_errors() -> Iterator[None]:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
         _log.info("%s", error)
-        raise flight.FlightServerError(peer_message(error)) from None
+        kind, extra_info = flight.FlightServerError, b""
+        if isinstance(error, CatalogUnreachable | DeadlineExceeded):
+            unreachable = isinstance(error, CatalogUnreachable)
+            kind = flight.FlightUnavailableError if unreachable else flight.FlightTimedOutError
+            extra_info = NO_ANSWER
+        raise kind(peer_message(error), extra_info) from None
     except flight.FlightError:
         raise
     except Exception as error:

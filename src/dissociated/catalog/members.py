@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from dissociated.catalog.peer import Peer
 from dissociated.catalog.records import NodeRecord, ReplicatedPart
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
-from dissociated.errors import CatalogError, DissociatedError
+from dissociated.errors import CatalogError, CatalogUnreachable, DeadlineExceeded, DissociatedError
 
 _ANSWER_TIMEOUT = 2.0  # seconds, for a node that is there to say so
 
@@ -25,7 +25,7 @@ _ANSWER_TIMEOUT = 2.0  # seconds, for a node that is there to say so
 class Members:
     """The nodes that have registered in `database`. `own` is the process of the catalog itself, which is not called.
 
-    What a node raises comes out of each call. Safe to use from many threads.
+    What a node raises comes out of each call; CatalogError where it does not answer. Safe to use from many threads.
     """
 
     def __init__(self, database: Database, own: NodeRecord, security: Security) -> None:
@@ -76,12 +76,12 @@ class Members:
 
     def prepare(self, node: NodeRecord, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have a node make segments ready to be published. Returns its part: see `Catalog.prepare`."""
-        with Peer(node.flight, self._security) as peer:
+        with self._call(node) as peer:
             return peer.do_action("prepare", body)
 
     def stage(self, caller: Mapping[str, Any]) -> dict[str, Any]:
         """The stage of a node: see `Catalog.stage`. Raises CatalogError where there is no node."""
-        with Peer(self._nearest(caller).flight, self._security) as peer:
+        with self._call(self._nearest(caller)) as peer:
             return peer.do_action("stage", dict(caller))
 
     def put(
@@ -98,7 +98,7 @@ class Members:
         """
         node = self._nearest({})
         descriptor = flight.FlightDescriptor.for_command(json.dumps({**command, "staged": True, "end": True}))
-        with Peer(node.flight, self._security) as peer:
+        with self._call(node) as peer:
             answer = peer.forward(lambda client: upload(client, descriptor, schema, pairs))
             try:
                 commit({"node": node.id, "segment": answer["segment"]})
@@ -107,6 +107,16 @@ class Members:
                     peer.discard([answer["segment"]])
                 raise
         return answer
+
+    @contextmanager
+    def _call(self, node: NodeRecord) -> Iterator[Peer]:
+        """Whether something is published this catalog knows, whatever a node has not answered: that is no more than
+        another reason why it is not."""
+        with Peer(node.flight, self._security) as peer:
+            try:
+                yield peer
+            except (CatalogUnreachable, DeadlineExceeded) as error:
+                raise CatalogError(str(error)) from error
 
     def _nearest(self, caller: Mapping[str, Any]) -> NodeRecord:
         """A node that lives: one on the caller's host if there is one."""
