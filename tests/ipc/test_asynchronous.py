@@ -471,6 +471,26 @@ def test_a_closed_reader_says_so() -> None:
     run(test)
 
 
+def test_nothing_is_read_from_a_reader_that_is_being_closed(tmp_path: Path) -> None:
+    """Its descriptor may be another file's by then."""
+    held = threading.Event()
+
+    async def test() -> None:
+        with ThreadPoolExecutor(4) as executor:
+            reader = await open_async(written(tmp_path / "file", FILE), memory_map=False, executor=executor)
+            assert isinstance(reader, AsyncFileReader)
+            reading = asyncio.create_task(reader._threads.run(held.wait, PATIENCE))
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(reader.aclose()), asyncio.create_task(reader.aclose())
+            await asyncio.sleep(0)
+            with pytest.raises(StoreError, match="this reader is closed"):
+                await reader.get_batch(0)
+            held.set()
+            await asyncio.gather(reading, *closing)
+
+    run(test)
+
+
 def test_two_loops_over_one_stream_share_it() -> None:
     async def test() -> None:
         async with await open_async(STREAM) as reader:

@@ -46,6 +46,7 @@ class _AsyncReader(ABC):
         self.schema = reader.schema
         self._reader = reader
         self._threads = threads
+        self._closing = False
         self._begun: weakref.WeakSet[AsyncBatches] = weakref.WeakSet()
 
     @property
@@ -67,19 +68,20 @@ class _AsyncReader(ABC):
 
     async def aclose(self) -> None:
         """Let go of the source, and end the threads, once the reads that have begun are done. Batches stay."""
+        self._closing = True  # else a read could begin while the source is closed, and read of another file
         for batches in self._begun:
             batches._stop()
         await self._threads.settle()
-        if self._reader is not None:
-            await self._threads.run(self._close)  # which may block
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await self._threads.run(self._close, reader)  # which may block
         await self._threads.aclose()
 
-    def _close(self) -> None:
-        reader, self._reader = self._reader, None
+    def _close(self, reader: Any) -> None:
         reader.close()
 
     def _open(self) -> Any:
-        if self._reader is None:
+        if self._closing:
             raise StoreError("this reader is closed")
         return self._reader
 
@@ -196,9 +198,9 @@ class AsyncStreamReader(_AsyncReader):
             repeat(ReadStep(self._left.take)), ReadAheadOptions(readahead, readahead_bytes, custom_metadata), 1
         )
 
-    def _close(self) -> None:
+    def _close(self, reader: Any) -> None:
         self._left.drop()
-        super()._close()
+        reader.close()
 
 
 class _RemainingBatches:
