@@ -473,14 +473,18 @@ def test_a_closed_reader_says_so() -> None:
 
 def test_nothing_is_read_from_a_reader_that_is_being_closed(tmp_path: Path) -> None:
     """Its descriptor may be another file's by then."""
-    held = threading.Event()
+    begun, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert held.wait(PATIENCE)
 
     async def test() -> None:
         with ThreadPoolExecutor(4) as executor:
             reader = await open_async(written(tmp_path / "file", FILE), memory_map=False, executor=executor)
             assert isinstance(reader, AsyncFileReader)
-            reading = asyncio.create_task(reader._threads.run(held.wait, PATIENCE))
-            await asyncio.sleep(0)
+            reading = asyncio.create_task(reader._threads.run(hold))
+            assert await asyncio.to_thread(begun.wait, PATIENCE)  # else it would be cancelled
             closing = asyncio.create_task(reader.aclose()), asyncio.create_task(reader.aclose())
             await asyncio.sleep(0)
             with pytest.raises(StoreError, match="this reader is closed"):
