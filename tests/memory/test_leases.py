@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import operator
+import signal
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -14,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dissociated.errors import RemoteProtocolError
 from dissociated.memory.device.emulated import EmulatedDevice
-from dissociated.memory.leases import STILL_HELD, FreeQueue, Ledger, leased_buffer, leased_on_device
+from dissociated.memory.leases import STILL_HELD, FreeQueue, Ledger
 from helpers import PATIENCE
 
 ADDRESSES = st.integers(1, 6)
@@ -70,7 +75,7 @@ def memory(size: int = 64) -> pa.Buffer:
 
 def test_a_lease_ends_with_the_last_array() -> None:
     returns = FreeQueue()
-    buffer = leased_buffer(memory(), (1, 2, 3), returns)
+    buffer = returns.lease(memory(), (1, 2, 3))
     whole = pa.Array.from_buffers(pa.int8(), 64, [None, buffer])
     column = whole.slice(3, 4)
     del buffer, whole
@@ -82,16 +87,29 @@ def test_a_lease_ends_with_the_last_array() -> None:
 
 
 def test_a_lease_keeps_its_memory() -> None:
-    buffer = leased_buffer(memory(), (1,), FreeQueue())
+    buffer = FreeQueue().lease(memory(), (1,))
     assert buffer.to_pybytes() == bytes(range(64))
     assert buffer.size == 64
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_lease_that_ends_in_the_moment_of_ctrl_c_has_ended(kind: str) -> None:
+    returns, device = FreeQueue(), EmulatedDevice(0)
+    place = memory() if kind == "host" else device.allocate(64, device.stream()).buffer()
+    last = [returns.lease(place, (1, 2, 3), None if kind == "host" else device)]
+    del place
+    interrupt: Any = partial(ctypes.CDLL(None)["raise"], signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(map(operator.call, [interrupt, last.clear]))  # C alone: the signal is handled in the next line of Python
+    returns.wake()
+    assert returns.take(10) == [1, 2, 3]
 
 
 def test_leases_end_in_any_thread() -> None:
     returns = FreeQueue()
 
     def drop(number: int) -> None:
-        del [leased_buffer(memory(), (number,), returns)][0]
+        del [returns.lease(memory(), (number,))][0]
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(drop, range(1000)))
@@ -137,7 +155,7 @@ def test_addresses_on_a_device_go_back_when_nothing_reads_there_any_more() -> No
     memory = device.allocate(16, stream)
     stream.clear(memory.address, 16)
     stream.synchronize()
-    buffer = leased_on_device(memory.buffer(), (1, 2), returns, device)
+    buffer = returns.lease(memory.buffer(), (1, 2), device)
     target = pa.allocate_buffer(16)
     stream.copy(target.address, buffer.address, 16)
     del memory, buffer
@@ -145,7 +163,7 @@ def test_addresses_on_a_device_go_back_when_nothing_reads_there_any_more() -> No
     assert returns.take(100) == [1, 2]
     assert target.to_pybytes() == bytes(16), "what was begun there is done"
     assert device.allocations == 0
-    buffer = leased_on_device(device.allocate(16, stream).buffer(), (1, 2), returns, device)
+    buffer = returns.lease(device.allocate(16, stream).buffer(), (1, 2), device)
     device.capturing = True
     del buffer
     assert returns.take(100) == [STILL_HELD] * 2, "nobody can tell"

@@ -12,7 +12,7 @@ from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.device.base import Device
-from dissociated.memory.leases import STILL_HELD, FreeQueue, leased_buffer, leased_on_device
+from dissociated.memory.leases import STILL_HELD, FreeQueue
 from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
@@ -57,10 +57,7 @@ class ClientLeases:
         There it is in use until whatever was begun with it is done: its streams may go on when nobody refers to it.
         """
         self._settled += len(addresses)
-        self._returns = self._returns.current()
-        if device is not None:
-            return leased_on_device(memory, addresses, self._returns, device)
-        return leased_buffer(memory, addresses, self._returns)
+        return self._returns.lease(memory, addresses, device)
 
     def free(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""

@@ -8,11 +8,12 @@ place is one lease.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Protocol, Self
 
 import pyarrow as pa
 
@@ -78,49 +79,84 @@ def _count_forks() -> None:
     os.register_at_fork(before=count, after_in_parent=count, after_in_child=count)
 
 
-class _OnDevice(NamedTuple):
-    """Addresses of memory on a device, which streams may read until after this event."""
+class _Lease:
+    """Keeps memory mapped, and what owns it, for as long as anything refers to it."""
 
-    addresses: Sequence[int]
-    memory: pa.Buffer
-    after: Event | None
+    __slots__ = ("__weakref__", "_memory", "_owner")
+
+    def __init__(self, memory: pa.Buffer, owner: object) -> None:
+        self._memory = memory
+        self._owner = owner
 
 
-_Queue = SimpleQueue[Sequence[int] | _OnDevice | None]
+class _Ended(weakref.ref[_Lease]):
+    """That a lease has ended: `callback` is then called with this, which must be kept until then.
+
+    A `__del__` would be Python's code, where a signal may be handled: Ctrl-C would be lost there, and the lease too.
+    """
+
+    __slots__ = ("_addresses", "_device", "_forks", "_memory")
+
+    def __new__(cls, lease: _Lease, callback: Callable[[_Ended], object], *_: object) -> Self:
+        return super().__new__(cls, lease, callback)
+
+    def __init__(
+        self,
+        lease: _Lease,
+        callback: Callable[[_Ended], object],
+        addresses: Sequence[int],
+        memory: pa.Buffer,
+        device: Device | None,
+    ) -> None:
+        self._addresses = addresses
+        self._memory = None if device is None else memory  # which streams may read for longer
+        self._device = device
+        self._forks = _forks
+
+    def addresses(self) -> Sequence[int]:
+        """What may be given back, once nothing reads it any more on a device: that is waited for."""
+        if self._forks == _forks:
+            try:
+                if self._device is not None and (fence := self._device.fence()) is not None:
+                    _wait_for(fence)
+                return self._addresses
+            except DeviceError:
+                pass  # nobody can tell
+        return (STILL_HELD,) * len(self._addresses)
+
+
+def _wait_for(event: Event) -> None:
+    with suppress(DeviceError):  # a device that is lost reads nothing any more
+        event.synchronize()
 
 
 class FreeQueue:
-    """Where a client's leases go when they end. Finalizers only enqueue; a connection's thread drains.
-
-    SimpleQueue.put is reentrant, so it may be called from a finalizer at any point of any thread.
+    """A client's leases, and what of them has ended: that is only queued then, and a connection's thread takes it.
 
     What was leased before this process forked is held by the child too, which says nothing when it lets go: such
     addresses come back as STILL_HELD. The child's leases keep `owner`, and so its copy of the connection: while that
     is open the server gives nothing of it to others.
     """
 
-    def __init__(self, owner: object = None, queue: _Queue | None = None) -> None:
+    def __init__(self, owner: object = None) -> None:
         _count_forks()
-        self._queue: _Queue = SimpleQueue() if queue is None else queue
+        # Its `put` is C alone, and reentrant, so it may be called at any point of any thread.
+        self._queue: SimpleQueue[Sequence[int] | _Ended | None] = SimpleQueue()
+        self._leases: set[_Ended] = set()  # until they have ended, and are taken
         self._owner = owner
-        self._forks = _forks
 
-    def current(self) -> FreeQueue:
-        """The queue for leases that begin now: this one, or after a fork another one, which is drained with this."""
-        return self if self._forks == _forks else FreeQueue(self._owner, self._queue)
+    def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
+        """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are queued.
+
+        On a `device` streams may go on to read it then: who takes the addresses waits for these, and lets go of it.
+        """
+        lease = _Lease(memory, self._owner)
+        self._leases.add(_Ended(lease, self._queue.put, addresses, memory, device))
+        return pa.foreign_buffer(memory.address, memory.size, lease)
 
     def put(self, addresses: Sequence[int], /) -> None:
-        """Take addresses whose lease has ended."""
-        self._queue.put(addresses if self._forks == _forks else (STILL_HELD,) * len(addresses))
-
-    def put_from_device(self, addresses: Sequence[int], memory: pa.Buffer, device: Device) -> None:
-        """The same for `memory` on a device. Who takes them waits until nothing reads it, and lets go of it."""
-        if self._forks != _forks:
-            return self.put(addresses)
-        try:
-            self._queue.put(_OnDevice(addresses, memory, device.fence()))
-        except DeviceError:
-            self._queue.put((STILL_HELD,) * len(addresses))
+        """Take addresses that are not leased."""
+        self._queue.put(addresses)
 
     def wake(self) -> None:
         """Make a waiting `take` return what there is, even nothing."""
@@ -133,21 +169,18 @@ class FreeQueue:
             item = self._queue.get()
             if item is None:
                 return addresses
-            addresses += _let_go(item) if isinstance(item, _OnDevice) else item
+            if isinstance(item, _Ended):
+                self._leases.remove(item)
+                addresses += item.addresses()
+            else:
+                addresses += item
             del item  # while the next is waited for, it may hold memory
             if len(addresses) >= limit or self._queue.empty():
                 return addresses
 
 
-def _let_go(item: _OnDevice) -> Sequence[int]:
-    if item.after is not None:
-        with suppress(DeviceError):  # a device that is lost reads nothing any more
-            item.after.synchronize()
-    return item.addresses
-
-
 class AddressSink(Protocol):
-    """Where addresses go whose lease has ended: `FreeQueue`, a SimpleQueue, or what else may be called anywhere."""
+    """Where addresses go whose lease has ended: a SimpleQueue, or what else may be called anywhere."""
 
     def put(self, addresses: Sequence[int], /) -> object:
         """Take them. Called from finalizers, at any point of any thread: enqueue, do nothing else."""
@@ -167,26 +200,6 @@ class Lease:
         self._put(self._addresses)
 
 
-class _DeviceLease:
-    """The same for memory on a device."""
-
-    __slots__ = ("_addresses", "_device", "_memory", "_returns")
-
-    def __init__(self, memory: pa.Buffer, addresses: Sequence[int], returns: FreeQueue, device: Device) -> None:
-        self._memory = memory
-        self._addresses = addresses
-        self._returns = returns
-        self._device = device
-
-    def __del__(self) -> None:
-        self._returns.put_from_device(self._addresses, self._memory, self._device)
-
-
 def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> pa.Buffer:
     """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are returned."""
     return pa.foreign_buffer(memory.address, memory.size, Lease(memory, addresses, returns))
-
-
-def leased_on_device(memory: pa.Buffer, addresses: Sequence[int], returns: FreeQueue, device: Device) -> pa.Buffer:
-    """The same for memory on a device, which its streams may go on to read after the last array is collected."""
-    return pa.foreign_buffer(memory.address, memory.size, _DeviceLease(memory, addresses, returns, device))
