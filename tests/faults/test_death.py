@@ -102,7 +102,7 @@ def test_server_is_killed_after_the_end_of_stream(spawn: Spawn, runtime: str) ->
 
 SERVER = textwrap.dedent(
     """
-    import sys, threading
+    import os, sys, threading
     import numpy as np
     import pyarrow as pa
     import dissociated as dis
@@ -112,7 +112,7 @@ SERVER = textwrap.dedent(
 
     def source():
         yield numbers.to_batches(max_chunksize=1 << 16)[0]
-        print("reached", flush=True)
+        os.write(1, b"reached\\n")  # whole, beside another thread's
         stuck.wait()
 
     server = dis.Server(["shm:", "tcp://127.0.0.1:0"], catalog=None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,23 @@ def test_freed_bodies_go_back_to_the_system_and_others_stay(region: LiveRegion) 
     assert read(region, middle[0], 2 * PAGE) == bytes(2 * PAGE)
     assert read(region, bodies[0][0][0], 2 * PAGE) == b"\1" * 2 * PAGE
     assert read(region, bodies[2][0][0], 2 * PAGE) == b"\3" * 2 * PAGE
+
+
+def test_pages_that_cannot_be_given_back_now_go_back_with_the_next(region: LiveRegion) -> None:
+    size = 16 * MB
+    (first, _), (second, _) = (region.place([bytes([n]) * size], size, [(0, size)])[0] for n in (1, 2))
+    ((third, _),) = region.place([b"3" * PAGE], PAGE, [(0, PAGE)])
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + size // 2, limits[1]))  # for these bodies there is no room to map
+    try:
+        region.free([first, second])
+        assert used(region) == 2 * size + PAGE
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert region.unfreed == PAGE
+    region.free([third])
+    assert (region.unfreed, used(region), region.empty) == (0, 0, True)
 
 
 def test_addresses_are_never_used_again(region: LiveRegion) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -219,6 +220,23 @@ def test_a_table_is_copied_into_shared_memory_once(serve: Serve) -> None:
     assert connections_left(server) == 0
     clients_end()
     assert memfds() == 0
+
+
+def test_what_is_held_stays_as_it_was_published(serve: Serve) -> None:
+    numbers = np.arange(1000)
+    with pa.BufferOutputStream() as sink, pa.ipc.new_stream(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    encoded = {name: bytearray(sink.getvalue()) for name in ("bytes", "view")}
+    server = serve("tcp://127.0.0.1:0")
+    server.publish("columns", {"n": numbers})
+    server.publish("bytes", encoded["bytes"])
+    server.publish("view", memoryview(encoded["view"]))
+    numbers[:] = -1
+    for content in encoded.values():
+        content[-len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    expected = {"columns": pa.table({"n": range(1000)}), "bytes": TABLE, "view": TABLE}
+    for name, table in expected.items():
+        assert dis.open_stream(server.locations(name)[0], server.ticket(name)).read_all() == table
 
 
 def test_what_a_writer_writes_is_published_at_its_close(serve: Serve) -> None:

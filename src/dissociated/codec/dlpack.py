@@ -265,7 +265,7 @@ def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[Imported
     ((kind, number),) = places
     struct = ArrowDeviceArray()
     if kind in _HOST_DEVICE:
-        batch = pa.record_batch({name: pa.array(np.from_dlpack(column)) for name, column in columns.items()})
+        batch = pa.record_batch({name: pa.array(np.array(np.from_dlpack(column))) for name, column in columns.items()})
         batch._export_to_c(ctypes.addressof(struct))
         struct.device_type = DeviceType.CPU
         return batch.schema, [ImportedArray(struct)]

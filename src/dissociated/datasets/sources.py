@@ -193,7 +193,8 @@ def _check_piece(piece: Any, schema: pa.Schema | None) -> None:
 def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
     """What is in memory as Arrow IPC: its batches, or where these have metadata of their own, a copy."""
     if not isinstance(source, pa.ipc.RecordBatchFileReader):
-        buffer = pa.py_buffer(source)
+        may_change = isinstance(source, bytearray) or (isinstance(source, memoryview) and not source.readonly)
+        buffer = pa.py_buffer(bytes(source) if may_change else source)
         if buffer[: len(FILE_MAGIC)].to_pybytes() != FILE_MAGIC:
             return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
         source = pa.ipc.open_file(buffer)

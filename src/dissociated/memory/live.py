@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 
 from dissociated.buffers import Buffer
@@ -54,6 +54,7 @@ class LiveRegion:
         #: Bytes of the bodies that are held and count.
         self.unfreed = 0
         self._unfreed_bodies = 0
+        self._unpunched: list[_LiveBody] = []  # which nobody holds
         with store_errors(f"shared memory for {name}"), ExitStack() as undo:
             self._writable = create_memfd(name)
             undo.callback(os.close, self._writable)
@@ -156,8 +157,17 @@ class LiveRegion:
         if not body.leases and not body.exempt_leases:
             for address in body.addresses:
                 del self._bodies[address]
-            with mmap.mmap(self._writable, body.size, offset=body.offset) as mapped:
-                mapped.madvise(mmap.MADV_REMOVE)
+            self._unpunched.append(body)
+            self._punch()
+
+    def _punch(self) -> None:
+        """Give back the pages of what nobody holds. What cannot be mapped for that now, can be with the next body."""
+        with suppress(OSError):
+            while self._unpunched:
+                body = self._unpunched[-1]
+                with mmap.mmap(self._writable, body.size, offset=body.offset) as mapped:
+                    mapped.madvise(mmap.MADV_REMOVE)
+                self._unpunched.pop()
 
     def close(self) -> None:
         """Give back the descriptors."""
