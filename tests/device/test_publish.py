@@ -16,6 +16,7 @@ import dissociated as dis
 from arrow_cases import ROWS
 from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, pointer
 from dissociated.codec.device import DeviceBatch, DeviceReader, to_device
+from dissociated.datasets.device import DeviceDataset
 from dissociated.errors import DeviceError, SourceError, UriError
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
@@ -150,6 +151,19 @@ def test_slices_and_nulls_that_nobody_has_counted(device: Device, server: dis.Se
     with_runs = on_device(device, [ALL_TYPES[0].select(runs)]).read_next_batch()
     with pytest.raises(SourceError, match="slice of run-end encoded"):
         server.publish("slice", Exported(with_runs, 5, 9))
+
+
+def test_what_lies_beside_what_is_published_is_not_sent(device: Device, server: dis.Server) -> None:
+    secret = 0x5EC4E7_5EC4E7
+    batch = on_device(device, [pa.record_batch({"a": [*range(7), secret], "b": [*range(8)]})]).read_next_batch()
+    server.publish("rows", Exported(batch, 0, 7))
+    dataset = server.dataset("rows")
+    assert isinstance(dataset, DeviceDataset)
+    (_, _, body) = [*dataset.messages()][-1]
+    assert body is not None
+    sent = b"".join(map(bytes, body))
+    assert sent[:56] == np.arange(7).tobytes()
+    assert secret.to_bytes(8, "little") not in sent
 
 
 def test_a_reader_that_stops_early_keeps_what_it_was_given(

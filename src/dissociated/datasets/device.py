@@ -180,8 +180,9 @@ def _copy(stream: Stream, segment: DeviceSegment, messages: Iterable[PlacedMessa
         if not parsed.body_length:
             yield StaticMessage(header, parsed, ())
             continue
-        for address, length, offset in fetch_ranges([address for address, _ in extents], lengths, offsets):
-            stream.copy(segment.address(at) + offset, address, length)
+        for (address, length), offset in zip(extents, offsets, strict=True):  # each by itself: what follows is others'
+            if length:
+                stream.copy(segment.address(at) + offset, address, length)
         placed = [(at + offset if length else 0, length) for offset, length in zip(offsets, lengths, strict=True)]
         yield StaticMessage(header, parsed, None, placed)
         at += parsed.body_length
