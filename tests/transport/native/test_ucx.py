@@ -4,21 +4,25 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from types import FrameType
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import DeadlineExceeded, RemoteProtocolError, TransportError, UriError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteProtocolError, TransportError, UriError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
+from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
+from dissociated.transport.native.ucx import callbacks
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, complaint, leaving_nothing
+from helpers import PATIENCE, case, complaint, leaving_nothing
 
 pytestmark = pytest.mark.needs("ucx")
 
@@ -26,14 +30,17 @@ UCX = transport("ucx")
 
 
 @contextmanager
-def attended(listener: Listener, uri: Uri) -> Iterator[Connection]:
-    """A client's connection, whose other end is looked after as a server does."""
+def attended(
+    listener: Listener, uri: Uri, answer: Callable[[Connection], None] = Connection.close
+) -> Iterator[Connection]:
+    """A client's connection, whose other end is looked after as a server does, until it has answered a message."""
 
     def attend() -> None:
         accepted = listener.accept()
         assert accepted is not None
         with accepted:
-            accepted.receive(PATIENCE, lambda tag, length: bytearray(length))  # until the client closes
+            if accepted.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None:  # or the client closes
+                answer(accepted)
 
     with ThreadPoolExecutor(1) as pool:
         attending = pool.submit(attend)
@@ -172,3 +179,42 @@ def test_a_remote_handle_that_is_none_is_refused() -> None:
         uri = with_spans(listener.uri, [Span(4096, 8, b"\xff")])
         with attended(listener, uri) as client, pytest.raises(TransportError):
             client.fetch([(4096, 8, 0)], bytearray(8), PATIENCE)
+
+
+@contextmanager
+def interrupted_in(callback: str) -> Iterator[None]:
+    """Ctrl-C at the first line of what UCX calls."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            sys.settrace(tracing)
+            raise KeyboardInterrupt
+        called = frame.f_code.co_filename == callbacks.__file__ and frame.f_code.co_name == callback
+        return trace if called else None
+
+    tracing = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(tracing)
+
+
+def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_something_was_lost() -> None:
+    told: dict[str, Callable[[Connection], None]] = {
+        "metadata": lambda peer: peer.send([Message(None, (b"metadata",))], PATIENCE),
+        "abort": lambda peer: peer.abort("because"),
+        "lost": lambda peer: peer.close(),
+    }
+    for callback, tell in told.items():
+        with (
+            case(callback),
+            leaving_nothing(),
+            closing(UCX.listen(Uri.parse("ucx:"))) as listener,
+            attended(listener, listener.uri, tell) as client,
+        ):
+            client.send([Message(1, (b"body",))], PATIENCE)
+            with interrupted_in(callback), pytest.raises(KeyboardInterrupt):
+                client.receive(PATIENCE, lambda tag, length: bytearray(length))
+            with pytest.raises(ConnectionClosed, match=r"lost what the ucx server .* sent: KeyboardInterrupt"):
+                client.receive(PATIENCE, lambda tag, length: bytearray(length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 from dissociated.once import once
@@ -10,26 +11,33 @@ from dissociated.transport.native.ucx._ucp import Ucp, ucp
 
 
 class Callbacks:
-    """What UCX calls. Each gets the handle of the object that it concerns."""
+    """What UCX calls. Each gets the handle of the object that it concerns.
+
+    Nothing that is raised gets through UCX, and a signal is handled at the first bytecode after its wait, which is one
+    of these. So that object is told by `_failed`.
+    """
 
     def __init__(self, u: Ucp) -> None:
         ffi = u.ffi
 
-        @ffi.callback("ucp_am_recv_callback_t")  # type: ignore[untyped-decorator]
+        def failed(kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+            ffi.from_handle(trace.tb_frame.f_locals["arg"])._failed(error)
+
+        @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def metadata(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             return int(ffi.from_handle(arg)._metadata(data, length, param.recv_attr))
 
-        @ffi.callback("ucp_am_recv_callback_t")  # type: ignore[untyped-decorator]
+        @ffi.callback("ucp_am_recv_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def abort(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             if not param.recv_attr & c.AM_RECV_RNDV:
                 ffi.from_handle(arg)._give_up(bytes(ffi.buffer(data, length)).decode(errors="replace"))
             return 0
 
-        @ffi.callback("ucp_err_handler_cb_t")  # type: ignore[untyped-decorator]
+        @ffi.callback("ucp_err_handler_cb_t", onerror=failed)  # type: ignore[untyped-decorator]
         def lost(arg: Any, endpoint: Any, status: int) -> None:
             ffi.from_handle(arg)._lose_by(status)
 
-        @ffi.callback("ucp_listener_conn_callback_t")  # type: ignore[untyped-decorator]
+        @ffi.callback("ucp_listener_conn_callback_t", onerror=failed)  # type: ignore[untyped-decorator]
         def requested(request: Any, arg: Any) -> None:
             ffi.from_handle(arg)._requested(request)
 

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 
-from dissociated.errors import DeviceError, TransportError
+from dissociated.errors import TransportError
 from dissociated.memory.device.base import Device
 from dissociated.once import once
 from dissociated.transport.native.ucx.endpoint import UcxEndpoint
@@ -87,7 +87,7 @@ class ClosingConnections:
             for connection in list(self._connections):
                 try:
                     over = connection.advance()
-                except (TransportError, DeviceError) as error:
+                except Exception as error:
                     over = False  # kept: memory is never taken away
                     _log.info("%r: %s", connection, error)
                 if over:

@@ -291,6 +291,12 @@ class UcxConnection(NativeConnection):
             self._status = status
             self._lose()
 
+    def _failed(self, error: BaseException) -> None:
+        """A call by UCX has failed, and what it told is lost."""
+        self._worker.failure = error
+        if self._broken is None:
+            self._broken = ConnectionClosed(f"this side lost what {self._peer} sent: {type(error).__name__}")
+
     def close(self) -> None:
         if not self._connected:
             self._interrupted = True  # there is nobody to wait for, and UCX would go on with connecting

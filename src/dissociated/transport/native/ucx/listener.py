@@ -129,6 +129,10 @@ class UcxListener(NativeListener):
         else:
             self._requests.append(request)
 
+    def _failed(self, error: BaseException) -> None:
+        """A call by UCX has failed: a client that wants to connect may be lost, and others shall not."""
+        self._worker.failure = TransportError(f"accepting: {error!r}") if isinstance(error, Exception) else error
+
     def _turn_away(self) -> None:
         for request in self._requests:
             self._ucp.lib.ucp_listener_reject(self._listener, request)

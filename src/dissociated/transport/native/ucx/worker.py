@@ -142,9 +142,18 @@ class Worker:
         self.descriptor: int = descriptor[0]
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._plain = u.ffi.new("ucp_request_param_t *")
+        #: What was raised in a callback, for whoever lets this work.
+        self.failure: BaseException | None = None
 
     def progress(self) -> bool:
-        return bool(self.ucp.lib.ucp_worker_progress(self.handle))
+        """Let UCX work for a moment. Whether anything happened. Raises what a callback has raised."""
+        moved = bool(self.ucp.lib.ucp_worker_progress(self.handle))
+        if self.failure is not None:
+            try:
+                raise self.failure
+            finally:
+                self.failure = None
+        return moved
 
     def arm(self) -> bool:
         status = self.ucp.lib.ucp_worker_arm(self.handle)
