@@ -161,3 +161,8 @@ def test_what_a_reader_of_batches_is_given_to_raise_comes_out_of_it() -> None:
         BatchReader(SCHEMA, failing()).read_all()
     with pytest.raises(dis.errors.RemoteError, match="no more"):
         ds.Scanner.from_batches(BatchReader(SCHEMA, failing())).to_table()
+    exported = pa.RecordBatchReader.from_stream(BatchReader(SCHEMA, failing()))
+    exported.read_next_batch()
+    for _ in range(2):  # what failed once does not end as if it were whole
+        with pytest.raises(pa.ArrowInvalid, match="no more"):
+            exported.read_next_batch()

@@ -8,6 +8,7 @@ batch by batch, from where their buffers lie.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from operator import itemgetter
 from typing import Any, Generic, Self, TypeVar
 
 import pyarrow as pa
@@ -92,7 +93,7 @@ class BatchReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mis
     def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         self._begin()
         self._ended = True  # whoever takes it reads all
-        batches = (batch for batch, _ in self._pairs)
+        batches = map(itemgetter(0), self._pairs)  # no generator: that would end after an error
         return pa.RecordBatchReader.from_batches(self._schema, batches).__arrow_c_stream__(requested_schema)
 
 

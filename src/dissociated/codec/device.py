@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -216,7 +217,7 @@ class DeviceReader:
     def __arrow_c_device_stream__(self, requested_schema: object = None, **options: Any) -> Any:
         """What is left, for other libraries."""
         check_request(requested_schema, self.schema, options)
-        return export_stream(self.schema, self.device, (batch.fill for batch in self))
+        return export_stream(self.schema, self.device, map(attrgetter("fill"), self))
 
 
 #: Goes on with a stream that ends early, given how it began: its schema and the dictionaries there are.
