@@ -127,6 +127,7 @@ def test_a_stream_for_other_libraries(client: dis.Client, device: Device) -> Non
     for expected in client.read("numbers"):
         struct = stream.next()
         assert struct is not None
+        assert not any(struct.reserved), "the memory that the consumer gave may have held anything"
         consumer.same(device, struct, expected)
         struct.array.release(ctypes.addressof(struct))
     assert stream.next() is None

@@ -139,6 +139,7 @@ def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event:
 
     The event must be there for as long as the buffers.
     """
+    ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))  # the reserved fields, too
     batch._export_to_c(ctypes.addressof(struct))
     struct.device_id = device.number
     struct.device_type = device.type
@@ -147,9 +148,10 @@ def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event:
 
 def export_array(batch: pa.RecordBatch, device: Device, event: int | None) -> tuple[Any, Any]:
     """What `__arrow_c_device_array__` returns of `batch`; see `fill`."""
+    schema = batch.schema.__arrow_c_schema__()  # first: where it fails, nothing is held yet
     struct = ArrowDeviceArray()
     fill(struct, batch, device, event)
-    return batch.schema.__arrow_c_schema__(), capsule(struct, _DEVICE_ARRAY, _destroy_array)
+    return schema, capsule(struct, _DEVICE_ARRAY, _destroy_array)
 
 
 class _Exported:
