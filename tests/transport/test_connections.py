@@ -269,6 +269,9 @@ def test_interrupting_ends_a_receive_in_another_thread(ends: Ends) -> None:
             assert receiving.result(PATIENCE) is None
         except ConnectionClosed:
             pass
+    ends.client.close()
+    with pytest.raises(ConnectionClosed):
+        receive(ends.client)
 
 
 def test_interrupting_ends_a_send_in_another_thread(ends: Ends) -> None:

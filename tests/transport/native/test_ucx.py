@@ -31,7 +31,7 @@ UCX = transport("ucx")
 
 @contextmanager
 def attended(
-    listener: Listener, uri: Uri, answer: Callable[[Connection], None] = Connection.close
+    listener: Listener, uri: Uri, answer: Callable[[Connection], object] = Connection.close
 ) -> Iterator[Connection]:
     """A client's connection, whose other end is looked after as a server does, until it has answered a message."""
 
@@ -201,8 +201,8 @@ def interrupted_in(callback: str) -> Iterator[None]:
 
 
 def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_something_was_lost() -> None:
-    told: dict[str, Callable[[Connection], None]] = {
-        "metadata": lambda peer: peer.send([Message(None, (b"metadata",))], PATIENCE),
+    told: dict[str, Callable[[Connection], object]] = {
+        "metadata": lambda peer: (peer.send([Message(None, (b"metadata",))], PATIENCE), peer.finish(PATIENCE)),
         "abort": lambda peer: peer.abort("because"),
         "lost": lambda peer: peer.close(),
     }

@@ -94,9 +94,11 @@ class ProgressConnection(Connection):
     def _drive(self, done: Callable[[], bool], timeout: float) -> bool:
         """Let the medium work until `done`; False if nothing happened for `timeout` seconds before that."""
         deadline = time.monotonic() + timeout
-        while not done():
-            if self._closed:
+        while True:
+            if self._closed:  # `done` may ask the medium, which is given back by then
                 raise ConnectionClosed("this side closed the connection")
+            if done():
+                return True
             if self._advance():
                 deadline = time.monotonic() + self._time_left(timeout)
                 continue
@@ -104,7 +106,6 @@ class ProgressConnection(Connection):
             if left <= 0:
                 return False
             self._wait(min(left, _NO_WAKE if self._ended else MAX_SLEEP))
-        return True
 
     def _wait(self, seconds: float) -> None:
         if self._asleep:
