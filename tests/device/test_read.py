@@ -19,6 +19,8 @@ import pytest
 import dissociated as dis
 from dissociated.codec import cdevice, dlpack
 from dissociated.codec.device import LAYOUT, DeviceMessage, Mover, join_on_device, to_device
+from dissociated.codec.dlpack import DeviceColumn
+from dissociated.codec.join import EncodedMessage, Messages, join
 from dissociated.codec.split import Splitter
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound, OptionError, StoreError
 from dissociated.format.message import parse_header
@@ -26,7 +28,7 @@ from dissociated.format.record_batch import encode_record_batch
 from dissociated.ipc import async_batches
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
-from helpers import connections_left
+from helpers import case, connections_left
 
 from . import consumer
 from .cases import ALL_TYPES, NAMES, NUMBERS, pieces
@@ -178,6 +180,24 @@ def test_flat_columns_are_arrays(client: dis.Client, device: Device) -> None:
         batch["s"].__dlpack__()
     with pytest.raises(BufferError, match="nulls"):
         types["int64 holes"].__dlpack__()
+
+
+def test_a_column_with_fewer_values_than_rows_is_no_array(device: Device) -> None:
+    """libarrow believes what a peer says of lengths. What lies behind the values is somebody else's."""
+    schema = Splitter(pa.schema([("n", pa.int64())]), LAYOUT).schema_message.header
+    for rows, length in ((9, 64), (1_000_000, 64), (1, 0)):
+        header = encode_record_batch(rows, [(rows, 0)], [(0, 0), (0, length)], [], length)
+        batch = join(iter_messages((schema, None), (header, pa.py_buffer(bytes(length))))).read_next_batch()
+        column = DeviceColumn(device, batch["n"], None, False)
+        for options in ({}, {"copy": True}, {"max_version": (1, 0)}):
+            with case(f"{rows} rows in {length} bytes"), pytest.raises(BufferError, match=f"and {length} came"):
+                column.__dlpack__(**options)
+        with pytest.raises(AttributeError, match=f"and {length} came"):
+            column.array_interface()
+
+
+def iter_messages(*messages: EncodedMessage) -> Messages:
+    yield from messages
 
 
 def test_array_interfaces_have_the_values_of_each_flat_type(client: dis.Client, device: Device) -> None:

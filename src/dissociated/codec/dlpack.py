@@ -122,7 +122,7 @@ class DeviceColumn:
     ) -> Any:
         """A tensor of one dimension, or of two for long decimals. What cannot say that it is only read is a copy.
 
-        Raises BufferError for a column that is not flat, and for what cannot be done.
+        Raises BufferError for a column that is not flat, one whose values are too short, and what cannot be done.
         """
         code, bits, words = self._element()
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
@@ -167,10 +167,11 @@ class DeviceColumn:
     def array_interface(self) -> dict[str, Any]:
         """The same on any device, for who can copy from it.
 
-        Raises AttributeError for a column that is not flat, as attributes do that are not there.
+        Raises AttributeError for a column that is not flat, or too short, as attributes do that are not there.
         """
         try:
             code, bits, words = self._element()
+            address = self._address(bits * words)
         except BufferError as error:
             raise AttributeError(str(error)) from None
         if self._event is not None:
@@ -178,7 +179,7 @@ class DeviceColumn:
         return {
             "shape": (len(self),) if words == 1 else (len(self), words),
             "typestr": f"<{'iuf'[code]}{bits // 8}",
-            "data": (self._address(bits * words), self._shared),
+            "data": (address, self._shared),
             "version": 3,
             "strides": None,
             "stream": None,
@@ -219,8 +220,12 @@ class DeviceColumn:
         return (memory, self._array), memory.event, memory.address
 
     def _address(self, bits: int) -> int:
+        """Where its values begin. Raises BufferError where they are too few: a peer has said how long all this is."""
         *_, values = self._array.buffers()
-        return 0 if values is None or not len(self) else int(values.address) + self._array.offset * bits // 8
+        there, needed = 0 if values is None else int(values.size), (self._array.offset + len(self)) * bits // 8
+        if len(self) and there < needed:
+            raise BufferError(f"the column has {len(self)} rows, which need {needed} bytes, and {there} came")
+        return int(values.address) + self._array.offset * bits // 8 if len(self) else 0
 
     def __repr__(self) -> str:
         return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"
