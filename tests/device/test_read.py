@@ -6,6 +6,8 @@ import asyncio
 import ctypes
 import gc
 import struct
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from decimal import Decimal
@@ -101,6 +103,38 @@ def test_a_tensor_that_was_taken_is_held_until_it_is_deleted(client: dis.Client,
     gc.collect()
     assert device.allocations == 0
     assert (len(cdevice._structs), len(dlpack._held)) == left
+
+
+HELD_AT_EXIT = """
+import ctypes, os
+import numpy, pyarrow
+from dissociated.codec.cdevice import pointer
+from dissociated.codec.device import to_device
+from dissociated.memory.device.registry import open_device
+
+def reader():
+    return to_device(pyarrow.table({"n": range(1000)}).to_reader(), open_device("test:0"))
+
+class OnHost:
+    def __dlpack_device__(self):
+        return 1, 0
+    def __dlpack__(self, **options):
+        capsule = reader().read_next_batch()["n"].__dlpack__()
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 1
+        return capsule
+
+column = reader().read_next_batch()["n"]
+os.held = [numpy.from_dlpack(OnHost()), column.__dlpack__(), column.__dlpack__(max_version=(1, 0))]
+os.held += [reader().read_next_batch().__arrow_c_device_array__(), reader().__arrow_c_device_stream__()]
+print(os.held[0].shape)
+"""
+
+
+def test_others_may_give_back_what_they_hold_when_the_interpreter_ends() -> None:
+    """The modules of the standard library are taken apart after ours."""
+    run = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "(1000,)\n"), run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_nanoarrow_takes_it(client: dis.Client, device: Device) -> None:

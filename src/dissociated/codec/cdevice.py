@@ -10,12 +10,14 @@ import ctypes
 import errno
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.errors import DeviceError, SourceError
 from dissociated.memory.device.base import Device, DeviceType
+
+T = TypeVar("T")
 
 _DEVICE_ARRAY, _DEVICE_STREAM = b"arrow_device_array", b"arrow_device_array_stream"
 
@@ -87,6 +89,18 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 )
 _is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 
+_keep = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
+
+def lasting(thunk: T) -> T:
+    """`thunk`, which is never freed: who was given it may call it when the interpreter has taken our modules apart.
+
+    Nor are module globals there any more then: whatever such a function needs to let go of memory is bound to it.
+    """
+    _keep(thunk)
+    return thunk
+
+
 _Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 #: What capsules point to, by their own addresses, until they are collected.
 _structs: dict[int, ctypes.Structure] = {}
@@ -100,14 +114,18 @@ def capsule(struct: ctypes.Structure, name: bytes, destroy: Any) -> Any:
 
 
 def destructor(name: bytes, release: Callable[[Any], None]) -> Any:
-    """What `capsule` takes: it calls `release` with the struct of a capsule that still has this name."""
+    """What `capsule` takes: it calls `release` with the struct of a capsule that still has this name.
+
+    The name lasts with it: capsules refer to its characters.
+    """
+    take, is_capsule = _structs.pop, _is_capsule
 
     def destroy(address: int) -> None:
-        struct = _structs.pop(address)
-        if _is_capsule(address, name):  # else somebody has taken it
+        struct = take(address)
+        if is_capsule(address, name):  # else somebody has taken it
             release(struct)
 
-    return _Destructor(destroy)
+    return lasting(_Destructor(destroy))
 
 
 def pointer(capsule: object, name: bytes) -> int:
@@ -117,14 +135,14 @@ def pointer(capsule: object, name: bytes) -> int:
     return int(_capsule_pointer(id(capsule), name))
 
 
-def _release_array(struct: ArrowDeviceArray) -> None:
+def _release_array(struct: ArrowDeviceArray, address_of: Callable[[Any], int] = ctypes.addressof) -> None:
     if struct.array.release:
-        struct.array.release(ctypes.addressof(struct))
+        struct.array.release(address_of(struct))
 
 
-def _release_stream(struct: _ArrowDeviceArrayStream) -> None:
+def _release_stream(struct: _ArrowDeviceArrayStream, address_of: Callable[[Any], int] = ctypes.addressof) -> None:
     if struct.release:
-        struct.release(ctypes.addressof(struct))
+        struct.release(address_of(struct))
 
 
 _destroy_array = destructor(_DEVICE_ARRAY, _release_array)
@@ -201,13 +219,17 @@ def _get_last_error(address: int) -> int | None:
     return None if error is None else ctypes.addressof(error)
 
 
-def _release(address: int) -> None:
-    struct = _ArrowDeviceArrayStream.from_address(address)
-    _streams.pop(struct.private_data, None)
-    struct.release = _Release()
+def _release(
+    address: int,
+    at: Callable[[int], Any] = _ArrowDeviceArrayStream.from_address,
+    forget: Callable[[int, None], object] = _streams.pop,
+) -> None:
+    struct = at(address)
+    forget(struct.private_data, None)
+    struct.release = type(struct.release)()
 
 
-_CALLBACKS = _Callback(_get_schema), _Callback(_get_next), _LastError(_get_last_error), _Release(_release)
+_CALLBACKS = lasting((_Callback(_get_schema), _Callback(_get_next), _LastError(_get_last_error), _Release(_release)))
 
 
 def export_stream(schema: pa.Schema, device: Device, batches: Iterator[Callable[[ArrowDeviceArray], None]]) -> Any:

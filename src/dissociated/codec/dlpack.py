@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from dissociated.codec.cdevice import ArrowArray, ArrowDeviceArray, ImportedArray, capsule, destructor, pointer
+from dissociated.codec.cdevice import (
+    ArrowArray,
+    ArrowDeviceArray,
+    ImportedArray,
+    capsule,
+    destructor,
+    lasting,
+    pointer,
+)
 from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device, DeviceType, Event
 from dissociated.memory.device.registry import open_device
@@ -70,17 +78,15 @@ class _VersionedTensor(ctypes.Structure):
 
 #: What tensors that others have need of us, by their addresses.
 _held: dict[int, object] = {}
+_delete = lasting(_Deleter(_held.pop))  # no code of Python's, where Ctrl-C would be lost, and the memory too
 
 
-def _forget(address: int) -> None:
-    _held.pop(address, None)
-
-
-_delete = _Deleter(_forget)
-
-
-def _unused(struct: _ManagedTensor | _VersionedTensor) -> None:
-    _held.pop(ctypes.addressof(struct), None)
+def _unused(
+    struct: _ManagedTensor | _VersionedTensor,
+    address_of: Callable[[Any], int] = ctypes.addressof,
+    forget: Callable[[int], object] = _held.pop,
+) -> None:
+    forget(address_of(struct))
 
 
 _destroy = {name: destructor(name, _unused) for name in (_TENSOR, _VERSIONED)}
@@ -250,13 +256,17 @@ _batches: dict[int, object] = {}
 _numbers = itertools.count(1)
 
 
-def _release_batch(address: int) -> None:
-    array = ArrowArray.from_address(address)
-    _batches.pop(array.private_data, None)
+def _release_batch(
+    address: int,
+    at: Callable[[int], ArrowArray] = ArrowArray.from_address,
+    forget: Callable[[int, None], object] = _batches.pop,
+) -> None:
+    array = at(address)
+    forget(array.private_data, None)
     array.release = type(array.release)()
 
 
-_RELEASE_BATCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_batch)
+_RELEASE_BATCH = lasting(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_batch))
 
 
 def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[ImportedArray]]:
