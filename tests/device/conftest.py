@@ -27,6 +27,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     yield found
     gc.collect()
     assert (found.allocations, found.nbytes) == before, "memory is left on the device"
+    assert (found.kept, found.copies) == (0, set()), "somebody has not waited for its copies"
 
 
 @pytest.fixture
@@ -39,7 +40,8 @@ def emulated() -> Iterator[EmulatedDevice]:
     found.limit, found.exports, found.capturing = limit, True, False
     found.lose(False)
     gc.collect()
-    assert not found.allocations
+    found.retry()
+    assert (found.allocations, found.kept, found.copies) == (0, 0, set())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from dissociated.codec.device import Mover, to_device
+from dissociated.codec.device import DeviceBatch, Mover, to_device
 from dissociated.datasets.device import DeviceDataset
 from dissociated.errors import DeviceError, DeviceFull, RemoteProtocolError
 from dissociated.format.message import parse_header
@@ -143,6 +143,29 @@ def test_a_context_that_is_lost(emulated: EmulatedDevice, server: dis.Server, cl
     assert client.read("host").read_all() == NUMBERS
     emulated.lose(False)
     assert whole(client, emulated) == NUMBERS
+
+
+def test_memory_stays_while_a_copy_cannot_be_waited_for(
+    emulated: EmulatedDevice, server: dis.Server, client: dis.Client
+) -> None:
+    """A reader that is closed while a graph is captured: its bodies are in blocks that the next reader takes."""
+    for name, value in {"ones": 1, "twos": 2}.items():
+        server.publish(name, pa.table({"n": [value] * 10_000}))
+
+    def first(name: str) -> DeviceBatch:
+        with client.read(name, device=emulated, transport="tcp") as reader:
+            batch = reader.read_next_batch()
+            emulated.capturing = name == "ones"
+        return batch
+
+    ones = first("ones")
+    with pytest.raises(DeviceError, match="captured"):
+        ones.to_host()
+    assert emulated.kept == 2, "what was copied from, and what would be copied to"
+    emulated.capturing = False
+    twos = first("twos")
+    for batch, value in ((ones, 1), (twos, 2)):
+        assert batch.to_host()["n"].to_pylist() == [value] * 10_000
 
 
 def test_a_handle_that_cannot_be_opened_here(device: Device, server: dis.Server, client: dis.Client) -> None:

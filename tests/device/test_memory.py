@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
+from contextlib import suppress
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device.base import Device, DeviceMemory, Stream
-from dissociated.memory.device.emulated import EmulatedDevice
+from dissociated.memory.device.copies import Copies
+from dissociated.memory.device.emulated import EmulatedDevice, _EmulatedEvent
 from dissociated.memory.device.registry import open_device
-from helpers import PATIENCE, Child, rest_of
+from helpers import PATIENCE, Child, case, rest_of
 
 CONTENT = os.urandom(1 << 16)
 
@@ -166,6 +170,39 @@ def test_memory_stays_while_nobody_can_tell_what_reads_it(emulated: EmulatedDevi
     assert not emulated.allocations
 
 
+class Interrupts(_EmulatedEvent):
+    """Ctrl-C, where somebody waits for the copies that wait for this."""
+
+    def synchronize(self) -> None:
+        raise KeyboardInterrupt
+
+
+def test_what_copies_use_stays_until_they_were_waited_for(emulated: EmulatedDevice) -> None:
+    event = Interrupts(emulated, [])
+    for name in ("done", "captured", "lost", "interrupted"):
+        with case(name), suppress(KeyboardInterrupt), Copies(emulated) as copies:
+            memory = emulated.allocate(len(CONTENT), copies.stream)
+            source = np.frombuffer(CONTENT, np.uint8).copy()
+            left = weakref.ref(source)
+            copies.use(source)
+            if name == "interrupted":
+                copies.stream.wait(event.pointer)
+            copies.stream.copy(memory.address, source.ctypes.data, len(CONTENT))
+            del source
+            emulated.capturing = name == "captured"
+            emulated.lose(name == "lost")
+        kept = name != "done"
+        assert (left() is not None, emulated.kept) == (kept, kept), name
+        emulated.retry()
+        assert (left() is not None) == (name in ("captured", "lost")), name
+        emulated.capturing = False
+        emulated.lose(False)
+        emulated.retry()
+        assert (left(), emulated.kept) == (None, 0), name
+        assert emulated.read(memory.address, len(CONTENT)) == CONTENT, name
+        memory.close()
+
+
 def test_a_device_that_is_not_there() -> None:
     for name in ("test:7", "cuda:99", "gpu", "cuda:x", 0, None):
         with pytest.raises(DeviceNotFound):
@@ -188,4 +225,4 @@ def test_a_lost_context(emulated: EmulatedDevice) -> None:
         with pytest.raises(DeviceError, match="lost"):
             use()
     memory.close()
-    assert not emulated.allocations
+    assert (emulated.allocations, emulated.kept) == (1, 1), "nothing says that nobody uses it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -30,7 +30,8 @@ from dissociated.codec.split import SplitMessage, Splitter, batches
 from dissociated.errors import DeviceError
 from dissociated.format.layout import dictionary_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, extents_within
-from dissociated.memory.device.base import Device, Event, Stream
+from dissociated.memory.device.base import Device, Event
+from dissociated.memory.device.copies import Copies
 from dissociated.memory.remote import fetch_ranges
 
 #: How bodies are laid out on a device: what reads there wants buffers that are aligned to 64 bytes, and padded to them.
@@ -152,26 +153,28 @@ class DeviceBatch:
 
 
 def _messages_on_host(device: Device, messages: tuple[DeviceMessage, ...]) -> Messages:
-    stream = device.stream()
-    for message in messages:
-        if message.body is None:
-            yield message.header, None
-            continue
-        if message.event is not None:
-            stream.wait(message.event.pointer)
-        yield message.header, _copied(message.body, stream)
+    with Copies(device) as copies:
+        for message in messages:
+            if message.body is None:
+                yield message.header, None
+                continue
+            if message.event is not None:
+                copies.stream.wait(message.event.pointer)
+            yield message.header, _copied(message.body, copies)
 
 
 def copy_to_host(device: Device, memory: pa.Buffer) -> pa.Buffer:
     """A copy of what lies on a device. Raises DeviceError."""
-    return _copied(memory, device.stream())
+    with Copies(device) as copies:
+        return _copied(memory, copies)
 
 
-def _copied(memory: pa.Buffer, stream: Stream) -> pa.Buffer:
+def _copied(memory: pa.Buffer, copies: Copies) -> pa.Buffer:
     copy = pa.allocate_buffer(memory.size)
+    copies.use((copy, memory))
     if copy.size:
-        stream.copy(copy.address, memory.address, copy.size)
-    stream.synchronize()
+        copies.stream.copy(copy.address, memory.address, copy.size)
+    copies.wait()
     return copy
 
 
@@ -328,9 +331,8 @@ class Mover:
     def __init__(self, device: Device) -> None:
         #: Where to.
         self.device = device
-        self._stream = device.stream()
-        self._sources: deque[tuple[Event, object]] = deque()
-        self._registered = ExitStack()
+        self._copies = Copies(device)
+        self._events: deque[Event] = deque()
 
     def move_split(self, message: SplitMessage) -> DeviceMessage:
         """Copy a message whose body is in parts, each of which begins with a buffer."""
@@ -348,34 +350,35 @@ class Mover:
         if not parsed.body_length:
             return DeviceMessage(header, parsed, pa.py_buffer(b""))
         offsets, lengths = extents_within(header, parsed, parsed.body_length)  # where a peer says that they lie
-        memory = self.device.allocate(parsed.body_length, self._stream)
+        stream = self._copies.stream
+        memory = self.device.allocate(parsed.body_length, stream)
+        self._copies.use(sources)
         try:
             for address, length, at in fetch_ranges(addresses, lengths, offsets):
-                self._stream.copy(memory.address + at, address, length)
-            memory.event = event = self._stream.record()
+                stream.copy(memory.address + at, address, length)
+            memory.event = event = stream.record()
         except BaseException:
             memory.close()
             raise
-        self._sources.append((event, sources))
-        while len(self._sources) > _UNDER_WAY:
-            done, _ = self._sources.popleft()
-            done.synchronize()
+        self._events.append(event)
+        while len(self._events) > _UNDER_WAY:
+            self._events[0].synchronize()
+            self._events.popleft()
+            self._copies.let_go()
         return DeviceMessage(header, parsed, memory.buffer(), event)
 
     def register(self, memory: Sequence[pa.Buffer]) -> None:
         """Bodies lie in this memory: let the driver know, until this is closed."""
         for one in memory:
             if one.size >= _WORTH_REGISTERING:
-                self._registered.callback(self.device.register(one))
+                self._copies.afterwards(self.device.register(one))
 
     def settle(self) -> None:
-        """Let go of what was copied, once it has been."""
-        with suppress(DeviceError):  # then nothing is copied any more
-            self._stream.synchronize()
-        self._sources.clear()
+        """Let go of what was copied, once it has been: where one cannot wait, later."""
+        self._events.clear()
+        with suppress(DeviceError):
+            self._copies.wait()
 
     def close(self) -> None:
-        """The same, and let the driver forget what was registered."""
-        self.settle()
-        with suppress(DeviceError):
-            self._registered.close()
+        """The same, and let the driver forget what was registered. Where one cannot wait, the device does it later."""
+        self._copies.close()

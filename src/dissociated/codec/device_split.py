@@ -19,7 +19,7 @@ from dissociated.codec.split import SplitMessage, Splitter
 from dissociated.errors import SourceError
 from dissociated.format.message import Header, parse_header
 from dissociated.format.record_batch import encode_record_batch
-from dissociated.memory.device.base import Stream
+from dissociated.memory.device.copies import Copies
 
 _DEVICE_ALIGNMENT = 64
 _VIEW_SIZE = 16  # bytes
@@ -35,14 +35,14 @@ class PlacedMessage(NamedTuple):
 
 
 class DeviceSplitter:
-    """Encodes batches of one stream whose columns lie on a device. What it copies out goes by `stream`.
+    """Encodes batches of one stream whose columns lie on a device. What it copies out goes by `copies`.
 
     Raises SourceError for a batch that it cannot encode.
     """
 
-    def __init__(self, schema: pa.Schema, stream: Stream) -> None:
+    def __init__(self, schema: pa.Schema, copies: Copies) -> None:
         self._types = schema.types
-        self._stream = stream
+        self._copies = copies
         self.schema_message: SplitMessage = Splitter(schema).schema_message
 
     def split(self, batch: ImportedArray) -> list[PlacedMessage]:
@@ -52,17 +52,20 @@ class DeviceSplitter:
             raise SourceError(f"a batch with {whole.n_children} columns came, and its schema has {len(self._types)}")
         if whole.buffers[0] and whole.null_count:
             raise SourceError("a batch came with rows that are null as a whole: give its columns, not a struct")
-        walk = _Walk(self._stream, itertools.count(), [])
+        walk = _Walk(batch, self._copies, itertools.count(), [])
         for type_, child in zip(self._types, whole.children[: whole.n_children], strict=True):
             walk.visit(type_, child.contents, whole.offset, whole.length)
         return [*walk.dictionaries, walk.message(whole.length, None)]
 
 
 class _Walk:
-    """Goes through the arrays of one message."""
+    """Goes through the arrays of one message, which are in `batch`."""
 
-    def __init__(self, stream: Stream, ids: itertools.count[int], dictionaries: list[PlacedMessage]) -> None:
-        self._stream = stream
+    def __init__(
+        self, batch: ImportedArray, copies: Copies, ids: itertools.count[int], dictionaries: list[PlacedMessage]
+    ) -> None:
+        self._batch = batch
+        self._copies = copies
         self._ids = ids  # as libarrow gives them: to fields before their children
         self.dictionaries = dictionaries
         self._nodes: list[tuple[int, int]] = []
@@ -101,7 +104,7 @@ class _Walk:
         if types.is_dictionary(type_):
             self._fixed(array, 1, offset, length, type_.index_type.bit_width)
             number = next(self._ids)
-            inner = _Walk(self._stream, self._ids, self.dictionaries)
+            inner = _Walk(self._batch, self._copies, self._ids, self.dictionaries)
             values = array.dictionary.contents
             inner.visit(type_.value_type, values, 0, values.length)
             self.dictionaries.append(inner.message(values.length, number))
@@ -197,6 +200,7 @@ class _Walk:
     def _peek(self, address: int, length: int) -> bytes:
         copy = pa.allocate_buffer(length)
         if length:
-            self._stream.copy(copy.address, address, length)
-            self._stream.synchronize()
+            self._copies.use((copy, self._batch))
+            self._copies.stream.copy(copy.address, address, length)
+            self._copies.wait()
         return bytes(copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from dissociated.datasets.table import TableDataset
 from dissociated.errors import DeviceError, FormatError, SourceError
 from dissociated.format.message import Header, HeaderType, buffer_extents, row_count
 from dissociated.format.projection import Projection
-from dissociated.memory.device.base import Device, Stream
+from dissociated.memory.device.base import Stream
+from dissociated.memory.device.copies import Copies
 from dissociated.memory.device.registry import open_device
 from dissociated.memory.device.segment import DeviceSegment
 from dissociated.memory.remote import fetch_ranges
@@ -66,13 +68,13 @@ class DeviceDataset(StreamedDataset):
 
     def messages(self) -> Iterator[SplitMessage]:
         """The messages, each body copied out when it is its turn."""
-        stream = None if self.segment is None else self.segment.device.stream()
-        for header, parsed, _, extents, _ in self.placed:
-            if extents is None or stream is None:
-                yield SplitMessage(header, parsed, [] if parsed.has_body else None)
-                continue
-            copy = self._copy_out(stream, header, parsed, [address for address, _ in extents])
-            yield SplitMessage(header, parsed, [copy])
+        with nullcontext() if self.segment is None else Copies(self.segment.device) as copies:
+            for header, parsed, _, extents, _ in self.placed:
+                if extents is None or copies is None:
+                    yield SplitMessage(header, parsed, [] if parsed.has_body else None)
+                    continue
+                copy = self._copy_out(copies, header, parsed, [address for address, _ in extents])
+                yield SplitMessage(header, parsed, [copy])
 
     def open_reader(self) -> pa.RecordBatchReader:
         return join(self._encoded(), kind=StreamReader)
@@ -81,19 +83,20 @@ class DeviceDataset(StreamedDataset):
         for header, parsed, body in self.messages():
             yield header, (body[0] if body else b"") if parsed.has_body else None
 
-    def _copy_out(self, stream: Stream, header: bytes, parsed: Header, sent: Sequence[int]) -> pa.Buffer:
+    def _copy_out(self, copies: Copies, header: bytes, parsed: Header, sent: Sequence[int]) -> pa.Buffer:
         """A body, in memory of this process."""
         assert self.segment is not None
         copy = pa.allocate_buffer(parsed.body_length)
+        copies.use((copy, self.segment))
         bytes_of = np.frombuffer(copy, np.uint8)
         wanted, lengths = buffer_extents(header, parsed)
         end = 0
         for address, length, at in fetch_ranges([*map(self.segment.address, sent)], lengths, wanted):
             bytes_of[end:at] = 0
-            stream.copy(copy.address + at, address, length)
+            copies.stream.copy(copy.address + at, address, length)
             end = at + length
         bytes_of[end:] = 0
-        stream.synchronize()
+        copies.wait()
         return copy
 
     def _select(self, indices: tuple[int, ...]) -> Dataset:
@@ -137,7 +140,8 @@ def as_device_dataset(name: str, source: Any, options: WriteOptions | None = Non
         return TableDataset(name, pa.Table.from_batches(batches, schema), options)
     if options is not None:
         raise SourceError(f"cannot publish {name!r} with options: what lies on a device is sent as it lies")
-    return _place(name, schema, open_device(where), arrays)
+    with Copies(open_device(where)) as copies:
+        return _place(name, schema, copies, arrays)
 
 
 def _all_batches(sources: Sequence[Any]) -> tuple[pa.Schema, list[ImportedArray]]:
@@ -149,24 +153,25 @@ def _all_batches(sources: Sequence[Any]) -> tuple[pa.Schema, list[ImportedArray]
     return schema, [array for _, arrays in found for array in arrays]
 
 
-def _place(name: str, schema: pa.Schema, device: Device, arrays: Sequence[ImportedArray]) -> DeviceDataset:
+def _place(name: str, schema: pa.Schema, copies: Copies, arrays: Sequence[ImportedArray]) -> DeviceDataset:
     """Copy these into one segment."""
-    stream = device.stream()
+    stream = copies.stream
     for array in arrays:
         if array.struct.sync_event:
             stream.wait(array.struct.sync_event)
-    splitter = DeviceSplitter(schema, stream)
+    splitter = DeviceSplitter(schema, copies)
     split = [message for array in arrays for message in splitter.split(array)]
     size = sum(message.parsed.body_length for message in split)
     begin = StaticMessage(splitter.schema_message.header, splitter.schema_message.parsed, None)
     if not size:
         return DeviceDataset(name, schema, None, [begin, *(StaticMessage(m.header, m.parsed, ()) for m in split)])
-    memory = device.allocate(size, stream, exportable=True)
+    memory = copies.device.allocate(size, stream, exportable=True)
+    copies.use((arrays, split))
     try:
         stream.clear(memory.address, size)  # what is not written would be of somebody else
         segment = DeviceSegment(memory)
         messages = [begin, *_copy(stream, segment, split)]
-        stream.synchronize()
+        copies.wait()
     except DeviceError:
         memory.close()
         raise

@@ -12,7 +12,6 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from enum import IntEnum
 
 import pyarrow as pa
@@ -73,7 +72,8 @@ class Stream(ABC):
         """Wait until all is done that was asked for."""
 
 
-#: What gives memory back, once this event has happened; None where nothing is under way.
+#: What gives memory back, once this event has happened; None where nothing is under way. Raises DeviceError where that
+#: cannot be waited for: then nothing was given back.
 Release = Callable[[Event | None], None]
 
 
@@ -89,7 +89,7 @@ class DeviceMemory:
         self.size = size
         #: After which what was copied here is here. None where it is here already.
         self.event: Event | None = None
-        self._close = weakref.finalize(self, device._released, size, release)
+        self._close = weakref.finalize(self, device.give_back, release)
         self._close.atexit = False  # what a process has goes with it
 
     def close(self) -> None:
@@ -150,7 +150,9 @@ class Device(ABC):
         #: For what this object keeps account of. Memory may be collected by whoever holds it.
         self.lock = threading.RLock()
         self._used = [0, 0]
-        self._kept: list[tuple[int, Release]] = []  # what could not be given back yet
+        #: Who copies here. They keep what their copies use, and stay until these are done.
+        self.copies: set[object] = set()
+        self._kept: list[Release] = []  # what could not be given back yet
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
 
     @property
@@ -163,6 +165,11 @@ class Device(ABC):
         """How many bytes these have."""
         return self._used[1]
 
+    @property
+    def kept(self) -> int:
+        """How much was to be given back and is kept, since nobody could tell whether something still uses it."""
+        return len(self._kept)
+
     @abstractmethod
     def stream(self) -> Stream:
         """A new stream."""
@@ -171,8 +178,8 @@ class Device(ABC):
     def fence(self) -> Event | None:
         """The point after all that anybody in this process has asked of the device so far, on whatever stream.
 
-        None where nothing is under way any more: it was waited for, or the device is lost. Raises DeviceError where
-        that cannot be told. Finalizers call this.
+        None where nothing is under way any more. Raises DeviceError where that cannot be told: while a graph is
+        captured, and on a device that is lost. Finalizers call this.
         """
 
     @abstractmethod
@@ -238,23 +245,46 @@ class Device(ABC):
         with self.lock:
             self._used[0] += 1
             self._used[1] += size
-        return DeviceMemory(self, address, size, release)
 
-    def _released(self, size: int, release: Release) -> None:
-        with self.lock:
-            due, self._kept = [*self._kept, (size, release)], []
-        try:
-            after = self.fence()
-        except DeviceError:  # nobody can tell what reads it: who comes next tries again
-            with self.lock:
-                self._kept += due
-            return
-        for size, release in due:
-            with suppress(DeviceError):  # of a device that is lost, nothing is to be had back
-                release(after)
+        def give_back(after: Event | None) -> None:
+            release(after)
             with self.lock:
                 self._used[0] -= 1
                 self._used[1] -= size
+
+        return DeviceMemory(self, address, size, give_back)
+
+    def give_back(self, release: Release) -> None:
+        """Call `release` when all is done that was asked for so far. Finalizers call this.
+
+        Where nobody can tell, or wait for it, that is kept for a later `retry`; each that is given back is one.
+        """
+        self.keep(release)
+        self.retry()
+
+    def keep(self, release: Release) -> None:
+        """Call it later: when a `retry` can tell that all is done."""
+        with self.lock:
+            self._kept.append(release)
+
+    def retry(self) -> None:
+        """Give back what is kept, where that can be done now."""
+        with self.lock:
+            due, self._kept = self._kept, []
+        again: list[Release] = []
+        try:
+            after = self.fence() if due else None
+            while due:
+                release = due.pop()
+                try:
+                    release(after)
+                except DeviceError:
+                    again.append(release)
+        except DeviceError:
+            pass
+        finally:
+            with self.lock:
+                self._kept += [*due, *again]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"

@@ -120,13 +120,7 @@ class CudaDevice(Device):
         except _Capturing:
             raise
         except DeviceError:  # drivers before CUDA 12.5 record no event of all streams
-            pass
-        try:
             self.call("cuCtxSynchronize")
-        except _Capturing:
-            raise
-        except DeviceError:  # the context is lost, and nothing in it goes on
-            pass
         return None
 
     def wait_on(self, consumer: int, event: Event) -> None:
@@ -169,16 +163,16 @@ class CudaDevice(Device):
         def release(after: Event | None) -> None:
             if after is not None:
                 self._freeing.wait(after.pointer)
-            with self.current():
+            with _giving_back(), self.current():
                 allocated.close(self._freeing.stream)
 
         return int(allocated.handle), release
 
     def _call_after(self, after: Event | None, function: str, address: int) -> None:
         if after is not None:
-            with suppress(DeviceError):  # then it is lost
-                after.synchronize()
-        self.call(function, address)
+            after.synchronize()
+        with _giving_back():
+            self.call(function, address)
 
     def _export(self, memory: DeviceMemory) -> bytes:
         base, _ = self.call("cuMemGetAddressRange", memory.address)
@@ -256,6 +250,17 @@ def _device_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # it has no root of its exceptions
         raise _kind(str(error))(f"{name} failed: {error}") from error
+
+
+@contextmanager
+def _giving_back() -> Iterator[None]:
+    """What fails here may have been done all the same, and is not tried again. During a capture it was only refused."""
+    try:
+        yield
+    except _Capturing:
+        raise
+    except DeviceError:
+        pass
 
 
 def _kind(said: str) -> type[DeviceError]:

@@ -15,7 +15,6 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import pyarrow as pa
 
@@ -43,7 +42,10 @@ class _EmulatedMapping:
 
 
 class EmulatedDevice(Device):
-    """See the module. `limit` is how many bytes it has; after `lose`, all fails, as with a lost context."""
+    """See the module. `limit` is how many bytes it has; after `lose`, all fails, as with a lost context.
+
+    While it is `capturing`, nobody can wait, as with CUDA while a thread captures a graph in its default mode.
+    """
 
     type = DeviceType.EXTENSION
 
@@ -51,8 +53,9 @@ class EmulatedDevice(Device):
         super().__init__(f"test:{number}", number, f"test-{number}")
         self.limit = 1 << 32
         self._lost = False
-        #: Whether nobody can tell what is under way, as while a graph is captured; and whether there are handles.
-        self.capturing, self.exports = False, True
+        self.capturing = False
+        #: Whether there are handles.
+        self.exports = True
         self._mappings: dict[int, _EmulatedMapping] = {}
         self._streams: weakref.WeakSet[_EmulatedStream] = weakref.WeakSet()
         #: Bytes of the host memory that is registered, and how often some was.
@@ -67,6 +70,12 @@ class EmulatedDevice(Device):
         """Raise DeviceError where it is lost."""
         if self._lost:
             raise DeviceError(f"the context of {self.name} is lost: nothing on it can be used any more")
+
+    def check_waiting(self) -> None:
+        """Raise DeviceError where one cannot wait for it, nor ask what is under way."""
+        self.check()
+        if self.capturing:
+            raise DeviceError(f"a graph is captured on {self.name}")
 
     def stream(self) -> Stream:
         self.check()
@@ -85,10 +94,7 @@ class EmulatedDevice(Device):
         return unregister
 
     def fence(self) -> Event | None:
-        if self.capturing:
-            raise DeviceError(f"a graph is captured on {self.name}")
-        if self._lost:
-            return None
+        self.check_waiting()
         with self.lock:
             return _EmulatedEvent(self, [(stream, stream.end) for stream in self._streams])
 
@@ -129,8 +135,7 @@ class EmulatedDevice(Device):
 
         def release(after: Event | None) -> None:
             if after is not None:
-                with suppress(DeviceError):
-                    after.synchronize()
+                after.synchronize()
             with self.lock:
                 del self._mappings[mapping.address]
             mapping.close()
@@ -226,7 +231,7 @@ class _EmulatedStream(Stream):
             self.run_to(self.end)
 
     def run_to(self, position: int) -> None:
-        self.device.check()
+        self.device.check_waiting()
         with self._lock:
             while self._done < position:
                 self._done += 1
