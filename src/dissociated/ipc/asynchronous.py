@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -47,6 +48,7 @@ class _AsyncReader(ABC):
         self._reader = reader
         self._threads = threads
         self._closing = False
+        self._one_closes = asyncio.Lock()
         self._begun: weakref.WeakSet[AsyncBatches] = weakref.WeakSet()
 
     @property
@@ -71,14 +73,15 @@ class _AsyncReader(ABC):
         self._closing = True  # else a read could begin while the source is closed, and read of another file
         for batches in self._begun:
             batches._stop()
-        await self._threads.settle()
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            await self._threads.run(self._close, reader)  # which may block
-        await self._threads.aclose()
+        async with self._one_closes:  # else another would cancel what this one has not begun
+            await self._threads.settle()
+            if self._reader is not None:
+                await self._threads.run(self._close)  # which may block
+                self._reader = None
+            await self._threads.aclose()
 
-    def _close(self, reader: Any) -> None:
-        reader.close()
+    def _close(self) -> None:
+        self._reader.close()
 
     def _open(self) -> Any:
         if self._closing:
@@ -198,9 +201,9 @@ class AsyncStreamReader(_AsyncReader):
             repeat(ReadStep(self._left.take)), ReadAheadOptions(readahead, readahead_bytes, custom_metadata), 1
         )
 
-    def _close(self, reader: Any) -> None:
+    def _close(self) -> None:
         self._left.drop()
-        reader.close()
+        super()._close()
 
 
 class _RemainingBatches:
