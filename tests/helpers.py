@@ -147,6 +147,16 @@ def leaving_nothing() -> Iterator[None]:
     assert not left_descriptors, f"descriptors are left behind: {left_descriptors}"
 
 
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread of Python's is to be had: their stacks are larger than any memory."""
+    size = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(size)
+
+
 def as_big_endian(stream: bytes) -> bytes:
     """The same stream with a schema that says its bodies are big-endian, which libarrow writes on no machine of ours.
 

@@ -15,7 +15,14 @@ import pyarrow as pa
 import pytest
 
 from certificates import Certificates
-from dissociated.errors import ConnectionClosed, DeadlineExceeded, RemoteError, RemoteProtocolError, SourceError
+from dissociated.errors import (
+    ConnectionClosed,
+    DeadlineExceeded,
+    RemoteError,
+    RemoteProtocolError,
+    SourceError,
+    TransportError,
+)
 from dissociated.memory.shared import map_read_only
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Connection, Listener
@@ -24,7 +31,7 @@ from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.runs import RUN
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, leaving_nothing
+from helpers import PATIENCE, leaving_nothing, no_threads
 from machine import media
 
 STREAMS = {
@@ -174,6 +181,13 @@ def test_runs_go_only_to_who_has_said_that_it_takes_them(listener: Listener) -> 
             sending.result(PATIENCE)
         both.server.send([Message(RUN, (bytes(24),))], PATIENCE)
         assert plain(receive(both.client)) == (RUN, bytes(24))
+
+
+@pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
+def test_where_no_thread_is_to_be_had_for_what_is_under_way_the_connection_ends(ends: Ends) -> None:
+    with no_threads(), pytest.raises(TransportError, match="takes a thread: can't start new thread"):
+        ends.server.send([Message(1, (bytes(1 << 24),))], PATIENCE)
+    ends.server.close()
 
 
 # Without error handling, UCX throws away what a peer sent before it closed: there it takes `finish`.

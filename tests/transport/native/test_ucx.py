@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -19,10 +20,11 @@ from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.native.ucx import callbacks
+from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, case, complaint, leaving_nothing
+from helpers import PATIENCE, case, complaint, leaving_nothing, no_threads
 
 pytestmark = pytest.mark.needs("ucx")
 
@@ -218,3 +220,23 @@ def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_som
                 client.receive(PATIENCE, lambda tag, length: bytearray(length))
             with pytest.raises(ConnectionClosed, match=r"lost what the ucx server .* sent: KeyboardInterrupt"):
                 client.receive(PATIENCE, lambda tag, length: bytearray(length))
+
+
+class Over(ClosingConnection):
+    """UCX is done with it."""
+
+    def __init__(self) -> None:
+        self.looked_at = threading.Event()
+
+    def advance(self) -> bool:
+        self.looked_at.set()
+        return True
+
+
+def test_closed_connections_that_no_thread_was_to_be_had_for_are_looked_after_later() -> None:
+    with leaving_nothing():
+        connections, over = ClosingConnections(), Over()
+        with no_threads():
+            connections.add(over)
+        connections.check_room()
+        assert over.looked_at.wait(PATIENCE)

@@ -309,8 +309,11 @@ class NativeConnection(ProgressConnection):
     def _keep_moving(self) -> None:
         """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
         if not self._moving:
+            try:
+                threading.Thread(target=self._move, name="move", daemon=True).start()
+            except RuntimeError as error:
+                raise TransportError(f"sending to {self._peer} takes a thread: {error}") from None
             self._moving = True
-            threading.Thread(target=self._move, name="move", daemon=True).start()
         elif self._asleep:
             self._waker.set()
         else:

@@ -64,16 +64,17 @@ class ClosingConnections:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is collected within it may be a connection, which comes here to close
         self._connections: list[ClosingConnection] = []
+        self._looking = False  # whether there is the thread
 
     def add(self, connection: ClosingConnection) -> None:
         """Own this connection from now on, and keep it until its peer needs it no more."""
         with self._lock:
             self._connections.append(connection)
-            if len(self._connections) == 1:
-                threading.Thread(target=self._run, name="ucx closing", daemon=True).start()
+        self._look_after()
 
     def check_room(self) -> None:
         """Raise TransportError where so many peers do not let go that there shall be no more."""
+        self._look_after()
         if len(self._connections) >= _MAX_CLOSING:
             raise TransportError(
                 f"{_MAX_CLOSING} connections over UCX are closed, and UCX is not done with them: with err_mode=none "
@@ -81,7 +82,19 @@ class ClosingConnections:
                 "continue or kill those processes"
             )
 
+    def _look_after(self) -> None:
+        """Start the thread where there is something to do. If none is to be had, the next connection tries it again."""
+        if self._connections and not self._looking:
+            try:
+                threading.Thread(target=self._run, name="ucx closing", daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("%d connections are closed and stay: %s", len(self._connections), error)
+
     def _run(self) -> None:
+        with self._lock:
+            if self._looking or not self._connections:  # two may have been started
+                return
+            self._looking = True
         while True:
             time.sleep(_INTERVAL)
             for connection in list(self._connections):
@@ -94,6 +107,7 @@ class ClosingConnections:
                     with self._lock:
                         self._connections.remove(connection)
                         if not self._connections:
+                            self._looking = False
                             return
 
 
