@@ -31,6 +31,7 @@ import dissociated as dis
 import processes
 from dissociated.cli import COMMANDS, main, text
 from dissociated.cli.plain import plain_rows
+from dissociated.errors import SourceError
 from dissociated.node.launch import running
 from helpers import Child, wait_until
 
@@ -432,6 +433,37 @@ def test_what_breaks_off_in_a_pipe_is_not_published_as_all_of_it(monkeypatch: py
             put = run("put", "-", f"{server.catalog_uri}/copy", given=written.getvalue())
             assert put.returncode == 1, kind
         assert run("ls", server.catalog_uri).stdout.count("copy") == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"use_legacy_format": True}], ids=str)
+def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Its writer may have died: to whoever reads it, that looks like its end."""
+    dictionary = pa.table({"text": TABLE["text"].combine_chunks().dictionary_encode()})
+    path = tmp_path / "some.arrows"
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        name = f"{server.catalog_uri}/ends"
+        for table, copies in ((TABLE, 2), (dictionary, 1), (TABLE, 0)):
+            sink = io.BytesIO()
+            with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+                for _ in range(copies):
+                    writer.write_table(table)
+            whole = sink.getvalue()
+            cut = whole[: -4 if "use_legacy_format" in options else -8]
+            content = pa.ipc.open_stream(cut).read_all()  # libarrow takes it, as the specification has it
+            path.write_bytes(whole)
+            for source, given in (("-", whole), (path, b"")):
+                assert run("put", source, name, given=given).returncode == 0
+                assert client.read("ends").read_all() == content
+                client.drop("ends")
+            path.write_bytes(cut)
+            for source, given in (("-", cut), (path, b"")):
+                put = run("put", source, name, given=given)
+                assert (put.returncode, "it has no end-of-stream marker" in put.stderr) == (1, True)
+            for publish in (client.put, server.publish):
+                with pytest.raises(SourceError, match=r"no end-of-stream marker.*publish a reader of it"):
+                    publish("ends", path)
+            assert "ends" not in client
+            assert client.put("ends", pa.ipc.open_stream(path)) == content.num_rows
 
 
 def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:

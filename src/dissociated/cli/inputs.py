@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from dissociated.cli.formats import FILE_FORMATS
+from dissociated.codec.batches import BatchReader
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
@@ -84,11 +86,42 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
     if not stdin.peek(1):
         raise SourceError("nothing came by the standard input")
     try:
-        return make_dataset("-", pa.ipc.open_stream(stdin))
+        file = _StreamFile(stdin)
+        reader = pa.ipc.open_stream(file)
     except pa.ArrowException:
         raise SourceError(
             "the standard input is not Arrow IPC or Parquet: --format csv or jsonl says which text it is"
         ) from None
+    return make_dataset("-", BatchReader(reader.schema, file.checked(reader)))
+
+
+class _StreamFile:
+    """The file that libarrow reads an IPC stream from, which ends with its end-of-stream marker.
+
+    To libarrow, a stream that simply ends is whole, too, as the specification has it. So does one whose writer died.
+    """
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._ended = False  # where more was to come: libarrow asks for none after the marker
+
+    def read(self, size: int) -> bytes:
+        found = self._file.read(size)
+        self._ended = self._ended or len(found) < size
+        return found
+
+    def checked(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
+        """The same batches. Raises SourceError after the last where no marker followed."""
+        yield from batches(reader)
+        if self._ended:
+            raise SourceError(
+                "the Arrow IPC stream on the standard input broke off: it has no end-of-stream marker, which a writer "
+                "adds when it is closed"
+            )
+
+    def close(self) -> None: ...
 
 
 def _open_text(name: str, source: Any, written: str) -> pa.RecordBatchReader:

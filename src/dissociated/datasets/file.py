@@ -18,11 +18,20 @@ from dissociated.store.segment import Segment
 
 
 class FileDataset(SegmentsDataset):
-    """The file at `path`. Raises StoreError where it holds no IPC stream or file, or cannot be read."""
+    """The file at `path`. Raises StoreError where it holds no IPC stream or file, or cannot be read.
+
+    A stream without its end-of-stream marker, which it may do without, is a SourceError: nobody could tell it from what
+    a writer has left that died, or that still writes.
+    """
 
     def __init__(self, name: str, path: Path) -> None:
         state = file_state(path.stat())  # before anything is read of it
         segment = Segment.open(path)
+        if not segment.index.is_ended:
+            raise SourceError(
+                f"{path} breaks off: it has no end-of-stream marker, which a writer of Arrow adds when it is closed. "
+                "Where it is whole all the same, publish a reader of it, pyarrow.ipc.open_stream(path)"
+            )
         super().__init__(name, [segment])
         self._path, self._descriptor, self._published = path, segment.descriptor, state
 

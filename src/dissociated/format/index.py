@@ -44,6 +44,8 @@ class Index:
         start = first_message_at(self._memory)
         self.is_file = start > 0
         self._end = footer_at(self._memory) if self.is_file else len(self._memory)
+        #: Whether there is an end-of-stream marker, or a footer: a writer that broke off has written none.
+        self.is_ended = self.is_file
         #: For each message: its type, where it begins, how long metadata and body are.
         self.types: np.ndarray
         self.offsets: np.ndarray
@@ -132,6 +134,7 @@ class Index:
             runs.append((len(entries), count))
             entries.append(entry)
             at += count * size
+        self.is_ended = at < self._end
         repeats = [count for _, count in runs]
         types, offsets, metadata_lengths, body_lengths = (
             np.repeat(np.array([entry[field] for entry in entries], np.int64), repeats) for field in range(4)
