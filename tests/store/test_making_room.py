@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +18,7 @@ from dissociated.node.node import Node
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from helpers import wait_until
+from helpers import case, wait_until
 from nodes import MIB, small_file_system
 from processes import Start
 
@@ -142,6 +144,64 @@ def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) 
         assert list(node.store.staging.iterdir()) == []
         client.put("c", large.slice(0, 9 * rows))
         assert [info.name for info in client.list()] == ["c"]
+
+
+@pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
+def test_what_any_process_has_mapped_stays_where_it_would_not_come_back(
+    memory: Path, tmp_path: Path, policy: Policy
+) -> None:
+    """The kernel is asked: of readers of a node that has ended, of other programs, and of other names."""
+    spill = tmp_path / "disk" if policy is Policy.SPILL else None
+
+    def node() -> Node:
+        return Node(Store(memory / "store", 14 * MIB, policy, spill), ["shm:"], retain=0.0)
+
+    def segments() -> list[Path]:
+        return [*memory.glob("store/segments/*/*.arrows")]
+
+    @contextmanager
+    def read_before() -> Iterator[None]:
+        yield
+        held.clear()
+
+    @contextmanager
+    def read_by_hand() -> Iterator[None]:
+        maps = [pa.memory_map(str(path)) for path in segments()]
+        yield
+        maps.clear()
+
+    @contextmanager
+    def linked() -> Iterator[None]:
+        with tempfile.TemporaryDirectory(dir=memory) as copies:
+            for path in segments():
+                os.link(path, f"{copies}/{path.parent.name}")
+            yield
+
+    with node() as first, dis.connect(first.uri) as client:
+        held: list[object] = []
+        for name in "ab":
+            client.put(name, LARGE)
+            held.append(client.read(name, transport="shm").read_all())
+    with node() as second, dis.connect(second.uri) as client:
+        for hold in (read_before, read_by_hand, linked):
+            with case(hold.__name__), hold():
+                with pytest.raises(CatalogError, match="or mapped by some process"):
+                    client.put("c", LARGE)
+                assert [info.name for info in client.list()] == ["a", "b"]
+                assert second.store.usage().spilled == 0
+                assert client.read("a").read_all() == LARGE  # asking has closed nothing for good
+        wait_until(lambda: _is_put(client, "c"), "what was held can go")
+        assert len(client.list()) == (3 if spill else 2)
+
+
+def _is_put(client: dis.Client, name: str) -> bool:
+    try:
+        client.put(name, LARGE)
+    except CatalogError as error:
+        if "what is left is being read" not in str(error):
+            raise
+        return False
+    return True
 
 
 @pytest.fixture

@@ -163,6 +163,8 @@ class StoreBackend(Backend):
 
     def _in_use(self, version: Version) -> bool:
         dataset = self._registry.lookup_part(version.id)
+        if dataset is not None and not dataset.readers:
+            dataset.close_segments()
         return dataset is not None and dataset.readers > 0
 
     def _on_evicted(self, version: Version) -> None:
@@ -171,7 +173,7 @@ class StoreBackend(Backend):
     def _on_spilled(self, version: Version) -> None:
         dataset = self._registry.lookup_part(version.id)
         if dataset is not None:
-            dataset.on_moved()
+            dataset.close_segments()
         self.on_spilled(self.load_version(version))
 
     def close(self) -> None:

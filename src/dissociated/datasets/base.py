@@ -129,8 +129,8 @@ class Dataset(ABC):
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
 
-    def on_moved(self) -> None:
-        """Its segments lie elsewhere now. Whoever reads them goes on; the next reading opens them there."""
+    def close_segments(self) -> None:
+        """Hold no segments open that lie in a store. Whoever reads them goes on; the next reading opens them anew."""
 
     def drop(self) -> None:
         """It is not published any more. Streams of it go on, unless it is read once for all clients: that one ends."""

@@ -320,7 +320,7 @@ class StoredDataset(Dataset):
     def appendable(self) -> Sequence[Segment]:
         return self.open().segments
 
-    def on_moved(self) -> None:
+    def close_segments(self) -> None:
         with self._lock:
             self._exposed = None
 

@@ -62,10 +62,10 @@ class Session:
                 dataset = self._select(granted.open(), selection)  # counted first: so it is not evicted
                 self._sending = dataset.accept(_SendingVisitor(self._client(request)))
                 self._serve_request(self._sending, published)
-            if self._sender.state is State.ENDING:
-                self._sender.drained()
-                if not self._connection.finish(self._limits.stall_timeout):
-                    raise ConnectionClosed("the client went before it had everything")
+                if self._sender.state is State.ENDING:
+                    self._sender.drained()
+                    if not self._connection.finish(self._limits.stall_timeout):
+                        raise ConnectionClosed("the client went before it had everything")
         except ConnectionClosed:
             raise  # there is nobody to tell
         except DissociatedError as error:

@@ -10,15 +10,19 @@ from pathlib import Path
 from dissociated.errors import StoreError, StoreFull
 from dissociated.memory.region import pages
 from dissociated.oserrors import store_errors
-from dissociated.store.eviction import Eviction, Policy
+from dissociated.store.eviction import Eviction, Missing, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, copy_file, open_regular
 from dissociated.store.places import Places, Usage
 
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
+_ALL_USED = (
+    "what is left is being read, or mapped by some process, or not committed yet: wait for that, or give it a higher "
+    "limit"
+)
 _WHEN_FULL = {
     Policy.REFUSE: "drop datasets that are not needed, or give it a higher limit, or the policy evict or spill",
-    Policy.EVICT: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
-    Policy.SPILL: "what is left is being read, or not committed yet: wait for that, or give it a higher limit",
+    Policy.EVICT: _ALL_USED,
+    Policy.SPILL: _ALL_USED,
 }
 
 
@@ -55,9 +59,9 @@ class Quota:
     def ensure_room(self, name: str, size: int) -> None:
         """See `Store.ensure_room`."""
         with store_errors(f"making room in {self._places.directory.path}"):
-            self.admit(repr(name), size, size)
+            self.admit(repr(name), size, size, in_files=True)
             if size > self._places.free():
-                self._eviction.make_room(lambda: size - self._places.free())
+                self._make_room(size, in_files=True)
             if size > self._places.free():
                 raise self._no_space(repr(name), size)
 
@@ -72,15 +76,16 @@ class Quota:
         finally:
             part.unlink(missing_ok=True)
 
-    def admit(self, what: str, size: int, missing: int) -> None:
+    def admit(self, what: str, size: int, missing: int, in_files: bool = False) -> None:
         """Make room under the limit for `missing` of the `size` bytes of `what`.
 
+        What goes for that is chosen so that they fit into the file system too, if they lie `in_files`.
         Raises StoreFull where there is none now, and StoreError where it would never fit.
         """
         if self.limit is not None and size > self.limit:
             raise StoreError(f"{self._full(what, missing)}: it would never fit")
         if not self._fits(missing):
-            self._eviction.make_room(lambda: self.usage().total + missing - (self.limit or 0))
+            self._make_room(missing, in_files)
         if not self._fits(missing):
             raise StoreFull(f"{self._full(what, missing)}: {_WHEN_FULL[self._eviction.policy]}")
 
@@ -92,13 +97,20 @@ class Quota:
                 f"limit is {self.limit:,}. Drop what is not needed; writers must reserve room before they write"
             )
 
+    def _make_room(self, missing: int, in_files: bool) -> None:
+        def count_missing() -> Missing:
+            over = 0 if self.limit is None else self.usage().total + missing - self.limit
+            return Missing(over, missing - self._places.free() if in_files else 0)
+
+        self._eviction.make_room(count_missing)
+
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
 
     def _grow(self, descriptor: int, name: str, size: int, missing: int) -> None:
-        self.admit(name, size, missing)
+        self.admit(name, size, missing, in_files=True)
         if not _allocate(descriptor, size):
-            self._eviction.make_room(lambda: missing - self._places.free())
+            self._make_room(missing, in_files=True)
             if not _allocate(descriptor, size):
                 raise self._no_space(name, missing)
 

@@ -92,8 +92,11 @@ class Contents(Generic[P]):
 
     def named(self, name: str) -> list[Version]:
         """The published versions of `name`, whole ones alone, in their order."""
-        found = (self._versions[id][0] for id in self._names.get(name, ()))
-        return [version for version in found if version.whole and not version.prepared]
+        return [version for version in self.with_name(name) if version.whole and not version.prepared]
+
+    def with_name(self, name: str) -> list[Version]:
+        """Every version of `name`, in their order, whatever is known of it."""
+        return [self._versions[id][0] for id in self._names.get(name, ())]
 
     def prepared(self) -> list[Version]:
         """Those of which it is not known here whether they were published."""
@@ -116,7 +119,8 @@ class BlockCounter:
         #: Bytes of all files.
         self.total = 0
         self._sizes: dict[int, int] = {}
-        self._names: Counter[int] = Counter()
+        #: How many versions have each of them, by inodes.
+        self.names: Counter[int] = Counter()
 
     def __contains__(self, inode: object) -> bool:
         return inode in self._sizes
@@ -124,7 +128,7 @@ class BlockCounter:
     def add(self, files: Mapping[int, int]) -> None:
         """One more version has these files: inodes, and the bytes of each."""
         for inode, size in files.items():
-            self._names[inode] += 1
+            self.names[inode] += 1
             if inode not in self._sizes:
                 self._sizes[inode] = size
                 self.total += size
@@ -132,11 +136,11 @@ class BlockCounter:
     def discard(self, files: Mapping[int, int]) -> None:
         """One version less has these files."""
         for inode in files:
-            self._names[inode] -= 1
-            if not self._names[inode]:
-                del self._names[inode]
+            self.names[inode] -= 1
+            if not self.names[inode]:
+                del self.names[inode]
                 self.total -= self._sizes.pop(inode)
 
     def freed(self, inode: int, removed: int) -> int:
         """Bytes that come back if `removed` of the versions that have this file are removed: 0 while another has it."""
-        return self._sizes[inode] if self._names[inode] == removed else 0
+        return self._sizes[inode] if self.names[inode] == removed else 0

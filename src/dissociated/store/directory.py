@@ -19,7 +19,7 @@ from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
-from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, sync_directory
+from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
@@ -151,6 +151,13 @@ class Directory:
     def sizes(self, version: Version) -> dict[int, int]:
         """What the segments of a version take, in bytes, by their inodes."""
         return sizes(self.segments / version.id)
+
+    def is_used(self, version: Version, names: Mapping[int, int]) -> bool:
+        """Whether memory of a version would stay if it went: somebody has it open or mapped, or by another name.
+
+        `names` says how many names each of its inodes has in this store. Where nobody can tell, it is False.
+        """
+        return self._leases and any(is_used(path, names[path.stat().st_ino]) for path in self.files(version))
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from dissociated.store.directory import Version
@@ -21,11 +22,23 @@ class Policy(Enum):
     SPILL = "spill"
 
 
+@dataclass(frozen=True)
+class Missing:
+    """How many bytes have to come back: under the limit, and in the file system of the store, where no memfds lie."""
+
+    limit: int
+    files: int
+
+    def __bool__(self) -> bool:
+        return self.limit > 0 or self.files > 0
+
+
 class Eviction:
     """Makes room in a store as its policy allows. Not safe to use from many threads: the store has a lock.
 
-    `in_use` tells whether anybody reads a version. `on_evicted` and `on_spilled` are called after one has been removed
-    to make room or has moved to disk. Whoever serves the store sets them.
+    `in_use` tells whether anybody reads a version here; where nobody does, whoever serves it lets go of its segments.
+    `on_evicted` and `on_spilled` are called after one has been removed to make room or has moved to disk. Whoever
+    serves the store sets them.
     """
 
     def __init__(self, places: Places, policy: Policy) -> None:
@@ -35,20 +48,21 @@ class Eviction:
         self.policy = policy
         self._places = places
 
-    def make_room(self, missing_bytes: Callable[[], int]) -> None:
-        """Give back as many bytes as are `missing_bytes`: what was replaced goes first, then what the policy allows.
+    def make_room(self, count_missing: Callable[[], Missing]) -> None:
+        """Give back as many bytes as are missing: what was replaced goes first, then what the policy allows.
 
-        Nothing goes where all that may go would not be enough.
+        Nothing goes where all that may go would not be enough. There is one round: what the kernel said would come
+        back and did not, another would not bring either.
         """
         self._places.empty_trash()
-        while (missing := missing_bytes()) > 0 and (chosen := self._choose_evictions(missing)):
-            for version in chosen:
-                if self.policy is Policy.SPILL and not self._places.contents.is_replaced(version):
-                    self._places.spill(version)
-                    self.on_spilled(version)
-                else:
-                    self.evict(version)
-            self._places.empty_trash()  # what is still mapped all the same is not back: then there is another round
+        missing = count_missing()
+        for version in self._choose_evictions(missing) if missing else ():
+            if self.policy is Policy.SPILL and not self._places.contents.is_replaced(version):
+                self._places.spill(version)
+                self.on_spilled(version)
+            else:
+                self.evict(version)
+        self._places.empty_trash()
 
     def evict(self, version: Version) -> None:
         """Remove a version, and tell who serves it."""
@@ -56,17 +70,23 @@ class Eviction:
         self.on_evicted(version)
         self._places.empty_trash()
 
-    def _choose_evictions(self, missing: int) -> list[Version]:
+    def _choose_evictions(self, missing: Missing) -> list[Version]:
         """The versions to give up, in this order, to get so many bytes back; none where that cannot be."""
+        limit, files = missing.limit, missing.files
         chosen: dict[str, Version] = {}
         counts: dict[Place, Counter[int]] = defaultdict(Counter)
         for version in self._eviction_candidates(chosen):
             _, place = self._places.find(version)
+            in_files = place is self._places.directory
+            if limit <= 0 and not in_files:
+                continue
             chosen[version.id] = version
             for inode in place.sizes(version):
                 counts[place][inode] += 1
-                missing -= self._places.blocks[place].freed(inode, counts[place][inode])
-            if missing <= 0:
+                freed = self._places.blocks[place].freed(inode, counts[place][inode])
+                limit -= freed
+                files -= freed if in_files else 0
+            if limit <= 0 and files <= 0:
                 return [*chosen.values()]
         return []
 
@@ -86,5 +106,5 @@ class Eviction:
                 yield version
 
     def _is_evictable(self, version: Version) -> bool:
-        """Whether a version takes memory and nobody reads it."""
-        return self._places.in_memory(version) and not self.in_use(version)
+        """Whether a version takes memory, which would come back: nobody reads it, and no process has it mapped."""
+        return self._places.in_memory(version) and not self.in_use(version) and not self._places.is_used(version)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import stat
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.errors import StoreError
+from dissociated.memory.shared import is_unused
 
 #: What a file is called that is being written.
 PARTIAL_SUFFIX = ".part"
@@ -163,15 +163,21 @@ def claim_unused(path: Path) -> int | None:
         return None  # somebody else was first, or it is none of ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink == 1:
-            fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, should somebody open it now, would kill
-            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        if os.fstat(descriptor).st_nlink == 1 and is_unused(descriptor):
             return descriptor
     except OSError:
-        pass  # it is used, or the file system grants no leases
+        pass  # somebody else claims it
     os.close(descriptor)
     return None
+
+
+def is_used(path: Path, names: int) -> bool:
+    """Whether somebody has a file open or mapped, or it has more than so many names. Raises OSError and StoreError."""
+    descriptor = open_regular(path, os.O_RDONLY)
+    try:
+        return os.fstat(descriptor).st_nlink > names or not is_unused(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def copy_file(source: Path, target: Path) -> None:

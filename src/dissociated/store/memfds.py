@@ -6,18 +6,16 @@ mapped: the kernel tells, as it does of files. Whoever made a memfd may go on ho
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import signal
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dissociated.memory.region import pages
-from dissociated.memory.shared import create_memfd, is_sealed, reopen_read_only
+from dissociated.memory.shared import create_memfd, is_sealed, is_unused, reopen_read_only
 from dissociated.store.directory import Version
 
 #: Where the kernel shows what a process has open.
@@ -29,9 +27,14 @@ class Memfd:
     """A descriptor that nobody else has, so that the kernel can tell whether somebody uses the memory."""
 
     descriptor: int
+    device: int
     inode: int
     size: int
-    staged: float = field(default_factory=time.monotonic)
+
+    @property
+    def file(self) -> tuple[int, int]:
+        """What tells the memory from all other."""
+        return self.device, self.inode
 
     @property
     def path(self) -> Path:
@@ -43,50 +46,58 @@ class Memfds:
     """The memfds of a store. Not safe to use from many threads: the store has a lock. Close it after use."""
 
     def __init__(self) -> None:
-        self._staged: dict[str, Memfd] = {}
+        self._staged: dict[str, tuple[Memfd, float]] = {}  # and since when
         self._committed: dict[str, Sequence[Memfd]] = {}  # by the ids of versions
         self._uses: Counter[Memfd] = Counter()  # how often each is staged or committed
         self._paths: dict[Path, Memfd] = {}  # of these
         self._trash: list[Memfd] = []
-        self._inodes: Counter[int] = Counter()  # of all, with the trash
+        self._known: dict[tuple[int, int], Memfd] = {}  # by their files: all, with the trash
         probe = create_memfd("probe")
         readable = reopen_read_only(probe)
         os.close(probe)
-        self._leases = _is_unused(readable)  # without them nobody could tell
+        self._leases = is_unused(readable)  # without them nobody could tell
         os.close(readable)
 
     # What is staged
 
     def open(self, descriptor: int) -> Memfd | None:
-        """What somebody hands over, to be staged or closed; None where it could still be changed."""
+        """What somebody hands over, to be staged or discarded; None where it could still be changed."""
         if not is_sealed(descriptor):
             return None
         status = os.fstat(descriptor)
+        known = self._known.get((status.st_dev, status.st_ino))
+        if known is not None:
+            return known  # two descriptors of ours would each take the other for a use
         # Holes count, too: to read them takes memory.
-        return Memfd(reopen_read_only(descriptor), status.st_ino, pages(status.st_size))
+        return Memfd(reopen_read_only(descriptor), status.st_dev, status.st_ino, pages(status.st_size))
+
+    def discard(self, memfd: Memfd) -> None:
+        """It is not staged after all."""
+        if not self.counts(memfd):
+            os.close(memfd.descriptor)
 
     def stage(self, memfd: Memfd) -> str:
         """Keep it until it is committed, under the name that is returned."""
         name = f"{secrets.token_hex(16)}.memfd"
-        self._staged[name] = memfd
+        self._staged[name] = memfd, time.monotonic()
         self._keep(memfd)
         return name
 
     def staged(self, name: str) -> Path | None:
         """The path of one that is staged."""
         found = self._staged.get(name)
-        return None if found is None else found.path
+        return None if found is None else found[0].path
 
     def unstage(self, name: str) -> None:
         """It is not staged any more."""
         found = self._staged.pop(name, None)
         if found is not None:
-            self._release([found])
+            self._release([found[0]])
 
     def sweep(self, forgotten: float) -> None:
         """Let go of what was staged so many seconds ago."""
         oldest = time.monotonic() - forgotten
-        for name in [name for name, memfd in self._staged.items() if memfd.staged < oldest]:
+        for name in [name for name, (_, since) in self._staged.items() if since < oldest]:
             self.unstage(name)
 
     # What a directory does
@@ -110,6 +121,10 @@ class Memfds:
         """What the memfds of a version take, in bytes, by their inodes."""
         return {memfd.inode: memfd.size for memfd in self._committed[version.id]}
 
+    def is_used(self, version: Version, names: Mapping[int, int]) -> bool:
+        """See `Directory.is_used`; memfds have no names."""
+        return any(self._is_used(memfd) for memfd in self._committed[version.id])
+
     def confirm(self, version: Version) -> None:
         """Nothing to do: what is known of a version is not kept here."""
 
@@ -121,31 +136,34 @@ class Memfds:
         """Close what nobody uses any more."""
         used = []
         for memfd in self._trash:
-            if self._leases and not _is_unused(memfd.descriptor):
+            if self._is_used(memfd):
                 used.append(memfd)
             else:
                 os.close(memfd.descriptor)
-                self._inodes[memfd.inode] -= 1
-                if not self._inodes[memfd.inode]:
-                    del self._inodes[memfd.inode]
+                del self._known[memfd.file]
         self._trash = used
 
     # Bytes
 
     def counts(self, memfd: Memfd) -> bool:
         """Whether the bytes of the same memory count already."""
-        return memfd.inode in self._inodes
+        return memfd.file in self._known
 
     def uncommitted(self, committed: Container[int]) -> tuple[int, int]:
         """Bytes that are only staged, and only removed and still used by somebody. `committed` are inodes."""
-        staged = {one.inode: one.size for one in self._staged.values() if one.inode not in committed}
+        staged = {one.inode: one.size for one, _ in self._staged.values() if one.inode not in committed}
         trash = {one.inode: one.size for one in self._trash if one.inode not in committed and one.inode not in staged}
         return sum(staged.values()), sum(trash.values())
+
+    def _is_used(self, memfd: Memfd) -> bool:
+        return self._leases and not is_unused(memfd.descriptor)
 
     def _keep(self, memfd: Memfd) -> None:
         if memfd not in self._uses:
             self._paths[memfd.path] = memfd
-            self._inodes[memfd.inode] += 1
+            if self.counts(memfd):
+                self._trash.remove(memfd)
+            self._known[memfd.file] = memfd
         self._uses[memfd] += 1
 
     def _release(self, memfds: Iterable[Memfd]) -> None:
@@ -160,16 +178,5 @@ class Memfds:
         """Let go of everything."""
         for memfd in (*self._uses, *self._trash):
             os.close(memfd.descriptor)
-        for collection in (self._staged, self._committed, self._uses, self._paths, self._trash, self._inodes):
+        for collection in (self._staged, self._committed, self._uses, self._paths, self._trash, self._known):
             collection.clear()
-
-
-def _is_unused(descriptor: int) -> bool:
-    """Whether nobody has opened the same memory once more, or mapped that: then the kernel grants a lease."""
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # SIGIO, should somebody open it now, would kill
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return False
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,17 @@ class Places:
     def in_memory(self, version: Version) -> bool:
         """Whether a version takes memory."""
         return self.find(version)[1] is not self.disk
+
+    def is_used(self, version: Version) -> bool:
+        """Whether memory of a version would stay if it went, since somebody has it open or mapped, in any process.
+
+        What is only open here to be read again at no cost is closed first: the kernel takes it for a use.
+        """
+        _, place = self.find(version)
+        for other in self.contents.with_name(version.name):  # which may have the same segments
+            self.cache.pop(other.id)
+        with store_errors(f"asking who uses {version.name!r} in {self.directory.path}"):
+            return place.is_used(version, self.blocks[place].names)
 
     def put(self, version: Version, place: Place) -> None:
         """A version lies there now."""
@@ -172,4 +184,4 @@ class Places:
     def free(self) -> int:
         """Bytes that are left in the file system of the store."""
         status = os.statvfs(self.directory.path)
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize  # a tmpfs without a limit has none

@@ -228,7 +228,7 @@ class Store:
                 self._quota.admit(description, memfd.size, 0 if self._memfds.counts(memfd) else memfd.size)
                 return self._memfds.stage(memfd)
             except BaseException:
-                os.close(memfd.descriptor)
+                self._memfds.discard(memfd)
                 raise
 
     def commit(
