@@ -13,11 +13,13 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
+from dissociated.client import leases as client_leases
 from dissociated.codec.device import DeviceBatch, Mover, to_device
 from dissociated.datasets.device import DeviceDataset
 from dissociated.errors import DeviceError, DeviceFull, RemoteProtocolError
 from dissociated.format.message import parse_header
 from dissociated.format.record_batch import encode_record_batch
+from dissociated.memory import leases as memory_leases
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.emulated import EmulatedDevice
 from dissociated.server import device as sending
@@ -166,6 +168,26 @@ def test_memory_stays_while_a_copy_cannot_be_waited_for(
     twos = first("twos")
     for batch, value in ((ones, 1), (twos, 2)):
         assert batch.to_host()["n"].to_pylist() == [value] * 10_000
+
+
+def test_a_servers_memory_is_given_back_when_nothing_can_read_it_any_more(
+    emulated: EmulatedDevice, server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (memory_leases, client_leases):
+        monkeypatch.setattr(module, "_RETRY", 0.01)
+    published(server, emulated)
+    device = EmulatedDevice(emulated.number)  # the same, as another process has it
+    for keep in (True, False):
+        with client.read("numbers", device=device) as reader:
+            batches = [reader.read_next_batch()] if keep else []
+            device.capturing = True
+        batches.clear()
+        gc.collect()
+        assert (device.allocations, server.connections) == (1, 1)
+        device.capturing = False
+        clients_end()
+        assert not device.allocations, "it was closed before the connection was"
+        wait_until(lambda: not server.connections, "the client hangs up")
 
 
 def test_a_handle_that_cannot_be_opened_here(device: Device, server: dis.Server, client: dis.Client) -> None:

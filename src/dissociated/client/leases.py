@@ -20,6 +20,7 @@ from dissociated.transport.base import Connection
 _log = logging.getLogger(__name__)
 
 _MAX_FREES = 1 << 12  # addresses in one free_data message
+_RETRY = 5.0  # seconds after which a device is asked again what still reads the server's memory
 
 
 class ClientLeases:
@@ -37,7 +38,7 @@ class ClientLeases:
         self._expected = 0  # addresses that will come through `lease` or `free`
         self._settled = 0  # how many of these have come
         self._finished = False
-        self._stopped = False
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         bind_to_process(self)
 
@@ -48,8 +49,7 @@ class ClientLeases:
         """So many addresses have been delivered. Each will come through `lease` or `free`, once."""
         self._expected += count
         if count and self._thread is None:
-            self._thread = StreamThread(self, self._run, (), "give back")
-            self._thread.start()
+            self._start()
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
         """The memory, which may lie on a `device`, as a buffer. `addresses` are given back when nothing lies in it.
@@ -75,28 +75,33 @@ class ClientLeases:
         if stopped:
             self._connection.stop_receiving()
         self._finished = True
-        if self._thread is None:
-            self._connection.address_space.close_devices()
+        if self._thread is not None:
+            self._returns.wake()
+        elif self._connection.address_space.close_devices():
             self._connection.close()
         else:
-            self._returns.wake()
+            self._start()
 
     def stop(self) -> None:
         """Make the thread end, whatever is still held: the process ends, and with it the connection."""
-        self._stopped = True
+        self._stopped.set()
         if not self._connection.shares_memory:
             self._connection.interrupt()
         self._returns.wake()
+
+    def _start(self) -> None:
+        self._thread = StreamThread(self, self._run, (), "give back")
+        self._thread.start()
 
     def _run(self) -> None:
         returned = 0
         held = False
         listening = self._free_data is not None
-        while not (self._stopped or (self._finished and returned == self._expected)):
+        while not (self._stopped.is_set() or (self._finished and returned == self._expected)):
             addresses = self._returns.take(_MAX_FREES)
             returned += len(addresses)
-            if self._finished and returned == self._expected:
-                self._connection.address_space.close_devices()  # the server may free them after the last address
+            if self._finished and returned == self._expected and not self._close_devices():
+                break  # the server may free them after the last address
             if STILL_HELD in addresses:
                 held, addresses = True, [address for address in addresses if address != STILL_HELD]
             try:
@@ -107,12 +112,21 @@ class ClientLeases:
                 # A server that is gone has nothing to take back; what is mapped stays readable without it.
                 _log.debug("%r: %s", self._connection, error)
                 listening = False
-        if self._stopped and self._connection.shares_memory:
+        if not self._stopped.is_set():
+            self._close_devices()
+        if self._stopped.is_set() and self._connection.shares_memory:
             _open_at_exit.append(self._connection)  # what is held until the very end stays as it is until then
         elif held:
             self._connection.leave()
         else:
             self._connection.close()
+
+    def _close_devices(self) -> bool:
+        """Let go of the server's memory on devices, once nothing reads it. False if this was stopped before."""
+        while not self._connection.address_space.close_devices():
+            if self._stopped.wait(_RETRY):
+                return False
+        return True
 
 
 _open_at_exit: list[Connection] = []

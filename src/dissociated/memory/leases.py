@@ -11,14 +11,13 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 
 import pyarrow as pa
 
 from dissociated.errors import DeviceError, RemoteProtocolError
-from dissociated.memory.device.base import Device, Event
+from dissociated.memory.device.base import Device
 from dissociated.once import once
 
 
@@ -63,9 +62,11 @@ class Ledger:
         return released
 
 
-#: What comes back of an address that is still in use: a forked process maps it, or a device reads it, and nobody can
-#: tell for how long. No buffer has this address.
+#: What comes back of an address that is still in use: a forked process maps it, and nobody can tell for how long. No
+#: buffer has this address.
 STILL_HELD = 0
+
+_RETRY = 5.0  # seconds after which a device is asked again, which could not tell: each time breaks off a capture there
 
 _forks = 0  # how often this process has begun, or ended, to fork
 
@@ -114,20 +115,15 @@ class _Ended(weakref.ref[_Lease]):
         self._forks = _forks
 
     def addresses(self) -> Sequence[int]:
-        """What may be given back, once nothing reads it any more on a device: that is waited for."""
-        if self._forks == _forks:
-            try:
-                if self._device is not None and (fence := self._device.fence()) is not None:
-                    _wait_for(fence)
-                return self._addresses
-            except DeviceError:
-                pass  # nobody can tell
-        return (STILL_HELD,) * len(self._addresses)
+        """What may be given back, once nothing reads it any more on a device: that is waited for.
 
-
-def _wait_for(event: Event) -> None:
-    with suppress(DeviceError):  # a device that is lost reads nothing any more
-        event.synchronize()
+        Raises DeviceError where nobody can tell.
+        """
+        if self._forks != _forks:
+            return (STILL_HELD,) * len(self._addresses)
+        if self._device is not None and (fence := self._device.fence()) is not None:
+            fence.synchronize()
+        return self._addresses
 
 
 class FreeQueue:
@@ -143,6 +139,7 @@ class FreeQueue:
         # Its `put` is C alone, and reentrant, so it may be called at any point of any thread.
         self._queue: SimpleQueue[Sequence[int] | _Ended | None] = SimpleQueue()
         self._leases: set[_Ended] = set()  # until they have ended, and are taken
+        self._unsure: list[_Ended] = []  # which a device may still read, for all that it says
         self._owner = owner
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
@@ -163,20 +160,33 @@ class FreeQueue:
         self._queue.put(None)
 
     def take(self, limit: int) -> list[int]:
-        """Wait for leases to end, or for `wake`. Returns their addresses, coalesced up to about `limit`."""
+        """Wait for leases to end, or for `wake`. Returns their addresses, coalesced up to about `limit`.
+
+        Those that a device may still read come later: it is asked again when others end, and every few seconds.
+        """
         addresses: list[int] = []
         while True:
-            item = self._queue.get()
+            try:
+                item = self._queue.get(timeout=_RETRY if self._unsure else None)
+            except Empty:
+                item = None
+            for _ in range(len(self._unsure)):
+                addresses += self._addresses_of(self._unsure.pop(0))
             if item is None:
                 return addresses
-            if isinstance(item, _Ended):
-                self._leases.remove(item)
-                addresses += item.addresses()
-            else:
-                addresses += item
+            addresses += self._addresses_of(item) if isinstance(item, _Ended) else item
             del item  # while the next is waited for, it may hold memory
             if len(addresses) >= limit or self._queue.empty():
                 return addresses
+
+    def _addresses_of(self, ended: _Ended) -> Sequence[int]:
+        try:
+            addresses = ended.addresses()
+        except DeviceError:
+            self._unsure.append(ended)
+            return ()
+        self._leases.remove(ended)
+        return addresses
 
 
 class AddressSink(Protocol):

@@ -52,12 +52,15 @@ class Region:
         static: bool = True,
         device: Device | None = None,
         file: SharedFile | None = None,
+        handle: bytes = b"",
     ) -> None:
         self.base = base
         #: what it was mapped from, where that was to be kept open
         self.file = file
         #: whose memory it is: None for that of the host, which alone may be looked into here
         self.device = device
+        #: by which that device knows it
+        self.handle = handle
         #: whether what lies in it stays as it is
         self.static = static
         self.size: int = memory.size
@@ -130,11 +133,18 @@ class AddressSpace:
                 raise RemoteProtocolError(f"the peer shared {region!r}, which overlaps {other!r}")
         self._sorted = [*bases[:at], region.base, *bases[at:]], [*regions[:at], region, *regions[at:]]
 
-    def close_devices(self) -> None:
-        """Let go of the regions on devices: no address in them is looked for any more."""
-        for region in self._sorted[1]:
-            if region.device is not None:
-                region.memory = pa.py_buffer(b"")
+    def close_devices(self) -> bool:
+        """Let go of the regions on devices: no address in them is looked for any more.
+
+        Whether none is open any more, or it is others who have it open. If not, nobody could tell what still reads it:
+        ask again.
+        """
+        regions = [(region, region.device) for region in self._sorted[1] if region.device is not None]
+        for region, _ in regions:
+            region.memory = pa.py_buffer(b"")
+        for device in {device for _, device in regions}:
+            device.retry()
+        return not any(device.is_left_open(region.handle) for region, device in regions)
 
     def find(self, address: int) -> Region:
         """The region that `address` lies in. Raises RemoteProtocolError if there is none."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -154,6 +155,7 @@ class Device(ABC):
         self.copies: set[object] = set()
         self._kept: list[Release] = []  # what could not be given back yet
         self._exported: weakref.WeakValueDictionary[bytes, DeviceMemory] = weakref.WeakValueDictionary()
+        self._opened: Counter[bytes] = Counter()
 
     @property
     def allocations(self) -> int:
@@ -234,12 +236,32 @@ class Device(ABC):
         Close all of it before its owner gives it back. Raises DeviceError where it is not there, or is smaller.
         """
         with self.lock:  # throughout: two threads shall not open it twice
-            known = self._exported.get(handle)
-            if known is None or known.closed:  # a driver opens no handle in the process that it is of
-                known = self._exported[handle] = self._account(size, *self._open(handle, size))
+            known = self._in_use(handle)
+            if known is None:  # a driver opens no handle in the process that it is of
+                known = self._exported[handle] = self._account(size, *self._open_once(handle, size))
         if known.size < size:
             raise DeviceError(f"a peer announced {size} bytes on {self.name}, and there are {known.size}")
         return known
+
+    def is_left_open(self, handle: bytes) -> bool:
+        """Whether a peer's memory is still open that nobody here uses any more: it could not be closed yet."""
+        with self.lock:
+            return self._opened[handle] > 0 and self._in_use(handle) is None
+
+    def _in_use(self, handle: bytes) -> DeviceMemory | None:
+        known = self._exported.get(handle)
+        return None if known is None or known.closed else known
+
+    def _open_once(self, handle: bytes, size: int) -> tuple[int, Release]:
+        address, release = self._open(handle, size)
+        self._opened[handle] += 1
+
+        def close(after: Event | None) -> None:
+            release(after)
+            with self.lock:
+                self._opened[handle] -= 1
+
+        return address, close
 
     def _account(self, size: int, address: int, release: Release) -> DeviceMemory:
         with self.lock:

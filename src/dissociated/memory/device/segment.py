@@ -34,4 +34,4 @@ class DeviceSegment:
 
 def open_region(device: Device, span: Span) -> Region:
     """The region of a peer's segment, opened on this device. Raises DeviceError where it cannot be."""
-    return Region(span.base, device.open(span.key, span.size).buffer(), device=device)
+    return Region(span.base, device.open(span.key, span.size).buffer(), device=device, handle=span.key)
