@@ -14,29 +14,27 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
-from dissociated.catalog.connection import CatalogConnection, FlightBatches
-from dissociated.catalog.flight_streams import receive_get
+from dissociated.catalog.connection import CatalogConnection
+from dissociated.catalog.flight_reader import read_flight
 from dissociated.catalog.locations import DatasetInfo, DatasetList
+from dissociated.catalog.lookup import Lookup, caller_identity
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.put import Progress, Put
 from dissociated.catalog.stage import StagePlace
 from dissociated.client.request import TIMEOUT, ReadRequest
-from dissociated.codec.batches import BatchReader
 from dissociated.codec.options import ReadOptions, check_options
-from dissociated.codec.reader import check_field_names
 from dissociated.datasets.base import Source
 from dissociated.datasets.sources import make_dataset
 from dissociated.display import html
 from dissociated.errors import (
     CatalogError,
     CatalogUnreachable,
-    DatasetNotFound,
     DeadlineExceeded,
     DissociatedError,
     FormatError,
     OptionError,
 )
-from dissociated.host import boot_id, host_name
+from dissociated.host import boot_id
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
 
@@ -60,6 +58,7 @@ class CatalogClient:
     ) -> None:
         self._parameters = uri, timeout, token, tls_roots, tuple(trusted_users), max_metadata, trusted_files
         self._calls = CatalogConnection(uri, timeout, token, tls_roots)
+        self._lookup = Lookup(self._calls)
         #: The request of a read for which nothing else is said.
         self.defaults = ReadRequest(timeout=timeout, max_metadata=max_metadata)
         self.uri = uri
@@ -89,47 +88,14 @@ class CatalogClient:
 
         Raises CatalogError, also where a server of somebody else's does not list.
         """
-        criteria = json.dumps({"prefix": prefix, "tags": dict(tags or {}), **_caller_identity()}).encode()
-
-        def list_flights(client: Any) -> DatasetList:
-            try:
-                return DatasetList(map(DatasetInfo.parse, client.list_flights(criteria, self._calls.options())))
-            except NotImplementedError:
-                raise CatalogError(
-                    f"the server at {self.uri} does not list what it has (it has no ListFlights): "
-                    "ask for a dataset by its name"
-                ) from None
-
-        return self._calls.call(list_flights)
+        return self._lookup.list(prefix, dict(tags or {}))
 
     def describe(self, name: str, version: int | None = None) -> DatasetInfo:
         """What the catalog says of the dataset `name`, or of a `version` of it that was replaced and is still there.
 
-        Raises DatasetNotFound.
+        Raises DatasetNotFound, and CatalogError for a version at a server of somebody else's.
         """
-        flight_descriptor = self._calls.flight.FlightDescriptor
-        command = {"name": name, **_caller_identity(), **({} if version is None else {"version": version})}
-        descriptors = [flight_descriptor.for_command(json.dumps(command))]
-        if version is None:  # as other servers may understand it
-            descriptors += flight_descriptor.for_command(name), flight_descriptor.for_path(name)
-        refused: CatalogError
-        unknown: DatasetNotFound | None = None
-        for descriptor in descriptors:
-            try:
-                return self._get_flight_info(descriptor)
-            except CatalogUnreachable:
-                raise
-            except DatasetNotFound as error:
-                refused = unknown = error
-            except CatalogError as error:
-                refused = error
-        if unknown is not None and refused is not unknown:
-            raise DatasetNotFound(f"the server at {self.uri} knows no dataset {name!r}") from None
-        raise refused
-
-    def _get_flight_info(self, descriptor: Any) -> DatasetInfo:
-        options = self._calls.options()
-        return self._calls.call(lambda client: DatasetInfo.parse(client.get_flight_info(descriptor, options)))
+        return self._lookup.describe(name, version)
 
     def versions(self, name: str) -> Sequence[dict[str, Any]]:
         """The versions of a dataset that can still be read, the oldest first.
@@ -155,14 +121,8 @@ class CatalogClient:
         Of `options` count those that libarrow applies, and the limit of depth. Raises CatalogError, AccessDenied,
         DatasetNotFound and FormatError.
         """
-        options = check_options(options, ReadOptions)
-        flight = self._calls.flight
-        call_options = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
-        reader = self._calls.call(lambda client: client.do_get(flight.Ticket(ticket), call_options))
-        with self._calls.errors():
-            schema = check_field_names(reader.schema)
-        options.check_depth(schema)
-        return BatchReader(schema, receive_get(FlightBatches(self._calls, reader)))
+        request = replace(self.defaults, options=check_options(options, ReadOptions))
+        return read_flight(self._calls, ticket, request)
 
     def put(
         self,
@@ -263,7 +223,7 @@ class CatalogClient:
 
     def stage(self) -> StagePlace:
         """Where writers put segments: on this host, if there is a node."""
-        return StagePlace(**self.do_action("stage", _caller_identity()))
+        return StagePlace(**self.do_action("stage", caller_identity()))
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """Reserve room for a segment: see `Store.reserve`. Writers in a limited stage call it before they write."""
@@ -356,8 +316,3 @@ class CatalogClient:
         (result,) = self._calls.call(lambda client: [*client.do_action(message, options)])
         decoded: dict[str, Any] = json.loads(result.body.to_pybytes())
         return decoded
-
-
-def _caller_identity() -> dict[str, str]:
-    """Who asks: the catalog then names the nearest first."""
-    return {"host": host_name(), "boot_id": boot_id()}

@@ -54,6 +54,7 @@ class CatalogConnection:
         self.uri = uri
         self.timeout = check_timeout(timeout)
         roots = None if tls_roots is None else os.fspath(tls_roots)
+        self._token, self._tls_roots = token, roots
         self._parameters = client_options(None if token is None else check_token(token), roots)
         self._connection: Any = None
         self._closed = False
@@ -63,6 +64,11 @@ class CatalogConnection:
         """What `call` returns, which is given the connection. Raises CatalogError, AccessDenied, DeadlineExceeded."""
         with self.errors():
             return call(self._connected())
+
+    def elsewhere(self, uri: str) -> CatalogConnection:
+        """A connection to another server, which this one names. A token that TLS has kept secret stays so."""
+        secret = self.uri.startswith("grpc+tls:") and not uri.startswith("grpc+tls:")
+        return CatalogConnection(uri, self.timeout, None if secret else self._token, self._tls_roots)
 
     def options(self) -> Any:
         """The options of a call that must be answered within the timeout."""

@@ -21,7 +21,6 @@ from dissociated.client.tensors import read_tensors
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import filter_batches, select_columns, select_fields, slice_batches, slice_rows
 from dissociated.codec.device import DeviceReader, chain_on_device, to_device
-from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import batches
 from dissociated.codec.tensor import Tensor
 from dissociated.errors import (
@@ -32,6 +31,7 @@ from dissociated.errors import (
     RemoteError,
     SourceError,
     TransportError,
+    WrongKind,
 )
 from dissociated.memory.device.base import Device
 from dissociated.protocol.request import REFUSED, Selection
@@ -50,17 +50,17 @@ _MAX_RETRIES = 10  # times that a dataset may be replaced between looking it up 
 
 
 class EndpointReader:
-    """Opens endpoints of datasets. `do_get` opens a ticket over Flight.
+    """Opens endpoints of datasets. `open_flight` opens one of them over Flight, with a ticket.
 
     `trust` has the parameters of locations that only whoever connects may give, by scheme.
     """
 
     def __init__(
         self,
-        do_get: Callable[[bytes, ReadOptions], pa.RecordBatchReader],
+        open_flight: Callable[[Endpoint, bytes, ReadRequest], pa.RecordBatchReader],
         trust: Mapping[str, Mapping[str, str]],
     ) -> None:
-        self._flight_do_get = do_get
+        self._open_flight = open_flight
         self._trust = trust
 
     def read(self, describe: Describe, transport: str | None, request: ReadRequest) -> pa.RecordBatchReader:
@@ -99,16 +99,23 @@ class EndpointReader:
                 return read_on_device(str(self._with_trust(uri)), endpoint.ticket, replace(request, device=device))
             except (TransportError, DeviceError) as error:
                 _log.info("%r is copied to %s, since it cannot be read where it lies: %s", info.name, device, error)
-        if transport == "grpc":
+        routes = _routes(info, endpoint, transport, request)
+        if not routes:
             return to_device(self.open(info, endpoint, transport, request), device)
         request = replace(request, schema=info.schema, device=device)
-        return self._open_nearest(info.name, endpoint, transport, request, copy_stream)
+        return self._open_nearest(routes, endpoint, request, copy_stream)
 
     def read_tensors(self, describe: Describe, transport: str | None, request: ReadRequest) -> Iterator[Tensor]:
         """The tensors of a dataset."""
 
         def open_all(info: DatasetInfo) -> list[Iterator[Tensor]]:
-            return [self._open_nearest(info.name, part, transport, request, read_tensors) for part in info.endpoints]
+            routes = [_routes(info, part, transport, request) for part in info.endpoints]
+            if not all(routes):
+                raise WrongKind(f"{info.name!r} can be read by Flight alone, which has no messages for tensors")
+            return [
+                self._open_nearest(ways, part, request, read_tensors)
+                for ways, part in zip(routes, info.endpoints, strict=True)
+            ]
 
         _, readers = self._open_all(describe, open_all)
         return chain.from_iterable(readers)
@@ -118,11 +125,12 @@ class EndpointReader:
     ) -> pa.RecordBatchReader:
         """What `request` wants of one endpoint. Raises as `Client.read_endpoint` does."""
         request = replace(request, schema=info.schema)
-        if transport == "grpc":
+        routes = _routes(info, endpoint, transport, request)
+        if not routes:
             if not request.decompress:
                 raise OptionError("Flight always decompresses: with decompress=False, take another transport than grpc")
             return self._do_get(info, endpoint, request)
-        return self._open_nearest(info.name, endpoint, transport, request, read_stream)
+        return self._open_nearest(routes, endpoint, request, read_stream)
 
     def _open_all(self, describe: Describe, open_all: Callable[[DatasetInfo], list[T]]) -> tuple[DatasetInfo, list[T]]:
         """What `describe` gives, and its endpoints, opened."""
@@ -158,14 +166,12 @@ class EndpointReader:
 
     def _open_nearest(
         self,
-        name: str,
+        routes: list[list[Uri]],
         endpoint: Endpoint,
-        transport: str | None,
         request: ReadRequest,
         open_at: Callable[[Sequence[str], bytes, ReadRequest], T],
     ) -> T:
-        """The endpoint, opened where it is nearest."""
-        routes = reachable(name, endpoint, transport, request.allow_rma)
+        """The endpoint, opened by the first of these `routes` that leads there."""
         while True:
             nearest = [str(self._with_trust(uri)) for uri in routes.pop(0)]
             try:
@@ -181,22 +187,28 @@ class EndpointReader:
 
     def _do_get(self, info: DatasetInfo, endpoint: Endpoint, request: ReadRequest) -> pa.RecordBatchReader:
         """The stream over Flight; only what is wanted of it from a server that takes selections elsewhere too."""
+        uris = [uri for route in locations(endpoint) for uri in route] if endpoint.hosts else []
         if request.chooses_rows:
-            network = [uri for route in locations(endpoint) for uri in route if not shares_memory(uri)]
+            network = [uri for uri in uris if not shares_memory(uri)]
             return read_filtered(request, network[:1], lambda inner: self._do_get(info, endpoint, inner))
         selection, identifier = request.selection, endpoint.ticket
         if selection is not None:
-            indices = selection.indices(info.schema.names)
-            if any(supports_selection(uri) for route in locations(endpoint) for uri in route):
+            selection.indices(info.schema.names)  # are they all there?
+            if any(map(supports_selection, uris)):
                 identifier = selection.identifier(endpoint.ticket)
         if request.rows_at_server is not None and identifier == endpoint.ticket:
             raise SourceError(f"{REFUSED}: the request would be too long")
-        reader = self._flight_do_get(identifier, request.options)
+        reader = self._open_flight(endpoint, identifier, request)
         if selection is not None and identifier == endpoint.ticket:
-            reader = select_columns(reader, indices)
+            reader = select_columns(reader, selection.indices(reader.schema.names))
             if request.batches is not None:
                 reader = slice_batches(reader, *request.batches)
         return reader if request.rows is None else slice_rows(reader, request.rows)
+
+
+def _routes(info: DatasetInfo, endpoint: Endpoint, transport: str | None, request: ReadRequest) -> list[list[Uri]]:
+    """The ways to an endpoint; none where Flight is asked for, or nothing else leads there. Raises CatalogError."""
+    return [] if transport == "grpc" else reachable(info.name, endpoint, transport, request.allow_rma)
 
 
 def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader], request: ReadRequest) -> pa.RecordBatchReader:
@@ -204,6 +216,8 @@ def _chain(info: DatasetInfo, readers: Sequence[pa.RecordBatchReader], request: 
         return readers[0]
     if readers:
         schema = readers[0].schema
+        if any((one.schema.names, one.schema.types) != (schema.names, schema.types) for one in readers):
+            raise CatalogError(f"the parts of {info.name!r} have not all the same columns")
     else:
         selection = request.selection or Selection()
         schema = select_fields(info.schema, selection.indices(info.schema.names))

@@ -177,7 +177,7 @@ def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
         return {}
     try:
         plain = json.loads(content.to_pybytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return plain if isinstance(plain, dict) else {}
 

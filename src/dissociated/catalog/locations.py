@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, TypeAlias, TypeGuard
 
 import pyarrow as pa
 
 from dissociated._moved import Renamed
-from dissociated.codec.reader import check_field_names
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
 from dissociated.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.errors import CatalogError, UriError
@@ -21,14 +21,32 @@ from dissociated.uri import DEVICE, Uri
 _WIDTH = 60  # characters, of what is shown to people
 _MAX_LINES = 40  # of a table that is shown
 
+_REUSE_CONNECTION = "arrow-flight-reuse-connection"  # a scheme: the server that has told of the endpoint
+
+_FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
+
+#: What our catalogs tell in `app_metadata`, and of which type: of a version, of a part, and of a node that has it.
+_VERSION_FIELDS: _FieldTypes = {
+    "host": (str,),
+    "boot_id": (str,),
+    "version": (int,),
+    "created": (int, float),
+    "expires": (int, float, NoneType),
+    "began": (str, NoneType),
+    "tags": (dict, NoneType),
+}
+_PART_FIELDS: _FieldTypes = {"nodes": (list,), "rows": (int, NoneType)}
+_NODE_FIELDS: _FieldTypes = {"id": (str,), "host": (str,), "boot_id": (str,)}
+
 
 @dataclass(frozen=True)
 class Endpoint:
     """A part of a dataset.
 
     - `ticket`: the identifier to ask with. Whoever has it can read.
-    - `locations`: the URIs that can be asked, the nearest first. None of them where its node says nothing any more.
-    - `hosts`: where that node is.
+    - `locations`: the URIs that can be asked, the nearest first. None of them where its node says nothing any more; or,
+      of a Flight server of somebody else's, where that server itself is to be asked.
+    - `hosts`: where that node is. None of them where a server of somebody else's told of it.
     - `rows`: how many it has. None where the catalog does not know.
     """
 
@@ -40,17 +58,26 @@ class Endpoint:
     @classmethod
     def parse(cls, endpoint: Any) -> Self:
         """From a FlightEndpoint."""
-        app_metadata = json.loads(endpoint.app_metadata or b"{}")
+        told = _parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
+        nodes = told.get("nodes", ())
+        ours = all(_has_fields(node, _NODE_FIELDS) for node in nodes)
         return cls(
             ticket=endpoint.ticket.ticket,
-            locations=tuple(location.uri.decode() for location in endpoint.locations),
-            hosts=tuple(node["host"] for node in app_metadata.get("nodes", ())),
-            rows=app_metadata.get("rows"),
+            locations=tuple(location.uri.decode(errors="replace") for location in endpoint.locations),
+            hosts=tuple(node["host"] for node in nodes) if ours else (),
+            rows=told.get("rows") if ours else None,
         )
+
+    @property
+    def schemes(self) -> list[str]:
+        """How it can be read, as far as its locations say: shm, tcp, grpc."""
+        schemes = {one.partition(":")[0] for one in self.locations}
+        named = schemes - {_REUSE_CONNECTION}
+        return sorted(named) or (["grpc"] if flight_uris(self) else [])
 
     def __repr__(self) -> str:
         rows = "" if self.rows is None else f" of {plural(self.rows, 'row')}"
-        return f"<Endpoint{rows} on {self._hosts}, at {', '.join(self._places) or 'no place now'}>"
+        return f"<Endpoint{rows} on {self._hosts}, at {', '.join(self._places)}>"
 
     def _repr_html_(self) -> str:
         rows = [] if self.rows is None else [plural(self.rows, "row")]
@@ -64,7 +91,8 @@ class Endpoint:
     def _places(self) -> list[str]:
         """Where it can be asked for, without what only programs need."""
         places = (one.partition("?")[0] for one in self.locations)
-        return [*dict.fromkeys(one for one in places if not one.startswith("arrow-flight"))]
+        named = [*dict.fromkeys(one for one in places if not one.startswith(_REUSE_CONNECTION))]
+        return named or (["the server that told of it"] if flight_uris(self) else ["no place now"])
 
 
 @dataclass(frozen=True)
@@ -93,20 +121,21 @@ class DatasetInfo:
     began = Renamed("lineage_id")
 
     @classmethod
-    def parse(cls, info: Any) -> Self:
-        """From a FlightInfo."""
-        path, app_metadata = info.descriptor.path, json.loads(info.app_metadata or b"{}")
+    def parse(cls, info: Any, schema: pa.Schema, name: str) -> Self:
+        """From a FlightInfo of the dataset `name`."""
+        told = _parse_app_metadata(info.app_metadata, _VERSION_FIELDS)
+        least = 0 if told else 1  # in a message of others, 0 may be what nobody has set
         return cls(
-            name=(b"/".join(path) if path else info.descriptor.command).decode(),
-            schema=check_field_names(info.schema),
-            rows=info.total_records if info.total_records >= 0 else None,
-            nbytes=info.total_bytes if info.total_bytes >= 0 else None,
+            name=name,
+            schema=schema,
+            rows=info.total_records if info.total_records >= least else None,
+            nbytes=info.total_bytes if info.total_bytes >= least else None,
             endpoints=tuple(map(Endpoint.parse, info.endpoints)),
-            version=app_metadata.get("version", 0),
-            created=app_metadata.get("created", 0.0),
-            expires=app_metadata.get("expires"),
-            tags=app_metadata.get("tags", {}),
-            lineage_id=app_metadata.get("began", ""),
+            version=told.get("version", 0),
+            created=told.get("created", 0.0),
+            expires=told.get("expires"),
+            tags=told.get("tags") or {},
+            lineage_id=told.get("began") or "",
         )
 
     def __repr__(self) -> str:
@@ -121,8 +150,7 @@ class DatasetInfo:
     @property
     def schemes(self) -> list[str]:
         """How it can be read: shm, tcp, grpc."""
-        schemes = {one.partition(":")[0] for endpoint in self.endpoints for one in endpoint.locations}
-        return sorted(one for one in schemes if not one.startswith("arrow-flight"))
+        return sorted({one for endpoint in self.endpoints for one in endpoint.schemes})
 
     @property
     def size(self) -> str:
@@ -234,6 +262,36 @@ def locations(endpoint: Endpoint) -> list[list[Uri]]:
     return single + [[one, other] for one in metadata for other in bodies]
 
 
+def flight_uris(endpoint: Endpoint) -> list[str | None]:
+    """Where Flight's DoGet is answered for an endpoint. None is the server that has told of it, and stands first."""
+    if endpoint.hosts:  # it is a catalog of ours, which answers for all its parts
+        return [None] if endpoint.locations else []
+    if not endpoint.locations:
+        return [None]
+    schemes = [(one.partition(":")[0], one) for one in endpoint.locations]
+    here = [None] if any(scheme == _REUSE_CONNECTION for scheme, _ in schemes) else []
+    return [*here, *(one for scheme, one in schemes if scheme.partition("+")[0] == "grpc")]
+
+
+def descriptor_name(descriptor: Any) -> str:
+    """The name that a FlightDescriptor stands for."""
+    content = b"/".join(descriptor.path or ()) or descriptor.command or b""
+    return content.decode(errors="backslashreplace")
+
+
+def _parse_app_metadata(content: bytes, fields: _FieldTypes) -> dict[str, Any]:
+    """What a catalog of ours tells beside what Flight says; nothing where that is somebody else's, whatever it is."""
+    try:
+        plain = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return plain if _has_fields(plain, fields) else {}
+
+
+def _has_fields(plain: object, fields: _FieldTypes) -> TypeGuard[dict[str, Any]]:
+    return isinstance(plain, dict) and all(isinstance(plain.get(name), types) for name, types in fields.items())
+
+
 def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list[Uri]:
     """Where an endpoint that lies on the device of that identity can be asked for by its addresses there."""
     return [
@@ -247,11 +305,11 @@ def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list
 
 
 def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool) -> list[list[Uri]]:
-    """The ways by which an endpoint of `name` can be reached from here, the nearest first.
+    """The ways by which an endpoint of `name` can be reached from here, the nearest first; none where only Flight does.
 
-    Raises CatalogError where there is none.
+    Raises CatalogError where nothing does.
     """
-    if not endpoint.locations:
+    if not endpoint.locations and endpoint.hosts:
         raise CatalogError(
             f"a part of {name!r} is on {', '.join(endpoint.hosts)}, whose node says nothing any more: is it running?"
         )
@@ -263,9 +321,9 @@ def reachable(name: str, endpoint: Endpoint, scheme: str | None, allow_rma: bool
         and DEVICE not in uris[-1].parameters
         and all(registry.transport(uri.scheme).reachable(uri) for uri in uris)
     ]
-    if not routes:
-        schemes = {one.partition(":")[0] for one in endpoint.locations}
-        offered = ", ".join(sorted({"grpc" if one.startswith("arrow-flight") else one for one in schemes}))
+    by_flight = flight_uris(endpoint)
+    if not routes and (scheme is not None or not by_flight):
+        offered = ", ".join(sorted({*endpoint.schemes, *(["grpc"] if by_flight else [])}))
         raise CatalogError(
             f"{name!r} cannot be reached from here by {scheme or 'any transport'}: it is offered by {offered}"
         )

@@ -16,6 +16,7 @@ from dissociated._moved import keyword_only
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.endpoint_reader import EndpointReader
+from dissociated.catalog.flight_reader import open_flight
 from dissociated.catalog.locations import DatasetInfo, Endpoint, reachable
 from dissociated.client.asynchronous import asynchronous
 from dissociated.client.request import TIMEOUT, ReadRequest
@@ -90,7 +91,8 @@ class Client(CatalogClient):
         """A reader over the dataset `name`, through `transport`, or the nearest one that reaches it. It is read once:
         what `dataset` gives can be read again and again.
 
-        - `transport`: a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet.
+        - `transport`: a scheme: "shm", "tcp", or "grpc" for Flight's own DoGet, which is taken by itself where nothing
+          else leads there, as to a Flight server of somebody else's.
         - `columns`: read only these top-level columns, in the order of the schema.
         - `version`: one that was replaced and is still there.
         - `rows`: those that are wanted, as in `range(10, 20)`. Parts of the dataset that have none of them are not
@@ -273,7 +275,7 @@ class Client(CatalogClient):
 
     @property
     def _endpoints(self) -> EndpointReader:
-        return EndpointReader(self.do_get, self._trust)
+        return EndpointReader(partial(open_flight, self._calls), self._trust)
 
     def __enter__(self) -> Client:
         return self

@@ -10,7 +10,6 @@ from typing import Any
 from dissociated.catalog.locations import DatasetInfo, Endpoint
 from dissociated.cli import access, target, terminal, text
 from dissociated.errors import OptionError
-from dissociated.uri import Uri
 
 DESCRIPTION = "Show the columns of a dataset, its version and tags, and where its parts are."
 
@@ -78,8 +77,7 @@ def column_count(info: DatasetInfo) -> str:
 
 def transports(endpoints: Sequence[Endpoint]) -> str:
     """The schemes by which these can be read."""
-    schemes = {Uri.parse(one).scheme for endpoint in endpoints for one in endpoint.locations}
-    return " ".join(sorted(scheme for scheme in schemes if not scheme.startswith("arrow-flight")))
+    return " ".join(sorted({scheme for endpoint in endpoints for scheme in endpoint.schemes}))
 
 
 def tags(written: Sequence[str]) -> dict[str, str]:

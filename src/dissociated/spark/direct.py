@@ -24,9 +24,10 @@ def direct_request(
     """
     if transport == "grpc":
         return None
-    (uri, *others) = reachable(info.name, endpoint, transport, request.allow_rma)[0]
-    if others or uri.scheme != "tcp":
+    nearest = next(iter(reachable(info.name, endpoint, transport, request.allow_rma)), [])
+    if [uri.scheme for uri in nearest] != ["tcp"]:
         return None
+    (uri,) = nearest
     identifier = _identifier(uri, endpoint.ticket, replace(request, schema=info.schema))
     if identifier is None:
         return None

@@ -355,7 +355,8 @@ class DatasetReader(DataSourceReader):
 
 def _supports_selection(endpoint: Endpoint) -> bool:
     """Whether its batches can be requested by number, wherever it is read."""
-    return all(supports_selection(uri) for uris in locations(endpoint) for uri in uris)
+    uris = [uri for route in locations(endpoint) for uri in route]
+    return bool(uris) and all(map(supports_selection, uris))
 
 
 class _Lookup(NamedTuple):

@@ -1,0 +1,265 @@
+"""Our client at Flight servers of others, which tell and answer whatever Flight lets them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+import dissociated as dis
+from certificates import Certificates
+from dissociated.cli import main
+from dissociated.errors import CatalogError, DatasetNotFound, WrongKind
+from dissociated.host import boot_id
+
+TABLE = pa.table({"n": [1, 2, 3]})
+REUSE = "arrow-flight-reuse-connection://?"
+GONE = pa.scalar(1_000_000, pa.timestamp("us", "UTC"))  # in 1970
+
+_Streams = dict[bytes, pa.Table]
+
+
+class Flights(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type hints
+    """Knows datasets by the bytes of their descriptors, and streams by their tickets. Gives nothing for criteria."""
+
+    def __init__(self, uri: str = "grpc://127.0.0.1:0", **options: Any) -> None:
+        super().__init__(uri, middleware={"headers": _Headers()}, **options)
+        self.uri = uri.replace(":0", f":{self.port}")
+        self.infos: dict[bytes, flight.FlightInfo] = {}
+        self.streams: _Streams = {b"t": TABLE}
+        self.tokens: list[list[str]] = []  # of each DoGet
+
+    def add(self, name: str | bytes, *endpoints: flight.FlightEndpoint, told: bytes = b"", rows: int = 3) -> None:
+        descriptor = flight.FlightDescriptor.for_path(name)
+        self.infos[descriptor.path[0]] = flight.FlightInfo(
+            TABLE.schema, descriptor, [*endpoints], rows, -1, app_metadata=told
+        )
+
+    def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        try:
+            return self.infos[b"|".join(descriptor.path or [descriptor.command])]
+        except KeyError:
+            raise KeyError("Flight not found.") from None
+
+    def list_flights(self, context: Any, criteria: bytes) -> Iterator[flight.FlightInfo]:
+        yield from [] if criteria else self.infos.values()
+
+    def do_get(self, context: Any, ticket: flight.Ticket) -> flight.RecordBatchStream:
+        self.tokens.append(context.get_middleware("headers").tokens)
+        return flight.RecordBatchStream(self.streams[ticket.ticket])
+
+
+class _Headers(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Keeps the tokens that come with a call."""
+
+    def start_call(self, info: Any, headers: dict[str, list[str]]) -> flight.ServerMiddleware:
+        return _Call(headers.get("authorization", []))
+
+
+class _Call(flight.ServerMiddleware):  # type: ignore[misc]
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+
+
+@pytest.fixture
+def server() -> Iterator[Flights]:
+    with Flights() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Flights) -> Iterator[dis.Client]:
+    with dis.connect(server.uri) as client:
+        yield client
+
+
+def endpoint(*locations: str, ticket: bytes = b"t", told: bytes = b"", expires: object = None) -> flight.FlightEndpoint:
+    return flight.FlightEndpoint(ticket, [*locations], expires, told)
+
+
+#: What may stand in app_metadata, of which nothing is ours.
+TOLD = [
+    b"\x00\xff",
+    b"hello",
+    b"7",
+    b"[1]",
+    b"[" * 100_000,
+    b'{"nodes": [1], "rows": 1}',
+    b'{"nodes": {}, "rows": "x"}',
+    b'{"rows": 99, "version": 3, "created": 1, "expires": 5, "tags": {"a": "b"}}',
+    b'{"host": "h", "boot_id": "b", "version": "x", "created": "y"}',
+]
+
+
+def test_what_others_tell_is_not_taken_for_ours(
+    server: Flights, client: dis.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, told in enumerate(TOLD):
+        server.add(f"info {number}", endpoint(), told=told)
+        server.add(f"part {number}", endpoint(told=told))
+    assert [*client] == sorted(name.decode() for name in server.infos)
+    for name in client:
+        assert name in client
+        info = client.describe(name)
+        assert (info.name, info.version, info.rows, info.tags) == (name, 0, 3, {})
+        assert (info.endpoints[0].rows, info.endpoints[0].hosts) == (None, ())
+        assert "grpc" in repr(info)
+        assert "the server that told of it" in repr(info.endpoints)
+        assert client.read(name).read_all() == client[name].to_table() == TABLE
+        assert client.read(name, filter=("n", ">", 1), limit=1).read_all() == TABLE[1:2]
+    assert "nope" not in client
+    with pytest.raises(DatasetNotFound, match="knows no dataset 'nope'"):
+        client.read("nope")
+    with pytest.raises(WrongKind, match="Flight alone"):
+        client.read_tensors("info 0")
+    assert main(["ls", "-l", server.uri]) == main(["describe", "-l", f"{server.uri}/info 0"]) == 0
+    assert "grpc" in capsys.readouterr().out
+
+
+def test_a_dataset_is_read_wherever_flight_says(server: Flights, client: dis.Client) -> None:
+    """With the token of the catalog. The ticket of `other` is known there alone."""
+    with Flights() as other, dis.connect(server.uri, token="sesame") as guarded, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        other.streams = {b"there": TABLE}
+        here = [[], [server.uri], [server.uri.replace("grpc:", "grpc+tcp:")], [REUSE], ["weird:bar", REUSE]]
+        dead = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        there = [[other.uri], [dead, other.uri], ["https://x/y?z", "s3://b/k", other.uri]]
+        for locations in here:
+            server.add(repr(locations), endpoint(*locations))
+        for locations in there:
+            server.add(repr(locations), endpoint(*locations, ticket=b"there"))
+        for name in guarded:
+            for transport in (None, "grpc"):
+                assert guarded.read(name, transport=transport).read_all() == TABLE, name
+            with pytest.raises(CatalogError, match=r"cannot be reached from here by tcp: it is offered by .*grpc"):
+                guarded.read(name, transport="tcp")
+        assert server.tokens == [["Bearer sesame"]] * 2 * len(here)
+        assert other.tokens == [["Bearer sesame"]] * 2 * len(there)
+        server.add("dead", endpoint(dead))
+        with pytest.raises(CatalogError, match=f"no catalog answers at {dead}"):
+            client.read("dead")
+        server.add("web", endpoint("https://x/y?z"))
+        with pytest.raises(CatalogError, match="by any transport: it is offered by https"):
+            client.read("web")
+        assert main(["ls", "-l", server.uri]) == 0
+
+
+def test_a_token_that_tls_kept_secret_is_not_sent_in_the_clear(certified: Certificates) -> None:
+    certificate, key = (Path(certified.options[name]).read_bytes() for name in ("tls_cert", "tls_key"))
+    with Flights("grpc+tls://127.0.0.1:0", tls_certificates=[(certificate, key)]) as server, Flights() as other:
+        server.add("d", endpoint(other.uri))
+        with dis.connect(server.uri, token="sesame", tls_roots=certified.roots) as client:
+            assert client.read("d").read_all() == TABLE
+        assert other.tokens == [[]]
+
+
+def test_several_endpoints_are_one_dataset_in_their_order(server: Flights, client: dis.Client) -> None:
+    """Also those whose time is over: whether they are still good, their server knows."""
+    server.streams |= {bytes([n]): pa.table({"n": [n]}) for n in range(3)}
+    server.streams[b"other"] = pa.table({"m": [1]})
+    server.add("d", *(endpoint(ticket=bytes([n]), expires=GONE) for n in (2, 0, 1)))
+    assert client.read("d").read_all()["n"].to_pylist() == [2, 0, 1]
+    server.add("none")
+    assert client.read("none").read_all() == TABLE[:0]
+    server.add("mixed", endpoint(), endpoint(ticket=b"other"))
+    with pytest.raises(CatalogError, match="the parts of 'mixed' have not all the same columns"):
+        client.read("mixed")
+    server.add("over", endpoint(ticket=b"forgotten", expires=GONE))
+    with pytest.raises(CatalogError, match="forgotten"):
+        client.read("over")
+    assert "over" in client
+
+
+def test_columns_are_those_of_the_stream_and_rows_are_counted(server: Flights, client: dis.Client) -> None:
+    """Whatever its FlightInfo says: 0 rows may be what nobody has set."""
+    server.infos[b"d"] = flight.FlightInfo(
+        pa.schema([("a", pa.int64()), ("b", pa.int64())]), flight.FlightDescriptor.for_path("d"), [endpoint()], 0, 0
+    )
+    server.streams[b"t"] = pa.table({"b": [20, 21], "a": [10, 11]})
+    assert client.read("d", columns=["a"]).read_all() == pa.table({"a": [10, 11]})
+    assert client["d"].count_rows() == 2
+    assert (client["d"].num_rows, client["d"].nbytes) == (None, None)
+
+
+class Obliging(Flights):
+    """Answers any descriptor, and looks at the ticket only when somebody reads."""
+
+    def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        return flight.FlightInfo(TABLE.schema, descriptor, [endpoint(ticket=descriptor.command)])
+
+
+def test_a_server_that_takes_any_descriptor_is_asked_by_the_name() -> None:
+    with Obliging() as server, dis.connect(server.uri) as client:
+        server.streams = {b"d": TABLE}
+        assert client.read("d").read_all() == TABLE
+        assert client.describe("d").name == "d"
+        with pytest.raises(CatalogError, match="no"):
+            client.read("no")
+        with pytest.raises(CatalogError, match="knows no versions"):
+            client.read("d", version=3)
+
+
+def test_what_is_listed_is_found_by_the_name_that_it_is_listed_by(server: Flights, client: dis.Client) -> None:
+    """Paths of several parts, and what is no text. Criteria of ours make this server list nothing."""
+    for_path, for_command = flight.FlightDescriptor.for_path, flight.FlightDescriptor.for_command
+    listed = {
+        "a/b": for_path("a", "b"),
+        "a/c": for_command("a/c"),
+        "d": for_path("d"),
+        "e\\xff\n": for_command(b"e\xff\n"),
+    }
+    for name, descriptor in listed.items():
+        key = b"|".join(descriptor.path or [descriptor.command])
+        server.infos = {key: flight.FlightInfo(TABLE.schema, descriptor, [endpoint()])}
+        assert [*client] == [name]
+        assert client.read(name).read_all() == TABLE
+        assert [info.name for info in client.list(name[:1])] == [name]
+        assert client.list("z") == client.list(tags={"a": "b"}) == []
+    assert "\udcff" not in client
+
+
+class Mute(Flights):
+    """Tells no columns with a dataset."""
+
+    def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        return flight.FlightInfo(None, descriptor, [endpoint()])
+
+
+class Telling(Mute):
+    """Tells them by GetSchema."""
+
+    def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
+        return flight.SchemaResult(TABLE.schema)
+
+
+def test_columns_that_are_not_told_are_asked_for() -> None:
+    with Telling() as server, dis.connect(server.uri) as client:
+        assert client["d"].schema == TABLE.schema
+        assert client.read("d", columns=["n"]).read_all() == TABLE
+    refused = pytest.raises(CatalogError, match="does not say what columns 'd' has")
+    with Mute() as server, dis.connect(server.uri) as client, refused:
+        client.read("d")
+
+
+class Echoing(Flights):
+    """Repeats what it was asked where it knows no such thing."""
+
+    def __init__(self, refuse: Callable[[str], Exception]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
+        raise self._refuse(f"what is {descriptor}?")
+
+
+def test_a_version_of_others_is_refused_without_what_our_client_says_of_itself() -> None:
+    for refuse in (KeyError, flight.FlightServerError):
+        with Echoing(refuse) as server, dis.connect(server.uri) as client:
+            with pytest.raises(CatalogError, match="knows no version 3 of 'd'") as raised:
+                client.describe("d", 3)
+            assert boot_id() not in str(raised.value)
