@@ -195,13 +195,12 @@ class FabricConnection(NativeConnection):
 
     def _receive_untagged(self, memory: Any) -> None:
         def done(completion: Completion) -> None:
-            error, flags, length, pointer, _ = completion
-            if error:
-                self.lose_by(error)
+            if completion.error:
+                self.lose_by(completion.error)
                 return
-            if flags & c.RECV:
-                self._arrive(Incoming(None, bytes(self._ffi.buffer(pointer, length))))
-            if flags & c.MULTI_RECV:
+            if completion.flags & c.RECV:
+                self._arrive(Incoming(None, bytes(self._ffi.buffer(completion.pointer, completion.length))))
+            if completion.last:
                 self._receive_untagged(memory)
 
         self._endpoint.receive_untagged(memory, done)

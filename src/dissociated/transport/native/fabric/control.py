@@ -9,7 +9,7 @@ VERSION = 2  # of what the two ends say to each other beside the protocol
 
 CONTROL = 0xFE44_4953_534F_0000  # the tags of that, but for the lowest byte
 KIND_MASK = 0xFF
-#: The tag of an untagged message that is too large for those who receive many into one buffer.
+#: The tag of an untagged message that is too large for those who receive many into one buffer, or does not come whole.
 LARGE = CONTROL | 0x100
 CONTROL_SIZE = 4096  # bytes of a control message, at most
 CONTROL_BUFFERS = 8

@@ -69,13 +69,12 @@ class ControlReceiver:
         """What to do once `memory` holds what the peer says; whether to receive into that `again`."""
 
         def done(completion: Completion) -> None:
-            error, _, length, _, tag = completion
-            if error:
-                handler.lose_by(error)
+            if completion.error:
+                handler.lose_by(completion.error)
                 return
-            data = bytes(self._ffi.buffer(memory, length))
+            data = bytes(self._ffi.buffer(memory, completion.length))
             if again:
                 self._receive(memory, handler)
-            handler.control_arrived(tag, data)
+            handler.control_arrived(completion.tag, data)
 
         return done

@@ -30,7 +30,7 @@ class DualEndpoint:
             first.close()
             raise
         self.ofi, self.iov_limit, self.max_message = first.ofi, first.iov_limit, first.max_message
-        self.protocol, self.eager_limit = first.protocol, first.eager_limit
+        self.protocol, self.eager_limit, self.max_untagged = first.protocol, first.eager_limit, first.max_untagged
         self.wakes = first.wakes + self._second.wakes
         self.find, self.read = first.find, first.read
         self.receive_untagged, self.receive_tagged = first.receive_untagged, first.receive_tagged

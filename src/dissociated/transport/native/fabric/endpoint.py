@@ -15,7 +15,7 @@ from dissociated.transport.native.fabric import _ofi as c
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.fabric.domain import Domain, close_object
 from dissociated.transport.native.fabric.info import QUEUE, find_info
-from dissociated.transport.native.fabric.operations import Completion, Done, Operation, Operations
+from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
 from dissociated.transport.native.fabric.sockets import shut_down
 from dissociated.transport.native.waker import Waker
 
@@ -62,7 +62,7 @@ class FabricEndpoint:
         self._count = 0  # of operations that have ended, but for looking
         self._peeking: Any = None
         self._found: PeekedMessage | None = None
-        self._provider, self._rma = provider, rma
+        self._provider, self._rma, self._rxm = provider, rma, provider.endswith("ofi_rxm")
         self._known: bytes | None = None  # the name of the endpoint that was inserted last
         info = find_info(
             self.ofi, provider, node, service, c.SOURCE, rma, f"opening {provider} at {node}:{service or '*'}"
@@ -73,10 +73,13 @@ class FabricEndpoint:
             self.protocol = f"{info.ep_attr.protocol}.{info.ep_attr.protocol_version}"
             #: Messages up to this many bytes arrive whole; larger ones are fetched from the peer when they are claimed.
             self.eager_limit: int = self.max_message
-            if self._provider.endswith("ofi_rxm"):
+            if self._rxm:
                 self.eager_limit = _RXM_EAGER
                 # Otherwise it registers memory itself, and where a transfer is cut off never lets go of it.
                 info.domain_attr.mr_mode |= c.MR_LOCAL
+            #: Untagged messages are sent as such up to this many bytes. Larger ones the peer would fetch into a buffer
+            #: for many: rxm of 1.17 then says too early that it is used up, and crashes if it is closed meanwhile.
+            self.max_untagged = min(MAX_SMALL_UNTAGGED, self.eager_limit)
             self._local = bool(info.domain_attr.mr_mode & c.MR_LOCAL)
             #: Whether addresses for reads are those of the server's process, rather than offsets.
             self.virtual_addresses = bool(info.domain_attr.mr_mode & c.MR_VIRT_ADDR)
@@ -203,9 +206,11 @@ class FabricEndpoint:
         return self._begun(operation, code, "sending")
 
     def receive_untagged(self, memory: Any, done: Done) -> None:
-        """Receive untagged messages into `memory`, until it is used up: then `done` is told so by MULTI_RECV."""
+        """Receive untagged messages into `memory`, until it is used up: `done` is told so as the last of them ends."""
         registered = [self._register(memory)] if self._local else ()
-        operation = self._operations.begin(done, memory, many=True, registered=registered)
+        least = MAX_SMALL_UNTAGGED if self._rxm else None
+        filling = Filling(int(self._ffi.cast("uintptr_t", memory)), len(memory), least)
+        operation = self._operations.begin(done, memory, filling=filling, registered=registered)
         message = self._ffi.new("struct fi_msg *")
         if registered:
             self._descriptors[0] = registered[0].mem_desc
@@ -313,13 +318,14 @@ class FabricEndpoint:
         return False
 
     def _ended(self, entry: Any, error: int) -> None:
-        operation = self._operations.end(entry, error)
-        if operation is None:
+        ended = self._operations.end(entry, error)
+        if ended is None:
             return
+        operation, whole = ended
         if operation.context is not self._peeking:
             self._count += 1
         if not self._closing or operation.done == self._on_peeked:  # nobody is told what ends by being closed
-            operation.done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag))
+            operation.done(Completion(error, entry.flags, entry.len, entry.buf, entry.tag, whole))
 
     def arm(self) -> bool:
         """Whether one may sleep now: otherwise there is something to do."""

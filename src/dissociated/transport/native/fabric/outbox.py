@@ -42,7 +42,7 @@ class Outbox:
 
     def encode(self, message: Message) -> Outgoing:
         """A message as libfabric takes it. Raises LocalProtocolError for what it cannot take."""
-        return encode(self._ffi, self._endpoint.max_message, message)
+        return encode(self._ffi, self._endpoint.max_message, self._endpoint.max_untagged, message)
 
     def send_message(self, message: Outgoing, handler: SendHandler) -> PendingSend:
         """Send it after what waits, in as many pieces as libfabric takes."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from dissociated.errors import LocalProtocolError
 from dissociated.protocol.message import Message
 from dissociated.transport.native.fabric.control import CONTROL, KIND_MASK, LARGE
-from dissociated.transport.native.fabric.endpoint import MAX_SMALL_UNTAGGED
 from dissociated.transport.native.views import view_of
 
 _JOIN_LIMIT = 1 << 13  # bytes up to which parts are copied together at once
@@ -24,15 +23,18 @@ class Outgoing(NamedTuple):
     pieces: Sequence[Any]
 
 
-def encode(ffi: Any, max_message: int, message: Message) -> Outgoing:
-    """A message as libfabric takes it. Raises LocalProtocolError for what it cannot take."""
+def encode(ffi: Any, max_message: int, max_untagged: int, message: Message) -> Outgoing:
+    """A message as libfabric takes it: untagged beyond `max_untagged` bytes, it is tagged LARGE.
+
+    Raises LocalProtocolError for what it cannot take.
+    """
     tag, parts = message.tag, [part for part in message.parts if len(part)]
     size = sum(map(len, parts))
     if tag is not None and tag & ~(KIND_MASK | 0x100) == CONTROL:
         raise LocalProtocolError(f"the tag {tag:#x} is one of those that fabric keeps for itself")
     if size > max_message:
         raise LocalProtocolError(f"a message of {size} bytes is too long for libfabric")
-    if tag is None and size > MAX_SMALL_UNTAGGED:
+    if tag is None and size > max_untagged:
         tag = LARGE
     if not parts or (len(parts) > 1 and size <= _JOIN_LIMIT):
         parts = [b"".join(parts)]
