@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -145,6 +145,38 @@ def leaving_nothing() -> Iterator[None]:
     left_threads, left_descriptors = left()
     assert not left_threads, "threads are left behind"
     assert not left_descriptors, f"descriptors are left behind: {left_descriptors}"
+
+
+class Interruption:
+    """Ctrl-C in this thread, before line number `at` that is come to in these functions of a module.
+
+    A line counts once. Within its `with` alone.
+    """
+
+    def __init__(self, module: ModuleType, *functions: str, at: int = 0) -> None:
+        self.came = False
+        self._file = module.__file__
+        self._functions = functions
+        self._at = at
+        self._lines: set[int] = set()
+
+    def __enter__(self) -> Interruption:
+        self._tracing = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._tracing)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != self._file or frame.f_code.co_name not in self._functions:
+            return None
+        if event == "line" and not self.came:
+            self._lines.add(frame.f_lineno)
+            if len(self._lines) > self._at:
+                self.came = True
+                raise KeyboardInterrupt
+        return self._trace
 
 
 @contextmanager

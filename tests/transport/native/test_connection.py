@@ -11,8 +11,12 @@ import pytest
 
 from dissociated.errors import DeadlineExceeded, TransportError
 from dissociated.protocol.message import Message
-from dissociated.transport.base import Allocate
+from dissociated.transport.base import Allocate, Connection, Listener
+from dissociated.transport.native import listener as listening
+from dissociated.transport.native import progress
 from dissociated.transport.native.connection import NativeConnection
+from dissociated.transport.native.listener import NativeListener
+from helpers import Interruption, case
 
 
 class Outgoing(NamedTuple):
@@ -110,3 +114,59 @@ def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
     connection.abort("because")
     connection.close()
     assert connection.released
+
+
+class QuietListener(NativeListener):
+    """Nobody ever comes, and it does not wait long for them."""
+
+    def __init__(self) -> None:
+        super().__init__(exposes_memory=False)
+        self.looks = 0
+
+    def _progress(self) -> None:
+        self.looks += 1
+        if self.looks > 2:
+            raise TransportError("nobody comes")
+
+    def _next(self) -> Connection | None:
+        return None
+
+    def _arm(self) -> bool:
+        return True
+
+    def _sleep(self) -> None:
+        pass
+
+    def _register(self, region: Any) -> Any:
+        raise NotImplementedError
+
+    def _turn_away(self) -> None:
+        pass
+
+    def _release(self) -> None:
+        pass
+
+
+def test_ctrl_c_at_any_line_of_waiting_is_no_other_error_and_keeps_nobody_from_closing() -> None:
+    def receive(connection: Connection, listener: Listener) -> None:
+        connection.receive(0.02, lambda tag, length: bytearray(length))
+
+    def accept(connection: Connection, listener: Listener) -> None:
+        listener.accept()
+
+    for wait, module, functions in (
+        (receive, progress, ("_wait", "_wake_up")),
+        (accept, listening, ("accept", "_wake_up")),
+    ):
+        at, interrupted = 0, True
+        while interrupted:
+            with case((functions, at)), closing(Quiet()) as connection, closing(QuietListener()) as listener:
+                with (
+                    pytest.raises((KeyboardInterrupt, DeadlineExceeded, TransportError)) as raised,
+                    Interruption(module, *functions, at=at) as interruption,
+                ):
+                    wait(connection, listener)
+                interrupted = interruption.came
+                assert raised.errisinstance(KeyboardInterrupt) == interrupted
+            at += 1
+        assert at > 10

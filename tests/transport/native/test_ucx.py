@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from types import FrameType
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -24,7 +22,7 @@ from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingC
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, case, complaint, leaving_nothing, no_threads
+from helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, no_threads
 
 pytestmark = pytest.mark.needs("ucx")
 
@@ -183,25 +181,6 @@ def test_a_remote_handle_that_is_none_is_refused() -> None:
             client.fetch([(4096, 8, 0)], bytearray(8), PATIENCE)
 
 
-@contextmanager
-def interrupted_in(callback: str) -> Iterator[None]:
-    """Ctrl-C at the first line of what UCX calls."""
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            sys.settrace(tracing)
-            raise KeyboardInterrupt
-        called = frame.f_code.co_filename == callbacks.__file__ and frame.f_code.co_name == callback
-        return trace if called else None
-
-    tracing = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(tracing)
-
-
 def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_something_was_lost() -> None:
     told: dict[str, Callable[[Connection], object]] = {
         "metadata": lambda peer: (peer.send([Message(None, (b"metadata",))], PATIENCE), peer.finish(PATIENCE)),
@@ -216,7 +195,7 @@ def test_an_interruption_while_ucx_calls_reaches_the_caller_who_is_told_that_som
             attended(listener, listener.uri, tell) as client,
         ):
             client.send([Message(1, (b"body",))], PATIENCE)
-            with interrupted_in(callback), pytest.raises(KeyboardInterrupt):
+            with Interruption(callbacks, callback), pytest.raises(KeyboardInterrupt):
                 client.receive(PATIENCE, lambda tag, length: bytearray(length))
             with pytest.raises(ConnectionClosed, match=r"lost what the ucx server .* sent: KeyboardInterrupt"):
                 client.receive(PATIENCE, lambda tag, length: bytearray(length))

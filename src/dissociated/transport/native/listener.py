@@ -82,19 +82,27 @@ class NativeListener(Listener):
 
     def accept(self) -> Connection | None:
         while True:
-            with self._lock:
-                self._progress()
-                if self._closed:
-                    return None
-                connection = self._next()
-                if connection is not None:
-                    return connection
-                self._asleep = self._arm()
-            if self._asleep:
-                self._sleep()
-            with self._lock:
-                self._asleep = False
-                self._lock.notify_all()
+            try:
+                try:
+                    with self._lock:
+                        self._progress()
+                        if self._closed:
+                            return None
+                        connection = self._next()
+                        if connection is not None:
+                            return connection
+                        self._asleep = self._arm()
+                    if self._asleep:
+                        self._sleep()
+                finally:
+                    self._wake_up()
+            finally:
+                self._wake_up()  # a signal may have interrupted it
+
+    def _wake_up(self) -> None:
+        with self._lock:
+            self._asleep = False
+            self._lock.notify_all()
 
     def expose(self, region: Region) -> Span:
         if not self.exposes_memory:

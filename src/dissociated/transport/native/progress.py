@@ -35,7 +35,7 @@ class ProgressConnection(Connection):
     def __init__(self, peer: str) -> None:
         super().__init__()
         self._peer = peer
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Condition()  # never held twice, but it knows who holds it
         self._asleep = False  # whether a thread waits for the medium, and wakes the other
         self._waker = Waker()
         self._under_way: deque[UnderWay] = deque()
@@ -113,14 +113,24 @@ class ProgressConnection(Connection):
             return
         if not self._arm():
             return
-        self._asleep = True
-        self._lock.release()
         try:
-            self._sleep(seconds)
+            try:
+                self._asleep = True
+                self._lock.release()
+                self._sleep(seconds)
+            finally:
+                self._wake_up()
         finally:
-            self._lock.acquire()
-            self._asleep = False
+            self._wake_up()  # a signal may have interrupted it
+
+    def _wake_up(self) -> None:
+        """Hold the lock, be it held already or not, and let the others look."""
+        try:
             self._lock.notify_all()
+        except RuntimeError:  # it is not held: nothing else tells whether `acquire` was interrupted before or after
+            self._lock.acquire()
+            self._lock.notify_all()
+        self._asleep = False
 
     def _advance(self) -> bool:
         """Let the medium work, and forget what has been sent. Whether anything happened.
