@@ -73,6 +73,7 @@ class TakenStream:
         """The next array, which the caller releases. Raises OSError with what the stream says."""
         place = ArrowDeviceArray()
         ctypes.memset(ctypes.addressof(place), 0xAA, ctypes.sizeof(place))
+        place.array.release = type(place.array.release)()
         if self._next(self._address, ctypes.addressof(place)):
             raise OSError(self._error(self._address).decode())
         return place if place.array.release else None

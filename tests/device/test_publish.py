@@ -189,6 +189,9 @@ def test_small_things(device: Device, server: dis.Server, client: dis.Client) ->
         assert sum(batch.num_rows for batch in client.read(name, device=device)) == table.num_rows
     with pytest.raises(SourceError, match="cannot publish"):
         server.publish("array", pa.array([1]))
+    broken = pa.RecordBatchReader.from_batches(NUMBERS.schema, map(dict.__getitem__, [{}], ["no more"]))
+    with pytest.raises(SourceError, match="failed: KeyError: 'no more'"):
+        server.publish("broken", to_device(broken, device))
     with pytest.raises(SourceError, match="with options"):
         server.publish("compressed", _last(device), options=dis.WriteOptions(codec="zstd"))
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 
@@ -19,6 +20,7 @@ from dissociated.memory.device.base import Device, DeviceType
 
 T = TypeVar("T")
 
+_LONGEST_ERROR = 4096  # bytes
 _DEVICE_ARRAY, _DEVICE_STREAM = b"arrow_device_array", b"arrow_device_array_stream"
 
 
@@ -57,6 +59,9 @@ class _ArrowSchema(ctypes.Structure):
 
     _fields_ = [("content", ctypes.c_int64 * 9)]
 
+
+#: Makes a struct a batch.
+Fill: TypeAlias = Callable[[ArrowDeviceArray], None]
 
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _LastError = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -158,10 +163,10 @@ def fill(struct: ArrowDeviceArray, batch: pa.RecordBatch, device: Device, event:
     The event must be there for as long as the buffers.
     """
     ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))  # the reserved fields, too
-    batch._export_to_c(ctypes.addressof(struct))
     struct.device_id = device.number
     struct.device_type = device.type
     struct.sync_event = event
+    batch._export_to_c(ctypes.addressof(struct))
 
 
 def export_array(batch: pa.RecordBatch, device: Device, event: int | None) -> tuple[Any, Any]:
@@ -172,51 +177,79 @@ def export_array(batch: pa.RecordBatch, device: Device, event: int | None) -> tu
     return schema, capsule(struct, _DEVICE_ARRAY, _destroy_array)
 
 
+class OnDevice(ABC):
+    """Batches of ours on a device. We read them as they are: in between, C would lose Ctrl-C, and what it stopped."""
+
+    schema: Any
+
+    @abstractmethod
+    def fills(self) -> Iterator[Fill]:
+        """What writes each batch that is left into a struct."""
+
+
 class _Exported:
-    """The stream that a consumer pulls from."""
+    """The stream that a consumer pulls from. KeyError stands for whatever went wrong, and `text` says what that was."""
 
-    def __init__(self, schema: pa.Schema, batches: Iterator[Callable[[ArrowDeviceArray], None]]) -> None:
-        self.schema = schema
-        self.batches = batches
-        self.error: ctypes.Array[ctypes.c_char] | None = None
+    def __init__(self, schema: pa.Schema, fills: Iterator[Fill]) -> None:
+        self.text = ctypes.create_string_buffer(b"interrupted", _LONGEST_ERROR)
+        self._schema = schema
+        self._fills = fills
+        self._broken = False
 
-    def attempt(self, what: Callable[[], None]) -> int:
+    def write_schema(self, out: int) -> None:
+        self._attempt(self._schema._export_to_c, out)
+
+    def write_next(self, out: int) -> None:
+        if self._broken:
+            raise KeyError
+        struct = ArrowDeviceArray.from_address(out)
+        ctypes.memset(out, 0, ctypes.sizeof(struct))  # no release: the end, unless a batch comes
+        self._attempt(self._fill, struct)
+
+    def _attempt(self, write: Callable[[T], None], out: T) -> None:
         try:
-            what()
+            write(out)
         except BaseException as error:
-            self.error = ctypes.create_string_buffer(f"{type(error).__name__}: {error}".encode())
-            return errno.EIO
-        return 0
+            self.text.value = f"{type(error).__name__}: {error}".encode(errors="replace")[: _LONGEST_ERROR - 1]
+            raise KeyError from None
 
-    def next(self, struct: ArrowDeviceArray) -> None:
-        write = next(self.batches, None)
-        if write is None:
-            ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))  # no release: the end
-        else:
-            write(struct)
+    def _fill(self, struct: ArrowDeviceArray) -> None:
+        self._broken = True  # and where it stays so, a batch may be lost that was under way
+        try:
+            write = next(self._fills, None)
+            if write is not None:
+                write(struct)
+            self._broken = False  # at last
+        except BaseException:
+            _release_array(struct)  # nobody else will
+            raise
 
 
+#: By the addresses of their texts.
 _streams: dict[int, _Exported] = {}
-_numbers = itertools.count(1)
 
 
-def _stream(address: int) -> _Exported:
+def _stream(address: int | None) -> _Exported:
+    assert address is not None
     return _streams[_ArrowDeviceArrayStream.from_address(address).private_data]
 
 
-def _get_schema(address: int, out: int) -> int:
-    stream = _stream(address)
-    return stream.attempt(lambda: stream.schema._export_to_c(out))
+# What consumers call. Ctrl-C may come at the first bytecode of a callback, before any `try`. ctypes would return what
+# lies on the stack then, and 0 is a success: without a batch it is the end of the stream. So C is called, which calls
+# `__getitem__`, and says whether that has raised.
+
+_answer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object)(("PyMapping_HasKey", ctypes.pythonapi))
+_answer.restype = (errno.EIO, 0).__getitem__
 
 
-def _get_next(address: int, out: int) -> int:
-    stream = _stream(address)
-    return stream.attempt(lambda: stream.next(ArrowDeviceArray.from_address(out)))
+class _GetSchema(ctypes.c_void_p):
+    def __getitem__(self, out: int) -> None:
+        _stream(self.value).write_schema(out)
 
 
-def _get_last_error(address: int) -> int | None:
-    error = _stream(address).error
-    return None if error is None else ctypes.addressof(error)
+class _GetNext(ctypes.c_void_p):
+    def __getitem__(self, out: int) -> None:
+        _stream(self.value).write_next(out)
 
 
 def _release(
@@ -229,13 +262,26 @@ def _release(
     struct.release = type(struct.release)()
 
 
-_CALLBACKS = lasting((_Callback(_get_schema), _Callback(_get_next), _LastError(_get_last_error), _Release(_release)))
+_CALLBACKS = lasting(
+    (
+        ctypes.cast(ctypes.CFUNCTYPE(ctypes.c_int, _GetSchema, ctypes.c_void_p)(_answer), _Callback),
+        ctypes.cast(ctypes.CFUNCTYPE(ctypes.c_int, _GetNext, ctypes.c_void_p)(_answer), _Callback),
+        ctypes.cast(
+            ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_ArrowDeviceArrayStream))(
+                attrgetter("contents.private_data")
+            ),
+            _LastError,
+        ),
+        _Release(_release),
+    )
+)
 
 
-def export_stream(schema: pa.Schema, device: Device, batches: Iterator[Callable[[ArrowDeviceArray], None]]) -> Any:
-    """What `__arrow_c_device_stream__` returns of `batches`, each of which writes itself into a struct."""
-    number = next(_numbers)
-    _streams[number] = _Exported(schema, batches)
+def export_stream(schema: pa.Schema, device: Device, fills: Iterator[Fill]) -> Any:
+    """What `__arrow_c_device_stream__` returns of batches, each of which writes itself into a struct."""
+    stream = _Exported(schema, fills)
+    number = ctypes.addressof(stream.text)
+    _streams[number] = stream
     struct = _ArrowDeviceArrayStream(device.type, *_CALLBACKS, number)
     return capsule(struct, _DEVICE_STREAM, _destroy_stream)
 
@@ -260,6 +306,8 @@ def is_on_device(source: object) -> bool:
 class ImportedArray:
     """An array of a batch that somebody else has on a device. It is given back when this is collected."""
 
+    struct = ArrowDeviceArray()  # for one that Ctrl-C left without
+
     def __init__(self, struct: ArrowDeviceArray) -> None:
         self.struct = struct
 
@@ -281,6 +329,8 @@ def _moved(address: int) -> ArrowDeviceArray:
 
 def import_batches(source: Any) -> tuple[pa.Schema, Iterator[ImportedArray]]:
     """The schema of `source`, which offers the Arrow C Device interface, and its batches. Raises SourceError."""
+    if isinstance(source, OnDevice):
+        return source.schema, _read(source)
     if not hasattr(source, "__arrow_c_device_stream__"):
         schema, array = source.__arrow_c_device_array__()
         imported = ImportedArray(_moved(pointer(array, _DEVICE_ARRAY)))
@@ -292,20 +342,40 @@ def import_batches(source: Any) -> tuple[pa.Schema, Iterator[ImportedArray]]:
     return pa.Schema._import_from_c(ctypes.addressof(place)), _pulled(from_capsule, struct)
 
 
-def _pulled(from_capsule: object, struct: _ArrowDeviceArrayStream) -> Iterator[ImportedArray]:
+def _read(source: OnDevice) -> Iterator[ImportedArray]:
+    try:
+        for fill in source.fills():
+            imported = ImportedArray(ArrowDeviceArray())
+            fill(imported.struct)
+            yield imported
+    except Exception as error:
+        raise _failed(f"{type(error).__name__}: {error}") from error
+
+
+#: The release of a struct that nobody has written to.
+_UNTOUCHED = lasting(_Release(id))
+
+
+def _pulled(from_capsule: object, stream: _ArrowDeviceArrayStream) -> Iterator[ImportedArray]:
     while True:
-        place = ArrowDeviceArray()
-        _checked(struct, struct.get_next(ctypes.addressof(struct), ctypes.addressof(place)))
-        if not place.array.release:
+        imported = ImportedArray(ArrowDeviceArray(ArrowArray(release=_UNTOUCHED)))
+        _checked(stream, stream.get_next(ctypes.addressof(stream), ctypes.addressof(imported.struct)))
+        release = ctypes.cast(imported.array.release, ctypes.c_void_p).value
+        if release == ctypes.cast(_UNTOUCHED, ctypes.c_void_p).value:
+            raise SourceError("a source on a device gave neither a batch nor its end: was it interrupted?")
+        if not release:
             return
-        yield ImportedArray(_moved(ctypes.addressof(place)))
+        yield imported
 
 
 def _checked(struct: _ArrowDeviceArrayStream, code: int) -> None:
     if code:
         said = struct.get_last_error(ctypes.addressof(struct))
-        reason = ctypes.string_at(said).decode(errors="replace") if said else errno.errorcode.get(code, code)
-        raise SourceError(f"a source on a device failed: {reason}")
+        raise _failed(ctypes.string_at(said).decode(errors="replace") if said else errno.errorcode.get(code, code))
+
+
+def _failed(reason: object) -> SourceError:
+    return SourceError(f"a source on a device failed: {reason}")
 
 
 def device_name(struct: ArrowDeviceArray) -> str | None:

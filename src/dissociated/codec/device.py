@@ -8,7 +8,7 @@ Whoever looks into them here dies: they are handed on by the Arrow C Device inte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import pyarrow as pa
 
 from dissociated.codec.batches import RaisingAgain
-from dissociated.codec.cdevice import ArrowDeviceArray, check_request, export_array, export_stream, fill
+from dissociated.codec.cdevice import ArrowDeviceArray, Fill, OnDevice, check_request, export_array, export_stream, fill
 from dissociated.codec.dlpack import DeviceColumn
 from dissociated.codec.inplace import MappedReader
 from dissociated.codec.join import EncodedMessage, Messages, join
@@ -54,7 +54,7 @@ class DeviceMessage(NamedTuple):
     shared: bool = False
 
 
-class DeviceBatch:
+class DeviceBatch(OnDevice):
     """A record batch whose columns lie on a device. It is freed there when the last that uses it is collected."""
 
     def __init__(
@@ -133,6 +133,10 @@ class DeviceBatch:
         """Make `struct` this batch."""
         fill(struct, self._batch, self.device, self._awaited())
 
+    def fills(self) -> Iterator[Fill]:
+        """This one."""
+        return iter([self.fill])
+
     def _awaited(self) -> int | None:
         """The event that others wait for, which is there for as long as the memory of the body.
 
@@ -178,7 +182,7 @@ def _copied(memory: pa.Buffer, copies: Copies) -> pa.Buffer:
     return copy
 
 
-class DeviceReader:
+class DeviceReader(OnDevice):
     """Reads record batches onto a device, or where they lie there. It is read once.
 
     Use it as a context manager, or `close` it; dropping it does, too. Reading raises what the reader raises that it
@@ -220,7 +224,11 @@ class DeviceReader:
     def __arrow_c_device_stream__(self, requested_schema: object = None, **options: Any) -> Any:
         """What is left, for other libraries."""
         check_request(requested_schema, self.schema, options)
-        return export_stream(self.schema, self.device, map(attrgetter("fill"), self))
+        return export_stream(self.schema, self.device, self.fills())
+
+    def fills(self) -> Iterator[Fill]:
+        """Each batch that is left."""
+        return map(attrgetter("fill"), self)
 
 
 #: Goes on with a stream that ends early, given how it began: its schema and the dictionaries there are.
