@@ -1,7 +1,8 @@
-"""What a command leaves behind that fails or is killed: nothing."""
+"""What a command leaves behind that fails or is killed: nothing that could be taken for all of it."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pytest
@@ -26,21 +28,30 @@ from processes import Fork
 pytestmark = pytest.mark.usefixtures("forks")
 
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
+LARGE_BATCH = pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})  # more than a writer to a pipe keeps back
 
-#: `dissociated`, also where a file system knows no files without a name.
+#: `dissociated`, also where a file system knows no files without a name, and as `nohup` starts it.
 COMMAND = """
-import os
+import os, signal
 from dissociated.cli import main
 
+if "NOHUP" in os.environ:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "NAMED" in os.environ:
     os.O_TMPFILE = os.O_DIRECTORY  # so that open says EISDIR, as there
 raise SystemExit(main())
 """
 
 
-def command(*arguments: str | Path, named: bool = False) -> subprocess.Popen[str]:
-    environment = {**os.environ, **({"NAMED": "1"} if named else {})}
-    return Fork("-c", COMMAND, *arguments, stderr=subprocess.PIPE, env=environment)
+def command(*arguments: str | Path, named: bool = False, nohup: bool = False, **streams: int) -> subprocess.Popen[str]:
+    chosen = {name: "1" for name, wanted in {"NAMED": named, "NOHUP": nohup}.items() if wanted}
+    return Fork("-c", COMMAND, *arguments, **streams, stderr=subprocess.PIPE, env={**os.environ, **chosen})
+
+
+def output(process: subprocess.Popen[str]) -> IO[bytes]:
+    """What it writes, as bytes."""
+    assert isinstance(process.stdout, io.TextIOWrapper)
+    return process.stdout.buffer
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -63,10 +74,12 @@ def test_get_that_is_killed_leaves_what_was_there(tmp_path: Path, named: bool) -
     output.write_text("old")
     with dis.Server(["tcp://127.0.0.1:0"]) as server:
         server.publish("slow", lambda: pa.RecordBatchReader.from_batches(BATCH.schema, slow()))
-        for number in (signal.SIGTERM,) if named else (signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGHUP) if named else (signal.SIGTERM, signal.SIGKILL):
             asked.clear()
             with command("get", f"{server.catalog_uri}/slow", "-o", output, named=named) as process:
                 assert asked.wait(PATIENCE)
+                if named:
+                    wait_until(lambda: len(os.listdir(tmp_path)) == 2, "it has made its file")
                 process.send_signal(number)
                 ended(process)
             assert os.listdir(tmp_path) == ["out.arrow"]
@@ -79,6 +92,49 @@ def test_get_that_is_killed_leaves_what_was_there(tmp_path: Path, named: bool) -
         mask = os.umask(0)
         os.umask(mask)
         assert output.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
+    go_on = threading.Event()
+
+    def slow() -> Iterator[pa.RecordBatch]:
+        yield LARGE_BATCH
+        go_on.wait(PATIENCE)
+        yield LARGE_BATCH
+
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, LARGE_BATCH.schema) as writer:
+        writer.write_batch(LARGE_BATCH)
+    first = sink.getvalue()[:-8]  # without the end-of-stream marker
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("slow", lambda: pa.RecordBatchReader.from_batches(LARGE_BATCH.schema, slow()))
+        client.put("copy", pa.table({"n": [7]}))
+        get = ("get", f"{server.catalog_uri}/slow", "-o", "-")
+        cat = ("cat", f"{server.catalog_uri}/slow", "--format", "arrows")
+        for arguments, number in ((get, signal.SIGTERM), (cat, signal.SIGHUP), (get, signal.SIGKILL)):
+            with command(*arguments, stdout=subprocess.PIPE) as process:
+                written = output(process).read(len(first))
+                assert written == first
+                process.send_signal(number)
+                written += output(process).read()
+                ended(process)
+            if number == signal.SIGKILL:  # of which it cannot tell anybody
+                assert written == first
+            else:
+                with pytest.raises(OSError, match="Invalid IPC message"):
+                    pa.ipc.open_stream(written).read_all()
+            with command("put", "-", f"{server.catalog_uri}/copy", stdin=subprocess.PIPE) as put:
+                assert isinstance(put.stdin, io.TextIOWrapper)
+                put.stdin.buffer.write(written)
+                assert ended(put)
+            assert client.read("copy").read_all() == pa.table({"n": [7]})
+        with command(*get, nohup=True, stdout=subprocess.PIPE) as process:
+            written = output(process).read(len(first))
+            process.send_signal(signal.SIGHUP)
+            go_on.set()
+            written += output(process).read()
+            assert process.wait(PATIENCE) == 0
+        assert pa.ipc.open_stream(written).read_all() == pa.Table.from_batches([LARGE_BATCH] * 2)
 
 
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:

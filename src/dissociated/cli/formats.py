@@ -25,11 +25,12 @@ _NO_FOOTER = b"broken off"
 
 
 class FileFormat(NamedTuple):
-    """How to write it; whether that is Arrow IPC, and whether it is text; and what its files end in."""
+    """How to write it; what its files end in; and whether it is Arrow IPC, an IPC stream, text."""
 
     open: _Open
     endings: tuple[str, ...] = ()
     is_ipc: bool = False
+    is_stream: bool = False
     is_text: bool = False
 
 
@@ -94,7 +95,7 @@ def _table(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
 
 FILE_FORMATS = {
     "arrow": FileFormat(_arrow_file, (".arrow", ".feather"), is_ipc=True),
-    "arrows": FileFormat(_arrow_stream, (".arrows",), is_ipc=True),
+    "arrows": FileFormat(_arrow_stream, (".arrows",), is_ipc=True, is_stream=True),
     "parquet": FileFormat(_parquet, (".parquet",)),
     "csv": FileFormat(_csv, (".csv",), is_text=True),
     "jsonl": FileFormat(_json_lines, (".jsonl", ".ndjson"), is_text=True),

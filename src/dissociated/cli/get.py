@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from dissociated.cli import formats, reading, text
+from dissociated.cli.ending import EndingSignals
 from dissociated.cli.formats import FILE_FORMATS
 from dissociated.cli.progress import progress
 from dissociated.errors import OptionError
@@ -58,8 +58,11 @@ def run(arguments: argparse.Namespace) -> None:
     with reading.opened(arguments, arguments.rows) as found, progress(found.info.name, found.rows) as advance:
         if path is None:
             rows, nbytes = reading.to_stdout(found.reader, written, advance)
+        elif _stays(path):
+            with path.open("ab") as sink:
+                rows, nbytes = reading.write_away(found.reader, sink, written, advance)
         else:
-            with path.open("ab") if _stays(path) else _atomic_file(Path(os.path.realpath(path))) as sink:
+            with _atomic_file(Path(os.path.realpath(path))) as sink:
                 rows, nbytes = reading.write_batches(found.reader, sink, written, advance)
     seconds = time.perf_counter() - started
     rate = text.size(nbytes / seconds)
@@ -81,32 +84,26 @@ def _stays(path: Path) -> bool:
 def _atomic_file(path: Path) -> Iterator[Any]:
     """A file for `path`, which it replaces when it is whole. Before, it has no name: who is killed leaves nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    before = signal.signal(signal.SIGTERM, _end)  # as an exception: for a moment, or always, it does have a name
-    try:
-        file = NewFile(part)
-        if not part.exists():  # it ends with the process, which may then be ended at once
-            signal.signal(signal.SIGTERM, before)
+    with EndingSignals() as signals:  # for a moment, or always, it does have a name
         try:
-            os.fchmod(file.descriptor, 0o666 & ~_umask())
-            with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
-                yield sink
-        except BaseException:
-            file.abort()
+            file = NewFile(part)
+            if not part.exists():  # it ends with the process, which may then be ended at once
+                signals.release()
+            try:
+                os.fchmod(file.descriptor, 0o666 & ~_umask())
+                with pa.OSFile(f"/proc/self/fd/{file.descriptor}", "wb") as sink:
+                    yield sink
+            except BaseException:
+                file.abort()
+                raise
+            signals.catch()
+            file.commit(0)
+            part.replace(path)
+        except FileExistsError:  # it is another's
             raise
-        signal.signal(signal.SIGTERM, _end)
-        file.commit(0)
-        part.replace(path)
-    except FileExistsError:  # it is another's
-        raise
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end(number: int, _: object) -> None:
-    sys.exit(128 + number)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def _umask() -> int:

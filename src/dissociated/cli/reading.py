@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ import pyarrow as pa
 from dissociated.catalog.locations import DatasetInfo
 from dissociated.cli import access, target
 from dissociated.cli.condition import parse_condition
+from dissociated.cli.ending import EndingSignals
 from dissociated.cli.formats import FileFormat
 from dissociated.cli.progress import Advance
 from dissociated.codec.columns import values_size
@@ -121,10 +122,18 @@ def write_batches(
     return rows, nbytes
 
 
+def write_away(
+    reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
+) -> tuple[int, int]:
+    """The same to what somebody may read meanwhile: a signal that ends this process breaks a stream off, too."""
+    with EndingSignals() if written.is_stream else nullcontext():  # else the end of the file is missing
+        return write_batches(reader, sink, written, advance)
+
+
 def to_stdout(
     reader: pa.RecordBatchReader, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """The same to the standard output. Raises OptionError for what is no text, where that is a terminal."""
     if not written.is_text and sys.stdout.isatty():
         raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
-    return write_batches(reader, sys.stdout.buffer, written, advance)
+    return write_away(reader, sys.stdout.buffer, written, advance)
