@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import struct
 import time
+import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 
+import pyarrow as pa
 import pytest
 
-from dissociated.errors import RemoteProtocolError
+from dissociated.errors import ConnectionClosed, RemoteProtocolError
+from dissociated.memory.region import Region
+from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
 from dissociated.transport.native.fabric import _ofi
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import LARGE, Kind
+from dissociated.transport.native.fabric.domain import RMA_KEY
+from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -65,10 +72,11 @@ def test_the_library_that_is_named_comes_before_the_systems_and_that_before_the_
     assert list(_ofi._candidates()) == ["/opt/libfabric.so.1"]
 
 
-def connected(listener: Listener) -> tuple[FabricConnection, FabricConnection]:
-    """A client's end, and the server's."""
+def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[FabricConnection, FabricConnection]:
+    """A client's end, which may read from these spans, and the server's."""
+    uri = with_spans(listener.uri, spans) if spans else listener.uri
     with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(transport("fabric").connect, listener.uri, PATIENCE)
+        connecting = pool.submit(transport("fabric").connect, uri, PATIENCE)
         server = listener.accept()
         assert isinstance(server, FabricConnection)
         while not connecting.done():
@@ -181,3 +189,41 @@ def test_too_much_said_beside_the_protocol_ends_the_connection(where: Uri, size:
                         receiving.result()
                 else:
                     assert receiving.result() is None  # libfabric itself cuts it off
+
+
+class Memory(bytearray):
+    """Memory of which one can tell whether it has been given back."""
+
+
+def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
+    source = pa.py_buffer(bytes(range(256)) * 4096)
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:?rma=allow"))) as listener:
+        region = Region(source.address, source)
+        span = listener.expose(region)
+        client, server = connected(listener, [span])
+        with client, server:
+            endpoint, peer, ended = client._endpoint, client._outbox.peer, list[Completion]()
+            assert isinstance(endpoint, FabricEndpoint)
+            assert peer is not None
+            memory = Memory(source.size)
+            kept, into = weakref.ref(memory), client._ffi.from_buffer(memory, require_writable=True)
+            virtual, key = RMA_KEY.unpack(span.key)
+            while True:
+                with client._lock:
+                    if endpoint.read(peer, span.base * virtual, key, into, 0, source.size, ended.append):
+                        break
+                    endpoint.progress()
+                server.arrived()  # which lets libfabric work
+            del memory, into
+            while not ended:
+                assert kept() is not None
+                server.arrived()
+                with client._lock:
+                    endpoint.progress()
+            assert ended[0].error == 0
+            assert kept() is None
+            client.interrupt()
+            with pytest.raises(ConnectionClosed):
+                client.fetch([(span.base, source.size, 0)], bytearray(source.size), PATIENCE)
+            assert not endpoint._operations.fetching
+        del region

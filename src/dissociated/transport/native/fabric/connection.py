@@ -101,6 +101,7 @@ class FabricConnection(NativeConnection):
         super().reach(spans)
 
     def _read(self, span: Span, address: int, length: int, into: Any, at: int, timeout: float) -> None:
+        self._check_open()
         virtual, key = RMA_KEY.unpack(span.key)
         reading = PendingSend(None, ())
 

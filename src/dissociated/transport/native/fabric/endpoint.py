@@ -281,7 +281,7 @@ class FabricEndpoint:
         piece = self._ffi.buffer(into + at, length)
         view = self._ffi.from_buffer(piece, require_writable=True)
         registered = [self._register(view)] if self._local else ()
-        operation = self._operations.begin(done, view, registered=registered, fetches=True)
+        operation = self._operations.begin(done, (into, view), registered=registered, fetches=True)  # no view keeps it
         described = registered[0].mem_desc if registered else self._ffi.NULL
         code = self._endpoint.rma.read(self._endpoint, view, length, described, source, address, key, operation.context)
         return self._begun(operation, code, "reading memory")
