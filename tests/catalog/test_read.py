@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
-from dissociated.errors import CatalogError, OptionError, TransportError
+from dissociated.errors import CatalogError, OptionError, RemoteProtocolError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from dissociated.uri import Uri
@@ -165,3 +166,33 @@ def test_a_server_on_all_interfaces_names_a_host() -> None:
     with dis.Server(["tcp://0.0.0.0:0"], catalog=None) as server:
         server.publish("data", TABLE)
         assert server.locations("data")[0].startswith(f"tcp://{socket.gethostname().lower()}:")
+
+
+def test_limits_hold_over_grpc_too_or_are_refused() -> None:
+    """A body that is small until it is decompressed; metadata of the schema and of a batch."""
+    zeros = pa.record_batch({"n": pa.array([0] * 10_000)})  # 80,000 bytes
+    wide = pa.table({"n": [1]}, schema=pa.schema([("n", pa.int64())], metadata={"x": "y" * 2000}))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, zeros.schema) as writer:
+        writer.write_batch(zeros[:1], custom_metadata={"x": "y" * 2000})
+    with dis.Server(["shm:", "tcp://127.0.0.1:0"]) as server:
+        server.publish("zeros", zeros, options=dis.WriteOptions(codec="zstd"))
+        server.publish("wide", wide)
+        server.publish("beside", sink.getvalue())
+        pool = dis.ReadOptions(memory_pool=pa.proxy_memory_pool(pa.default_memory_pool()))
+        with dis.connect(server.catalog_uri, max_metadata=1000) as client:
+            info = client.describe("zeros")
+            read = partial(client.read_endpoint, info, info.endpoints[0])
+            for transport in ("shm", "tcp", "grpc"):
+                for wanted in ({}, {"filter": ("n", "=", 0)}, {"columns": ["n"]}, {"batches": (0, 1)}):
+                    with pytest.raises(RemoteProtocolError, match="max_body"):
+                        read(transport=transport, max_body=79_999, **wanted).read_all()
+                    assert read(transport=transport, max_body=90_000, **wanted).read_all().num_rows == 10_000
+                for name in ("wide", "beside"):
+                    with pytest.raises(RemoteProtocolError, match="at most 10"):
+                        client.read(name, transport=transport).read_all()
+                if transport != "grpc":
+                    assert client.read("zeros", transport=transport, options=pool).read_all().num_rows == 10_000
+                    continue
+                with pytest.raises(OptionError, match="memory_pool"):
+                    client.read("zeros", transport=transport, options=pool)

@@ -119,7 +119,8 @@ class CatalogClient:
         """A reader over all that `ticket` stands for, by Flight's DoGet: slower than any transport, and always there.
 
         Of `options` count those that libarrow applies, and the limit of depth. Raises CatalogError, AccessDenied,
-        DatasetNotFound and FormatError.
+        DatasetNotFound and FormatError, OptionError for a memory_pool, which Flight does not know, and
+        RemoteProtocolError for metadata above the client's `max_metadata`.
         """
         request = replace(self.defaults, options=check_options(options, ReadOptions))
         return read_flight(self._calls, ticket, request)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,7 +14,7 @@ from dissociated.catalog.locations import Endpoint, flight_uris
 from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.reader import check_field_names
-from dissociated.errors import CatalogUnreachable, UriError
+from dissociated.errors import CatalogUnreachable, OptionError, RemoteProtocolError, UriError
 
 
 def open_flight(
@@ -33,12 +35,40 @@ def open_flight(
 
 
 def read_flight(calls: CatalogConnection, ticket: bytes, request: ReadRequest) -> pa.RecordBatchReader:
-    """All that the server of these `calls` gives for `ticket`. Of the request count the options of decoding."""
+    """All that the server of these `calls` gives for `ticket`. Of the request count the options and the limits.
+
+    libarrow takes a batch before anybody is asked: its size is looked at before it is given to whoever reads.
+    """
     options = request.options
+    if options.memory_pool is not None:
+        raise OptionError(
+            "Flight allocates in libarrow's default pool: with memory_pool, take another transport than grpc"
+        )
     flight = calls.flight
     call_options = flight.FlightCallOptions(read_options=replace(options, included_fields=()).to_pyarrow())
     reader = calls.call(lambda client: client.do_get(flight.Ticket(ticket), call_options))
     with calls.errors():
         schema = check_field_names(reader.schema)
     options.check_depth(schema)
-    return BatchReader(schema, receive_get(FlightBatches(calls, reader)))
+    _check_metadata(schema.serialize().size, request)
+    return BatchReader(schema, receive_get(_limited(FlightBatches(calls, reader), request)))
+
+
+def _limited(chunks: FlightBatches, request: ReadRequest) -> Iterator[Any]:
+    """The same. Raises RemoteProtocolError in place of what is larger than the `request` allows."""
+    for chunk in chunks:
+        if chunk.app_metadata is not None:
+            _check_metadata(chunk.app_metadata.size, request)
+        size = 0 if chunk.data is None else chunk.data.get_total_buffer_size()
+        if size > request.max_body:
+            raise RemoteProtocolError(
+                f"a record batch has {size} bytes in its buffers; at most {request.max_body} are taken (max_body)"
+            )
+        yield chunk
+
+
+def _check_metadata(size: int, request: ReadRequest) -> None:
+    if size > request.max_metadata:
+        raise RemoteProtocolError(
+            f"a message has {size} bytes of metadata; at most {request.max_metadata} are taken (max_metadata)"
+        )

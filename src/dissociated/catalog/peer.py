@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,7 +20,8 @@ class Peer(CatalogClient):
     """Calls the catalog at `uri`, which answers within `timeout` seconds, proving itself as `security` says."""
 
     def __init__(self, uri: str, security: Security, timeout: float = PEER_TIMEOUT) -> None:
-        super().__init__(uri, timeout, security.peer, security.roots)
+        unlimited = sys.maxsize  # what is relayed, whoever reads it limits
+        super().__init__(uri, timeout, security.peer, security.roots, max_metadata=unlimited)
 
     def forward(self, call: Callable[[flight.FlightClient], T]) -> T:
         """What that one answers."""

@@ -103,7 +103,8 @@ class Client(CatalogClient):
           Columns that are only filtered by are not given.
         - `limit`: so many rows, the first of those.
         - `options`: how batches are decoded.
-        - `max_body`, `allow_rma`: as for `open_stream`.
+        - `max_body`, `allow_rma`: as for `open_stream`. Over grpc the size of a decoded batch with its dictionaries is
+          looked at, after libarrow has allocated it.
         - `device`: where batches are to lie, as "cuda:0": then this gives a `DeviceReader`. See docs/device.md.
         - `decompress`: False refuses bodies that come compressed for a `device`. They are decompressed on the host.
 
@@ -306,7 +307,8 @@ def connect(
       root's.
     - `trusted_files`: map their files, too. They could cut a file short under this process. Without it, what lies in
       such files comes another way.
-    - `max_metadata`: as for `open_stream`.
+    - `max_metadata`: as for `open_stream`. Over grpc the schema, and what comes beside a batch, are looked at after
+      they have come.
 
     Nothing is called yet. Raises UriError and OptionError. The client's calls raise CatalogError, AccessDenied and
     DeadlineExceeded.

@@ -29,7 +29,8 @@ class ReadOptions:
 
     #: The deepest nesting of types that is accepted; a flat column has depth 1.
     max_recursion_depth: int = MAX_DEPTH
-    #: Where libarrow allocates, as for decompressing; None is its default pool. It must outlive what is read.
+    #: Where libarrow allocates, as for decompressing; None is its default pool. It must outlive what is read. Flight
+    #: knows no other pool: a read over grpc with one is refused.
     memory_pool: pa.MemoryPool | None = None
     #: Indices of the top-level fields to read; empty for all.
     included_fields: Sequence[int] = ()
