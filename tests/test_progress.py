@@ -11,7 +11,7 @@ import pytest
 
 import dissociated as dis
 from dissociated.monitoring.activity import Rate
-from helpers import PATIENCE, Serve, connections_left, wait_until
+from helpers import PATIENCE, Serve, case, connections_left, wait_until
 from machine import media
 from processes import Fork
 
@@ -22,6 +22,11 @@ import dissociated as dis
 reader = dis.open_stream(sys.argv[1], bytes.fromhex(sys.argv[2]))  # its first batch waits in the socket
 print("begun", flush=True)
 sys.stdin.read()
+"""
+READ_ALL = """
+import os, signal, sys
+import dissociated as dis
+table = dis.open_stream(sys.argv[1], bytes.fromhex(sys.argv[2])).read_all()
 """
 WHERE = {"ucx": "ucx:", "fabric": "fabric:?heartbeat=0.1"}
 ONE_BATCH = READER.replace("print", "batch = next(reader); print")
@@ -101,6 +106,23 @@ def test_who_is_killed_before_the_last_bytes_have_come_is_gone(serve: Serve, sch
     dis.open_stream(uri, server.ticket("short")).read_all()
     assert not connections_left(server)
     assert server.status().totals.done == 1
+
+
+def test_who_ends_while_it_holds_memory_is_gone_and_who_let_go_is_done(serve: Serve) -> None:
+    """A script that ends with arrays alive cannot be told from one that is killed."""
+    server = serve("shm:")
+    table = pa.Table.from_batches([pa.record_batch({"n": np.full(1 << 14, 7)})] * 32)
+    server.publish("static", table)
+    server.publish("live", table.to_reader)
+    for name in ("static", "live"):
+        for end, expected in (("os.kill(os.getpid(), signal.SIGKILL)", (1, 0)), ("", (1, 0)), ("del table", (0, 1))):
+            with case(f"{name}: {end}"):
+                before = server.status().totals
+                with Fork("-c", READ_ALL + end, server.locations(name)[0], server.ticket(name).hex()) as reader:
+                    assert reader.wait(PATIENCE) == (-signal.SIGKILL if "KILL" in end else 0)
+                assert not connections_left(server)
+                now = server.status().totals
+                assert (now.gone - before.gone, now.done - before.done) == expected
 
 
 def test_a_rate_is_that_of_late_however_often_somebody_looks() -> None:

@@ -83,7 +83,7 @@ class ClientLeases:
             self._start()
 
     def stop(self) -> None:
-        """Make the thread end, whatever is still held: the process ends, and with it the connection."""
+        """Make the thread end once what was let go of is given back: the process ends, and with it the connection."""
         self._stopped.set()
         if not self._connection.shares_memory:
             self._connection.interrupt()
@@ -97,7 +97,7 @@ class ClientLeases:
         returned = 0
         held = False
         listening = self._free_data is not None
-        while not (self._stopped.is_set() or (self._finished and returned == self._expected)):
+        while not ((self._stopped.is_set() and self._returns.empty) or (self._finished and returned == self._expected)):
             addresses = self._returns.take(_MAX_FREES)
             returned += len(addresses)
             if self._finished and returned == self._expected and not self._close_devices():

@@ -159,6 +159,11 @@ class FreeQueue:
         """Make a waiting `take` return what there is, even nothing."""
         self._queue.put(None)
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to take now."""
+        return self._queue.empty()
+
     def take(self, limit: int) -> list[int]:
         """Wait for leases to end, or for `wake`. Returns their addresses, coalesced up to about `limit`.
 

@@ -10,8 +10,8 @@ from dissociated.errors import FormatError
 
 T = TypeVar("T")
 
-#: How connections end: the stream was served whole; the client or the network was gone before; what it asked for is
-#: not there or not for it; something else went wrong.
+#: How connections end: the stream was served whole, and all memory of it given back; the client or the network was gone
+#: before; what it asked for is not there or not for it; something else went wrong.
 OUTCOMES = ("done", "gone", "refused", "failed")
 
 

@@ -62,11 +62,14 @@ class Sending(ABC):
     def drain(self, timeout: float) -> None:
         """Take free_data messages until the client holds nothing or is gone.
 
-        Raises DeadlineExceeded where the client is silent for `timeout` seconds, and RemoteProtocolError.
+        Raises DeadlineExceeded where the client is silent for `timeout` seconds, ConnectionClosed where it went
+        without a word while it held memory, and RemoteProtocolError.
         """
         while len(self._ledger):
             incoming = receive(self._connection, timeout)
             if incoming is None:
+                if self._connection.shares_memory and not self._half_closed and self._connection.peer_closed():
+                    raise ConnectionClosed(f"the client went while it held {len(self._ledger)} addresses")
                 if not self.holds_live:  # which whoever `ends` this waits for, without a limit
                     self._wait_peer_closed(timeout)
                 return
