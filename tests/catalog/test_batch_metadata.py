@@ -119,6 +119,28 @@ def test_through_put_nodes_and_get(kind: str, tmp_path: Path) -> None:
         same(read(pa.ipc.open_stream(tmp_path / "out.arrows")), pairs * 2)
 
 
+@pytest.mark.parametrize("kind", STREAMS)
+def test_through_handles(kind: str, tmp_path: Path) -> None:
+    """A handle and a scanner are sources like a reader, and cut batches and columns in another order have it, too."""
+    pairs = STREAMS[kind]
+    names = pairs[0][0].schema.names[::-1]
+    with (
+        Node(Store(tmp_path / "store")) as node,
+        dis.connect(node.uri) as client,
+        dis.Server(["tcp://127.0.0.1:0"]) as server,
+    ):
+        client.put("d", lambda: pa.ipc.open_stream(written(pairs)))
+        handle = client["d"]
+        for source in (handle, handle.scanner(), lambda: handle):
+            client.put("put", source)
+            same(read(client.read("put")), pairs)
+        server.publish("published", handle)
+        same(read(dis.open_stream(server.locations("published")[0], server.ticket("published"))), pairs)
+        same(read(handle.to_reader(names)), selected(pairs, *names))
+        rows = [(one.slice(at, 1), metadata) for one, metadata in pairs for at in range(one.num_rows)]
+        same(read(handle.to_reader(batch_size=1)), rows)
+
+
 def readers(reader: Callable[[], BatchReader]) -> Iterator[pa.Table]:
     """Everything by the ways in which Python and C++ pull from a reader."""
     yield reader().read_all()

@@ -184,6 +184,10 @@ class DatasetHandle(ds.UnionDataset):  # type: ignore[misc]  # pyarrow has no ty
         """A reader over what is chosen, which is read once."""
         return self.scanner(columns, filter, **options).to_reader()
 
+    def open_reader(self) -> pa.RecordBatchReader:
+        """A reader over all of it, for who publishes it."""
+        return self.scanner().open_reader()
+
     def to_pandas(self, columns: Any = None, filter: Any = None, **options: Any) -> pd.DataFrame:
         """What is chosen, as a DataFrame of pandas. `to_table().to_pandas(...)` takes options of pyarrow."""
         return self.to_table(columns, filter, **options).to_pandas()

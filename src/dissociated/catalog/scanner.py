@@ -16,6 +16,7 @@ from dissociated.client.request import ReadRequest
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.columns import select_fields
 from dissociated.codec.device import DeviceReader, to_device
+from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.errors import OptionError
 from dissociated.memory.device.base import Device
 
@@ -81,6 +82,10 @@ class Scanner:
             return self._project(pa.RecordBatchReader.from_batches(self.dataset_schema, []), self._expressions).schema
         return select_fields(self.dataset_schema, _positions(self.dataset_schema, self._names))
 
+    def open_reader(self) -> pa.RecordBatchReader:
+        """A reader in memory of this process, whichever device was chosen; for who publishes what is chosen."""
+        return self._to_reader()
+
     def to_reader(self) -> Any:
         """A reader over what is chosen, which is read once: a RecordBatchReader, or on a device a DeviceReader."""
         if self._device is None:
@@ -101,8 +106,8 @@ class Scanner:
         positions = _positions(reader.schema, self._names)
         if positions == [*range(len(reader.schema))] and self._batch_size is None:
             return reader
-        schema = select_fields(reader.schema, positions)
-        return BatchReader(schema, ((piece.select(positions), None) for piece in self._pieces(reader)))
+        pairs = ((piece.select(positions), metadata) for piece, metadata in self._pieces(reader))
+        return BatchReader(select_fields(reader.schema, positions), pairs)
 
     def to_batches(self) -> Iterator[Any]:
         """The record batches of `to_reader`, one by one."""
@@ -154,11 +159,14 @@ class Scanner:
         """Expressions of the columns, as pyarrow computes them."""
         return ds.Scanner.from_batches(reader, columns=expressions, use_threads=False).to_reader()
 
-    def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        for batch in reader:
-            size = self._batch_size or max(1, batch.num_rows)
-            for at in range(0, batch.num_rows, size):
-                yield batch.slice(at, size)
+    def _pieces(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
+        """Its batches, in pieces where there is a size for them. Each has the metadata of its batch."""
+        for batch, metadata in batches(reader):
+            if self._batch_size is None:
+                yield batch, metadata
+                continue
+            for at in range(0, batch.num_rows, self._batch_size):
+                yield batch.slice(at, self._batch_size), metadata
 
 
 def _positions(schema: pa.Schema, columns: Sequence[str] | None) -> list[int]:

@@ -144,6 +144,8 @@ def _open_reader(source: Source, schema: pa.Schema | None = None) -> pa.RecordBa
         return source
     if isinstance(source, Iterator):
         return _chain_batches(source, schema)
+    if hasattr(source, "open_reader"):  # a handle or scanner of ours, whose C stream has no metadata of single batches
+        return source.open_reader()
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
     if hasattr(source, "scanner"):  # a dataset of pyarrow
