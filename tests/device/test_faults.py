@@ -214,11 +214,17 @@ def test_what_libarrow_would_look_into_is_refused(device: Device, server: dis.Se
     dataset.placed = [schema, first._replace(header=unknown), *rest]
     with pytest.raises(RemoteProtocolError, match="how many nulls"):
         whole(client, device)
+    odd = [(address + 1 if length else 0, length) for address, length in first.extents]
+    for extents in (first.extents, odd):  # read where they lie, and copied to where libarrow takes them
+        for rows, why in ((7_001, "56000 bytes for 7001 values"), (-7_000, "a batch of -7000 rows")):
+            lying = encode_record_batch(rows, [(rows, 0)] * 3, buffers, (), first.parsed.body_length)
+            dataset.placed = [schema, first._replace(header=lying, extents=extents), *rest]
+            with pytest.raises(RemoteProtocolError, match=why):
+                whole(client, device)
     beyond = [(address + (1 << 40), length) for address, length in first.extents]
     dataset.placed = [schema, first._replace(extents=beyond), *rest]
     with pytest.raises(RemoteProtocolError, match="lies in no region"):
         whole(client, device)
-    odd = [(address + 1 if length else 0, length) for address, length in first.extents]
     dataset.placed = [schema, first._replace(extents=odd)]
     (batch,) = client.read("numbers", device=device)
     assert batch.num_rows == 7_000, "it was copied to where libarrow takes it"

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pyarrow as pa
 import pytest
 
 import arrow_cases
+from dissociated.codec.join import join
 from dissociated.errors import RemoteProtocolError
 from dissociated.format.flatbuffer import Builder
 from dissociated.format.layout import SchemaLayout, layout_of
-from dissociated.format.message import HeaderType, parse_header
+from dissociated.format.message import HeaderType, buffer_extents, parse_header, relocate
+from dissociated.format.record_batch import encode_record_batch
 from dissociated.protocol.message import Run
 from dissociated.protocol.receiver import Receiver
-from protocol.wire import encode, metadata, tag
+from helpers import case
+from protocol.wire import Encoded, encode, metadata, tag
 
 
 def with_buffers(count: int, body: bytes) -> bytes:
@@ -43,6 +48,70 @@ def test_every_type_has_as_many_buffers_as_its_schema_says() -> None:
         for message in messages[1:]:
             parsed = parse_header(message.header)
             assert layout.buffers_of(message.header, parsed) == parsed.buffer_count, name
+
+
+def test_what_is_shorter_than_its_rows_need_is_refused_as_libarrow_does() -> None:
+    """Each buffer of every type a byte shorter. libarrow also looks how long its data has to be, by the offsets."""
+    refused = 0
+    for name, arrays in arrow_cases.ARRAYS.items():
+        messages = encode(*arrow_cases.batches(arrays))
+        layout = SchemaLayout(messages[0].header)
+        for number, (header, body) in enumerate(messages[1:], 1):
+            parsed = parse_header(header)
+            layout.check_sizes(header, parsed)
+            offsets, lengths = buffer_extents(header, parsed)
+            for index in (index for index, length in enumerate(lengths) if length):
+                shorter = [length - (index == other) for other, length in enumerate(lengths)]
+                damaged = relocate(header, parsed, offsets, parsed.body_length, shorter)
+                stream = Encoded(damaged, body)
+                why = refusal([*messages[:number], stream, *messages[number + 1 :]])
+                if why and "Length spanned by binary offsets" not in why:
+                    with case((name, index)), pytest.raises(RemoteProtocolError, match="which take"):
+                        layout.check_sizes(damaged, parsed)
+                    refused += 1
+                else:
+                    layout.check_sizes(damaged, parsed)
+    assert refused > 500
+
+
+def refusal(messages: Sequence[Encoded]) -> str:
+    """What libarrow finds wrong with the sizes in a stream."""
+    reader = join((header, body) for header, body in messages)
+    try:
+        for batch in reader:
+            batch.validate()
+    except pa.ArrowException as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_cannot_be_are_refused() -> None:
+    schema, batch = encode(pa.record_batch({"n": range(8), "s": [{"a": 1}] * 8, "f": fixed_size_lists()}))
+    layout, parsed = SchemaLayout(schema.header), parse_header(batch.header)
+    offsets, lengths = buffer_extents(batch.header, parsed)
+    buffers = [*zip(offsets, lengths, strict=True)]
+    good = [(8, 0), (8, 0), (8, 0), (8, 0), (16, 0)]
+    for rows, index, node, match in (
+        (8, 0, (8, 0), None),
+        (-1, 0, (8, 0), "-1 rows"),
+        (9, 0, (8, 0), "8 values where there must be 9"),
+        (8, 0, (-8, 0), "-8 values"),
+        (8, 0, (9, 0), "64 bytes for 9 values"),
+        (8, 0, (8, 1), "0 bytes for 8 values"),
+        (8, 2, (7, 0), "7 values where there must be 8"),
+        (8, 4, (15, 0), "15 values where there must be 16"),
+    ):
+        nodes = [node if index == other else one for other, one in enumerate(good)]
+        header = encode_record_batch(rows, nodes, buffers, (), parsed.body_length)
+        with case(match), nullcontext() if match is None else pytest.raises(RemoteProtocolError, match=match):
+            layout.check_sizes(header, parse_header(header))
+    header = encode_record_batch(8, good[:-1], buffers, (), parsed.body_length)
+    with pytest.raises(RemoteProtocolError, match="not of its schema"):
+        layout.check_sizes(header, parse_header(header))
+
+
+def fixed_size_lists() -> pa.Array:
+    return pa.array([[1, 2]] * 8, pa.list_(pa.int32(), 2))
 
 
 def test_a_message_with_the_buffers_of_earlier_ones_is_refused() -> None:

@@ -27,8 +27,8 @@ from dissociated.codec.options import ReadOptions, WriteOptions
 from dissociated.codec.packing import by_position
 from dissociated.codec.reader import StreamReader, close_idle
 from dissociated.codec.split import SplitMessage, Splitter, batches
-from dissociated.errors import DeviceError
-from dissociated.format.layout import dictionary_of
+from dissociated.errors import DeviceError, RemoteProtocolError
+from dissociated.format.layout import SchemaLayout, dictionary_of, layout_of
 from dissociated.format.message import Header, HeaderType, buffer_extents, extents_within
 from dissociated.memory.device.base import Device, Event
 from dissociated.memory.device.copies import Copies
@@ -264,6 +264,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self._begin: tuple[DeviceMessage, ...] = ()
+        self._layout: SchemaLayout | None = None
         self._dictionaries: dict[int, DeviceMessage] = {}
         self._last: tuple[DeviceMessage, ...] = ()
 
@@ -273,7 +274,11 @@ class _Seen:
         return (*self._begin, *self._dictionaries.values(), *last)
 
     def follow(self, messages: Generator[DeviceMessage, None, None]) -> Messages:
-        """The same for libarrow. Raises DeviceError for a dictionary that grows: libarrow would put it together."""
+        """The same for libarrow. Raises DeviceError for a dictionary that grows: libarrow would put it together.
+
+        And RemoteProtocolError for buffers that are shorter than their rows need: whoever takes a column reads all of
+        it, and libarrow's own validation would look into memory of the device.
+        """
         with closing(messages):
             yield from map(self._note, messages)  # and not in a loop, whose variable would hold a body
 
@@ -281,6 +286,8 @@ class _Seen:
         match message.parsed.type:
             case HeaderType.SCHEMA:
                 self._begin = (message,)
+                self._layout = layout_of(message.header)
+                return message.header, message.body
             case HeaderType.DICTIONARY_BATCH:
                 number, delta = dictionary_of(message.header)
                 if delta:
@@ -288,6 +295,9 @@ class _Seen:
                 self._dictionaries[number] = message
             case _:
                 self._last = (message,)
+        if self._layout is None:
+            raise RemoteProtocolError("the peer sent a schema that cannot be read")
+        self._layout.check_sizes(message.header, message.parsed)
         return message.header, message.body
 
 

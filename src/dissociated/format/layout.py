@@ -1,4 +1,4 @@
-"""How many nodes and buffers the messages of a stream have, by its schema.
+"""How many nodes and buffers the messages of a stream have, and how long these are, by its schema.
 
 libarrow takes from a message as many buffers as the schema needs, from the first on. Where there are others, they would
 be read as something else than they are: so the number must be the very same.
@@ -11,41 +11,8 @@ from functools import lru_cache
 
 from dissociated.errors import FormatError, RemoteProtocolError
 from dissociated.format.flatbuffer import Table, root
-from dissociated.format.message import Header, HeaderType
-
-_V5 = 4
-_UNION, _RUN_END_ENCODED, _NULL = 14, 22, 1
-#: Buffers of a type beside its validity bitmap, by its number in the union `Type` of Schema.fbs.
-_BUFFERS = {
-    _NULL: 0,
-    2: 1,  # Int
-    3: 1,  # FloatingPoint
-    4: 2,  # Binary
-    5: 2,  # Utf8
-    6: 1,  # Bool
-    7: 1,  # Decimal
-    8: 1,  # Date
-    9: 1,  # Time
-    10: 1,  # Timestamp
-    11: 1,  # Interval
-    12: 1,  # List
-    13: 0,  # Struct_
-    _UNION: 1,  # and the offsets of a dense one
-    15: 1,  # FixedSizeBinary
-    16: 0,  # FixedSizeList
-    17: 1,  # Map
-    18: 1,  # Duration
-    19: 2,  # LargeBinary
-    20: 2,  # LargeUtf8
-    21: 1,  # LargeList
-    _RUN_END_ENCODED: 0,
-    23: 1,  # BinaryView, and as many as the message says
-    24: 1,  # Utf8View
-    25: 2,  # ListView
-    26: 2,  # LargeListView
-}
-_VIEWS = (23, 24)
-
+from dissociated.format.message import Header, HeaderType, buffer_extents
+from dissociated.format.shape import Shape, check_sizes, shape_of, shape_of_indices
 
 #: libarrow reads no schema that nests deeper; and a field takes so many bytes of a message at least.
 _MAX_DEPTH = 64
@@ -63,6 +30,15 @@ class Layout:
     def __init__(self) -> None:
         self.nodes = self.buffers = self.views = 0
         self.dictionaries: set[int] = set()
+        #: Those of its nodes, in their order.
+        self.shapes: list[Shape] = []
+
+    def add(self, shape: Shape) -> None:
+        """Count a node."""
+        self.nodes += 1
+        self.buffers += shape.buffer_count
+        self.views += shape.views
+        self.shapes.append(shape)
 
 
 class SchemaLayout:
@@ -93,14 +69,12 @@ class SchemaLayout:
         if self._left < 0 or depth > _MAX_DEPTH:
             raise FormatError("a schema has fields without end")
         if field.fields[4]:
-            id_ = field.table(4, 1).scalar(0, "q")
+            encoding = field.table(4, 2)
+            id_ = encoding.scalar(0, "q")
             top.dictionaries.add(id_)
-            into.nodes += 1
-            into.buffers += 2  # of the indices
+            into.add(shape_of_indices(encoding))
             into = self.values[id_] = Layout()
-        into.nodes += 1
-        into.buffers += _buffers(field, self._version)
-        into.views += field.scalar(2, "B") in _VIEWS
+        into.add(shape_of(field, self._version))
         for child in field.tables(5, 7):
             self._add(child, top, into, depth + 1)
 
@@ -117,10 +91,31 @@ class SchemaLayout:
             buffers, views = values.buffers, values.views
         if not views:
             return buffers
-        batch = Table.read(header, root(header), 3).table(2, 5)
+        return buffers + sum(int(count) for (count,) in _batch(header).vector(4, "q"))
+
+    def check_sizes(self, header: bytes, parsed: Header) -> None:
+        """Check that the buffers of a batch or dictionary, and the columns in it, are as long as its rows need.
+
+        What lies in them is not looked at, so for data whose length offsets say that is unknown. Raises
+        RemoteProtocolError.
+        """
+        fields = self.fields
         if parsed.type is HeaderType.DICTIONARY_BATCH:
-            batch = batch.table(1, 5)
-        return buffers + sum(int(count) for (count,) in batch.vector(4, "q"))
+            values = self.values.get(dictionary_of(header)[0])
+            if values is None:
+                raise RemoteProtocolError("the peer sent a dictionary that no column uses")
+            fields = [values]
+        try:
+            batch = _batch(header)
+            rows = batch.scalar(0, "q")
+            if rows < 0:
+                raise RemoteProtocolError(f"the peer sent a batch of {rows} rows")
+            nodes, views = iter(batch.vector(1, "qq")), (int(count) for (count,) in batch.vector(4, "q"))
+            lengths = iter(buffer_extents(header, parsed)[1])
+            for field in fields:
+                check_sizes(iter(field.shapes), nodes, lengths, views, rows)
+        except (struct.error, IndexError, StopIteration) as error:
+            raise RemoteProtocolError(f"the peer sent metadata that is not of its schema ({error!r})") from None
 
 
 @lru_cache(maxsize=_MAX_CACHED_SCHEMAS)
@@ -140,15 +135,6 @@ def layout_of(schema: bytes) -> SchemaLayout | None:
     return _cached(schema) if len(schema) <= _MAX_CACHED_SIZE else _read(schema)
 
 
-def _buffers(field: Table, version: int) -> int:
-    type_ = field.scalar(2, "B")
-    if type_ not in _BUFFERS:
-        raise FormatError(f"a schema has a field of the unknown type {type_}")
-    without_validity = type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= _V5)
-    dense = type_ == _UNION and field.table(3, 1).scalar(0, "h") == 1
-    return _BUFFERS[type_] + (not without_validity) + dense
-
-
 def dictionary_of(header: bytes) -> tuple[int, bool]:
     """The id of a dictionary batch, and whether it is a delta. Raises RemoteProtocolError for what is no message."""
     try:
@@ -158,14 +144,17 @@ def dictionary_of(header: bytes) -> tuple[int, bool]:
         raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
 
 
+def _batch(header: bytes) -> Table:
+    """The RecordBatch of a message, or that of the dictionary which it has."""
+    message = Table.read(header, root(header), 3)
+    batch = message.table(2, 5)
+    return batch.table(1, 5) if message.scalar(1, "B") == HeaderType.DICTIONARY_BATCH else batch
+
+
 def nulls_are_counted(header: bytes) -> bool:
     """Whether a record batch or dictionary says of each column how many nulls it has. Raises RemoteProtocolError."""
     try:
-        message = Table.read(header, root(header), 3)
-        batch = message.table(2, 5)
-        if message.scalar(1, "B") == HeaderType.DICTIONARY_BATCH:
-            batch = batch.table(1, 5)
-        return all(nulls >= 0 for _, nulls in batch.vector(1, "qq"))
+        return all(nulls >= 0 for _, nulls in _batch(header).vector(1, "qq"))
     except (struct.error, IndexError) as error:
         raise RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})") from None
 

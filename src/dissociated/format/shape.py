@@ -1,0 +1,133 @@
+"""How long the buffers of an array are, by its type: by the field of a schema, and by the values that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from dissociated.errors import FormatError, RemoteProtocolError
+from dissociated.format.flatbuffer import Table
+
+_V5 = 4
+_NULL, _STRUCT, _UNION, _FIXED_SIZE_LIST, _RUN_END_ENCODED = 1, 13, 14, 16, 22
+_VIEWS = (23, 24)
+#: Bits for each value, and whether there is one more than values, as of offsets. Nothing says how long data is.
+_BITMAP, _DATA = (1, False), (0, False)
+_Buffer = tuple[int, bool]
+
+
+def _fixed(width: Callable[[Table], int]) -> Callable[[Table], tuple[_Buffer, ...]]:
+    return lambda type_: ((width(type_), False),)
+
+
+def _by_unit(*widths: int, default: int = 0) -> Callable[[Table], tuple[_Buffer, ...]]:
+    def buffers(type_: Table) -> tuple[_Buffer, ...]:
+        unit = type_.scalar(0, "h", default)
+        if not 0 <= unit < len(widths):
+            raise FormatError(f"a schema has a field of the unknown unit {unit}")
+        return ((widths[unit], False),)
+
+    return buffers
+
+
+def _are(*buffers: _Buffer) -> Callable[[Table], tuple[_Buffer, ...]]:
+    return lambda type_: buffers
+
+
+#: The buffers of a type beside its validity bitmap, by its number in the union `Type` of Schema.fbs. Defaults are those
+#: of the fields there.
+_BUFFERS: dict[int, Callable[[Table], tuple[_Buffer, ...]]] = {
+    _NULL: _are(),
+    2: _fixed(lambda int_: int_.scalar(0, "i")),
+    3: _by_unit(16, 32, 64),  # FloatingPoint
+    4: _are((32, True), _DATA),  # Binary
+    5: _are((32, True), _DATA),  # Utf8
+    6: _are(_BITMAP),  # Bool
+    7: _fixed(lambda decimal: decimal.scalar(2, "i", 128)),
+    8: _by_unit(32, 64, default=1),  # Date
+    9: _fixed(lambda time: time.scalar(1, "i", 32)),
+    10: _are((64, False)),  # Timestamp
+    11: _by_unit(32, 64, 128),  # Interval
+    12: _are((32, True)),  # List
+    _STRUCT: _are(),
+    _UNION: lambda union: ((8, False), (32, False)) if union.scalar(0, "h") == 1 else ((8, False),),
+    15: _fixed(lambda binary: 8 * binary.scalar(0, "i")),
+    _FIXED_SIZE_LIST: _are(),
+    17: _are((32, True)),  # Map
+    18: _are((64, False)),  # Duration
+    19: _are((64, True), _DATA),  # LargeBinary
+    20: _are((64, True), _DATA),  # LargeUtf8
+    21: _are((64, True)),  # LargeList
+    _RUN_END_ENCODED: _are(),
+    23: _are((128, False)),  # BinaryView, and as many as the message says
+    24: _are((128, False)),  # Utf8View
+    25: _are((32, False), (32, False)),  # ListView
+    26: _are((64, False), (64, False)),  # LargeListView
+}
+
+
+class Shape(NamedTuple):
+    """The buffers of one node, and how many nodes follow as its children."""
+
+    validity: bool
+    buffers: tuple[_Buffer, ...]
+    #: Whether there are others, as many as the message says.
+    views: bool
+    children: int
+    #: How many values each child has at least for each of its own.
+    items: int
+
+    @property
+    def buffer_count(self) -> int:
+        return self.validity + len(self.buffers)
+
+
+def shape_of(field: Table, version: int) -> Shape:
+    """That of a field, whatever it is encoded in. Raises FormatError for an unknown type."""
+    type_ = field.scalar(2, "B")
+    if type_ not in _BUFFERS:
+        raise FormatError(f"a schema has a field of the unknown type {type_}")
+    details = field.table(3, 3)
+    validity = not (type_ == _NULL or (type_ in (_UNION, _RUN_END_ENCODED) and version >= _V5))
+    buffers = _BUFFERS[type_](details)
+    if type_ == _FIXED_SIZE_LIST:
+        items = details.scalar(0, "i")
+    else:
+        is_sparse_union = type_ == _UNION and len(buffers) == 1
+        items = int(type_ == _STRUCT or is_sparse_union)
+    return Shape(validity, buffers, type_ in _VIEWS, len(field.tables(5, 7)), items)
+
+
+def shape_of_indices(encoding: Table) -> Shape:
+    """That of a field which is encoded in a dictionary."""
+    width = encoding.table(1, 1).scalar(0, "i") if encoding.fields[1] else 32
+    return Shape(True, ((width, False),), False, 0, 0)
+
+
+def check_sizes(
+    shapes: Iterator[Shape],
+    nodes: Iterator[tuple[int, int]],
+    lengths: Iterator[int],
+    views: Iterator[int],
+    least: int,
+) -> None:
+    """Check that the next node has `least` values, and its buffers and children what they need.
+
+    Raises RemoteProtocolError, and StopIteration where there is less of anything than of shapes.
+    """
+    shape = next(shapes)
+    count, nulls = next(nodes)
+    if count < max(least, 0):
+        raise RemoteProtocolError(f"the peer sent a column of {count} values where there must be {least}")
+    needed = [count if nulls else 0] if shape.validity else []
+    needed += [(count + more) * bits for bits, more in shape.buffers]
+    for bits in needed:
+        length = next(lengths)
+        if 8 * length < bits and (count or length):  # of no values, offsets may be left out
+            raise RemoteProtocolError(
+                f"the peer sent a buffer of {length} bytes for {count} values, which take {-(-bits // 8)}"
+            )
+    for _ in range(next(views) if shape.views else 0):
+        next(lengths)
+    for _ in range(shape.children):
+        check_sizes(shapes, nodes, lengths, views, count * shape.items)
