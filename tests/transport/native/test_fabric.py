@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import os
+import resource
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import ConnectionClosed, RemoteProtocolError
+from dissociated.errors import ConnectionClosed, RemoteProtocolError, TransportError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
@@ -21,6 +23,7 @@ from dissociated.transport.native.fabric.control import LARGE, Kind
 from dissociated.transport.native.fabric.domain import RMA_KEY
 from dissociated.transport.native.fabric.endpoint import FabricEndpoint
 from dissociated.transport.native.fabric.operations import Completion
+from dissociated.transport.native.fabric.provider import PROVIDER, open_endpoint
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import PATIENCE, complaint, leaving_nothing, wait_until
@@ -227,3 +230,31 @@ def test_memory_that_is_read_into_stays_until_that_has_ended() -> None:
                 client.fetch([(span.base, source.size, 0)], bytearray(source.size), PATIENCE)
             assert not endpoint._operations.fetching
         del region
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """None is to be had meanwhile."""
+    limits, kept = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                kept.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in kept:
+            os.close(descriptor)
+
+
+def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
+    """Whoever accepts tries again after such errors alone."""
+    with (
+        leaving_nothing(),
+        closing(open_endpoint(PROVIDER, "127.0.0.1", rma=False)) as endpoint,
+        no_descriptors(),
+        pytest.raises(TransportError, match="Too many open files"),
+    ):
+        FabricConnection(endpoint, "a client", 2.0, b"its name")

@@ -7,9 +7,7 @@ import threading
 import time
 from typing import Protocol
 
-from dissociated.errors import (
-    DissociatedError,
-)
+from dissociated.errors import DissociatedError, TransportError
 from dissociated.once import once
 
 _log = logging.getLogger(__name__)
@@ -29,12 +27,17 @@ class Heartbeat:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._due: dict[HeartbeatConnection, float] = {}
+        self._running = False
 
     def add(self, connection: HeartbeatConnection) -> None:
-        """Keep this connection alive."""
+        """Keep this connection alive. Raises TransportError where there is no thread to be had for it."""
         with self._changed:
-            if not self._due:
-                threading.Thread(target=self._run, name="fabric heartbeat", daemon=True).start()
+            if not self._running:
+                try:
+                    threading.Thread(target=self._run, name="fabric heartbeat", daemon=True).start()
+                except RuntimeError as error:
+                    raise TransportError(f"heartbeats take a thread: {error}") from None
+                self._running = True
             self._due[connection] = time.monotonic() + connection.heartbeat
             self._changed.notify()
 
@@ -46,20 +49,28 @@ class Heartbeat:
 
     def _run(self) -> None:
         with self._changed:
-            while self._due:
-                connection = min(self._due, key=self._due.__getitem__)
-                left = self._due[connection] - time.monotonic()
-                if left > 0:
-                    self._changed.wait(left)
-                    continue
-                self._due[connection] = time.monotonic() + connection.heartbeat
-                self._changed.release()
-                try:
-                    connection.send_heartbeat()
-                except DissociatedError as error:
-                    _log.info("%r: %s", connection, error)
-                finally:
-                    self._changed.acquire()
+            try:
+                while self._due:
+                    self._beat()
+            finally:
+                self._running = False
+
+    def _beat(self) -> None:
+        connection = min(self._due, key=self._due.__getitem__)
+        left = self._due[connection] - time.monotonic()
+        if left > 0:
+            self._changed.wait(left)
+            return
+        self._due[connection] = time.monotonic() + connection.heartbeat
+        self._changed.release()
+        try:
+            connection.send_heartbeat()
+        except DissociatedError as error:
+            _log.info("%r: %s", connection, error)
+        except Exception:  # such as one of memory: the hearts of others must beat
+            _log.exception("%r: no heartbeat was sent", connection)
+        finally:
+            self._changed.acquire()
 
 
 @once

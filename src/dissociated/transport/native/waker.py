@@ -7,12 +7,20 @@ import select
 import threading
 from collections.abc import Sequence
 
+from dissociated.transport.framed.connection import socket_error
+
 
 class Waker:
-    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not."""
+    """Wakes whoever sleeps on its descriptor. May be set from any thread, at any time, closed or not.
+
+    Raises TransportError where there is no descriptor to be had.
+    """
 
     def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise socket_error(error, "opening an eventfd") from None
         self._lock = threading.RLock()  # a finalizer may interrupt its owner
         self._open = True
 

@@ -83,11 +83,16 @@ class FabricConnection(NativeConnection):
         self._liveness = Liveness()
         #: Libfabric woke us while a message is on its way: how many operations had ended by then.
         self._woken_at: int | None = None
-        with self._lock:
-            self._control.start(self)
-            for _ in range(2):
-                self._receive_untagged(self._ffi.new(f"char[{MAX_SMALL_UNTAGGED * (2 if self._accepted else 16)}]"))
-        heartbeat_of(os.getpid()).add(self)
+        try:
+            with self._lock:
+                self._control.start(self)
+                for _ in range(2):
+                    self._receive_untagged(self._ffi.new(f"char[{MAX_SMALL_UNTAGGED * (2 if self._accepted else 16)}]"))
+            heartbeat_of(os.getpid()).add(self)
+        except BaseException:
+            heartbeat_of(os.getpid()).remove(self)
+            self._waker.close()
+            raise
 
     @property
     def joining(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 import struct
 import time
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 from dissociated.errors import TransportError
@@ -61,14 +62,19 @@ class FabricListener(NativeListener):
         self._host = uri.host or "127.0.0.1"
         rma = allows_rma(uri, self._provider)
         self._endpoint = endpoint = FabricEndpoint(self._provider, self._host, str(uri.port or 0), rma)
-        super().__init__(exposes_memory=rma)
         self._ffi = endpoint.ofi.ffi
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
         self._answers: list[_Answer] = []
         self._joining: list[tuple[float, FabricConnection]] = []  # and since when, the oldest first
-        for _ in range(CONTROL_BUFFERS):
-            self._listen(self._ffi.new(f"char[{CONTROL_SIZE}]"))
+        with ExitStack() as undo:
+            undo.callback(endpoint.close)
+            super().__init__(exposes_memory=rma)
+            undo.callback(self._waker.close)
+            for _ in range(CONTROL_BUFFERS):
+                self._listen(self._ffi.new(f"char[{CONTROL_SIZE}]"))
+            port = host_and_port(endpoint.name)[1]
+            undo.pop_all()
         parameters = {
             "provider": self._provider,
             "protocol": endpoint.protocol,
@@ -77,7 +83,7 @@ class FabricListener(NativeListener):
         }
         if "heartbeat" in uri.parameters:
             parameters["heartbeat"] = uri.parameters["heartbeat"]
-        self.uri = Uri("fabric", host=self._host, port=host_and_port(endpoint.name)[1], parameters=parameters)
+        self.uri = Uri("fabric", host=self._host, port=port, parameters=parameters)
 
     def _listen(self, memory: Any) -> None:
         def done(completion: Completion) -> None:
