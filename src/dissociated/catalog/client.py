@@ -143,7 +143,7 @@ class CatalogClient:
         - `schema`: of an iterator or a list of record batches, which may then be empty.
         - `mode`: "overwrite" or "append".
         - `tags`: kept with the dataset; `list` can ask for them.
-        - `ttl`: after so many seconds the dataset is gone. None: it stays.
+        - `ttl`: after so many seconds, 1e10 at most, the dataset is gone. None: it stays.
         - `transport`: "shm", through the memory of a node on this host, or "grpc", by Flight's DoPut. Left out: the
           first where it can be.
         - `progress`: called after each batch with the rows and the bytes so far, and with the number of all rows, or
@@ -157,7 +157,7 @@ class CatalogClient:
         """
         if transport not in (None, "shm", "grpc"):
             raise OptionError(f'transport is "shm" or "grpc" for a put, not {transport!r}')
-        publication = Publication(name, mode, dict(tags or {}), ttl)
+        publication = Publication(name, mode, tags or {}, ttl)
         put = Put(publication, make_dataset(name, source, schema=schema), progress)
         place = None if transport == "grpc" else self._stage_here()
         if place is None and transport == "shm":
@@ -269,7 +269,7 @@ class CatalogClient:
         Segments whose names begin with the key and "-", and that are not among these, are removed: attempts that failed
         or were not needed have left them.
         """
-        publication = Publication(name, mode, dict(tags or {}), ttl)
+        publication = Publication(name, mode, tags or {}, ttl)
         body = {
             **asdict(publication),
             "segments": [*segments],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dissociated.datasets.base import check_name
+from dissociated.datasets.base import check_name, is_plain_text
 from dissociated.errors import OptionError
 
 _MODES = ("overwrite", "append")
+_MAX_TTL = 1e10  # seconds: its end is a date, and those end with the year 9999
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,18 @@ class Publication:
         if self.mode not in _MODES:
             raise OptionError(f"the mode {self.mode!r} is neither overwrite nor append")
         if not isinstance(self.tags, Mapping) or not all(
-            isinstance(key, str) and key and isinstance(value, str) for key, value in self.tags.items()
+            key and is_plain_text(key) and is_plain_text(value) for key, value in self.tags.items()
         ):
-            raise OptionError(f"tags are texts, each under a name that is not empty, not {self.tags!r}")
+            raise OptionError(
+                f"tags are texts that any program could write, each under a name that is not empty, not {self.tags!r}"
+            )
+        object.__setattr__(self, "tags", dict(self.tags))
         ttl = self.ttl
-        if ttl is not None and not (_is_number(ttl) and math.isfinite(ttl) and ttl > 0):
-            raise OptionError(f"ttl is a positive number of seconds, left out where there is no end, not {ttl!r}")
+        if ttl is not None and not (_is_number(ttl) and 0 < ttl <= _MAX_TTL):
+            raise OptionError(
+                f"ttl is a positive number of seconds, {_MAX_TTL:.0f} at most, left out where there is no end, not "
+                f"{ttl!r}"
+            )
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Publication:

@@ -38,8 +38,13 @@ def check_name(name: object) -> None:
     """Raise OptionError for what cannot be the name of a dataset."""
     if not isinstance(name, str) or not name:
         raise OptionError(f"the name of a dataset is a text that is not empty, not {name!r}")
-    if "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+    if not is_plain_text(name):
         raise OptionError(f"{name!r} cannot be the name of a dataset: it has what no other program could write")
+
+
+def is_plain_text(value: object) -> bool:
+    """Whether it is a text that other programs can write, too: without halves of characters, and without a NUL."""
+    return isinstance(value, str) and not any(one == "\0" or "\ud800" <= one <= "\udfff" for one in value)
 
 
 class Dataset(ABC):

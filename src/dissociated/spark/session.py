@@ -106,7 +106,7 @@ def publish(
     from pyspark.sql.utils import is_remote
 
     config = CatalogConfig(_catalog(df.sparkSession, catalog), token_file, tls_roots)
-    target = WriteTarget(config, Publication(name, mode, dict(tags or {}), ttl), merge_schema)
+    target = WriteTarget(config, Publication(name, mode, tags or {}, ttl), merge_schema)
     if not is_remote():  # else the server of Spark Connect writes: this process may not even reach the catalog
         from dissociated.spark import writer
 
