@@ -263,3 +263,44 @@ def test_a_version_of_others_is_refused_without_what_our_client_says_of_itself()
             with pytest.raises(CatalogError, match="knows no version 3 of 'd'") as raised:
                 client.describe("d", 3)
             assert boot_id() not in str(raised.value)
+
+
+class Answering(Flights):
+    """Takes every action and every put, and answers in its own way."""
+
+    answers: tuple[bytes, ...] = ()
+
+    def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
+        return [*self.answers]
+
+    def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
+        reader.read_all()
+        for answer in self.answers:
+            writer.write(pa.py_buffer(answer))
+
+
+def test_what_others_answer_to_actions_and_puts_is_refused_with_a_sentence() -> None:
+    calls: list[Callable[[dis.Client], object]] = [
+        lambda client: client.versions("d"),
+        lambda client: client.nodes(),
+        lambda client: client.stage(),
+        lambda client: client.reserve("s", 1, 1),
+        lambda client: client.committed("k"),
+        lambda client: client.status(),
+        lambda client: client.hand_over(0),
+        lambda client: client.put("d", TABLE),
+        lambda client: client.put("d", TABLE, transport="grpc"),
+    ]
+    answers = [
+        (),
+        (b"\xff",),
+        (b"7",),
+        (b"[" * 100_000,),
+        (b"{}",),
+        (b'{"versions": 1, "committed": "no", "rows": "x"}',),
+    ]
+    with Answering() as server, dis.connect(server.uri) as client:
+        for server.answers in answers:
+            for call in calls:
+                with pytest.raises(CatalogError, match=r"answer|published"):
+                    call(client)

@@ -9,13 +9,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.connection import CatalogConnection
 from dissociated.catalog.flight_reader import read_flight
+from dissociated.catalog.flight_streams import parse_answer
 from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.lookup import Lookup, caller_identity
 from dissociated.catalog.publication import Publication
@@ -37,6 +38,8 @@ from dissociated.errors import (
 from dissociated.host import boot_id
 from dissociated.monitoring.status import ServerStatus
 from dissociated.store.handover import hand_over
+
+T = TypeVar("T")
 
 
 class CatalogClient:
@@ -103,8 +106,7 @@ class CatalogClient:
         Each has `version`, its number; `created`, in seconds since the epoch; `rows`, None where they are not known;
         and `current`, whether it is the one that `name` alone stands for.
         """
-        found: Sequence[dict[str, Any]] = self.do_action("versions", {"name": name})["versions"]
-        return found
+        return self._ask("versions", {"name": name}, "versions", list)
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         """The nodes that have ever registered at the catalog.
@@ -112,8 +114,7 @@ class CatalogClient:
         Each has `id`, `host`, `boot_id` (of the kernel that it runs on), `flight` (the URI where it answers),
         `locations` (URIs of its transports), `alive`, and `seen`: its last heartbeat, in seconds since the epoch.
         """
-        found: Sequence[dict[str, Any]] = self.do_action("nodes", {})["nodes"]
-        return found
+        return self._ask("nodes", {}, "nodes", list)
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
         """A reader over all that `ticket` stands for, by Flight's DoGet: slower than any transport, and always there.
@@ -224,11 +225,11 @@ class CatalogClient:
 
     def stage(self) -> StagePlace:
         """Where writers put segments: on this host, if there is a node."""
-        return StagePlace(**self.do_action("stage", caller_identity()))
+        return StagePlace.parse(self.do_action("stage", caller_identity()))
 
     def reserve(self, segment: str, size: int, wish: int) -> int:
         """Reserve room for a segment: see `Store.reserve`. Writers in a limited stage call it before they write."""
-        return int(self.do_action("reserve", {"segment": segment, "size": size, "wish": wish})["size"])
+        return self._ask("reserve", {"segment": segment, "size": size, "wish": wish}, "size", int)
 
     def hand_over(self, descriptor: int) -> dict[str, str]:
         """Give this host's node a sealed memfd, which holds an Arrow IPC stream or file, to be served where it lies.
@@ -281,7 +282,7 @@ class CatalogClient:
 
     def committed(self, key: str) -> bool:
         """Whether there was a commit with this `key`. After thirty days nobody knows any more."""
-        return bool(self.do_action("committed", {"key": key})["committed"])
+        return self._ask("committed", {"key": key}, "committed", bool)
 
     def discard(self, segments: Sequence[str]) -> None:
         """Remove these segments from the stage of the catalog's own node, as far as they exist."""
@@ -311,9 +312,17 @@ class CatalogClient:
         self._calls.close()
 
     def do_action(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Call an action of the catalog: see `dissociated.catalog.service`."""
+        """Call an action of the catalog: see `dissociated.catalog.service`. Raises CatalogError."""
         message = self._calls.flight.Action(action, json.dumps(body).encode())
         options = self._calls.options()
-        (result,) = self._calls.call(lambda client: [*client.do_action(message, options)])
-        decoded: dict[str, Any] = json.loads(result.body.to_pybytes())
-        return decoded
+        results = self._calls.call(lambda client: [*client.do_action(message, options)])
+        if len(results) != 1:
+            raise CatalogError(f"the server at {self.uri} gave {len(results)} answers to {action!r}, which has one")
+        return parse_answer(results[0].body, repr(action))
+
+    def _ask(self, action: str, body: Mapping[str, Any], key: str, kind: type[T]) -> T:
+        """What an action answers under `key`."""
+        found = self.do_action(action, body).get(key)
+        if not isinstance(found, kind):
+            raise CatalogError(f"the server at {self.uri} answers to {action!r} without {key!r}, so it is no catalog")
+        return found

@@ -52,8 +52,18 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
     writer.close()
     if answer is None:
         raise CatalogError("the server took everything, and gave no answer")
-    decoded: dict[str, Any] = json.loads(answer.to_pybytes())
-    return decoded
+    return parse_answer(answer, "a put, all of which it took,")
+
+
+def parse_answer(content: pa.Buffer, question: str) -> dict[str, Any]:
+    """What a catalog answers to a `question`: an object in JSON. Raises CatalogError."""
+    try:
+        plain = json.loads(content.to_pybytes())
+    except (ValueError, RecursionError):
+        plain = None
+    if not isinstance(plain, dict):
+        raise CatalogError(f"the server's answer to {question} is no JSON of a catalog")
+    return plain
 
 
 def _send(pairs: Iterable[BatchAndMetadata], writer: Any, validator: Validator) -> None:

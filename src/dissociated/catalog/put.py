@@ -18,6 +18,7 @@ from dissociated.codec.columns import values_size
 from dissociated.codec.split import BatchAndMetadata, Validator, batches
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
+from dissociated.errors import CatalogError
 from dissociated.store.files import Reserve
 from dissociated.store.segment import SegmentWriter
 
@@ -75,6 +76,8 @@ class Put:
 
         command = {**asdict(self.publication), "key": key, "end": True, "nbytes": self.nbytes}
         answer = upload(client, FlightDescriptor.for_command(json.dumps(command)), self.schema, self.pairs())
+        if not isinstance(answer.get("rows"), int):
+            raise CatalogError("the server took everything, and does not say how many rows it published")
         return int(answer["rows"])
 
     def write(self, place: StagePlace, segment: str, reserve: Reserve | None) -> int:

@@ -299,7 +299,8 @@ def connect(
 ) -> Client:
     """A client of the catalog at `catalog_uri`: grpc://HOST:PORT, or grpc+tls://HOST:PORT for TLS.
 
-    - `timeout`: how many seconds the catalog, or a server, may be silent.
+    - `timeout`: how many seconds the catalog, or a server, may be silent. What is read over grpc is waited for without
+      an end: nobody sees there whether a batch is on its way.
     - `token`: sent with each call.
     - `tls_roots`: a PEM file with the certificates to trust, for the catalog and for data over tls:. Left out: the
       system's.

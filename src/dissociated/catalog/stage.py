@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
+from dissociated.errors import CatalogError
 from dissociated.host import boot_id, directory_id
 
 
@@ -24,6 +27,20 @@ class StagePlace:
     limited: bool = False
     inode: str = ""
     handover: str = ""
+
+    @classmethod
+    def parse(cls, plain: Mapping[str, Any]) -> Self:
+        """From JSON, of which it leaves out what it does not know. Raises CatalogError."""
+        told = {one.name: plain[one.name] for one in fields(cls) if one.name in plain}
+        try:
+            place = cls(**told)
+        except TypeError:
+            place = None
+        if place is None or any(
+            type(value) is not (bool if name == "limited" else str) for name, value in told.items()
+        ):
+            raise CatalogError("the server answers to 'stage' with what is no place of segments")
+        return place
 
     @property
     def here(self) -> bool:
