@@ -28,6 +28,7 @@ _ALL = 3  # objects that an endpoint consists of
 _MAX_DRAINED = 1 << 16  # messages that are thrown away, at most
 _MAX_DISCARDED_AT_ONCE = 64  # messages that are thrown away before the peer is kept from sending more
 _ANSWERED = 16  # reads of the queue after which a provider has answered, behind what else was done
+_MAX_UNANSWERED = 64  # times as many without an answer: a signal has interrupted whoever read it
 _CUT_OFF_TIMEOUT = 0.25  # seconds for what is cut off to end
 #: An untagged message may have this many bytes: what is left in a buffer for many of them must take one.
 MAX_SMALL_UNTAGGED = 1 << 16
@@ -341,13 +342,17 @@ class FabricEndpoint:
     def _drain(self) -> None:
         """Throw away what nobody has received: closing an endpoint over it crashes in libfabric 2.5."""
         try:
+            unanswered = 0
             for number in range(_MAX_DRAINED):
                 if number == _MAX_DISCARDED_AT_ONCE:
                     self._cut()  # it would send more while we look for more
-                if self.peek() is None and self._peeking is None:
-                    break
-                if self._found is not None:
+                if self.peek() is not None:
                     self.discard()
+                    unanswered = 0
+                elif self._peeking is None or unanswered == _MAX_UNANSWERED:
+                    break
+                else:
+                    unanswered += 1
         except TransportError:
             pass  # it is broken already
 
