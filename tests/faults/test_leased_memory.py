@@ -361,3 +361,30 @@ def test_memory_of_those_who_were_cut_off_is_told_and_bounded(serve: Serve) -> N
     holder.let_go()
     wait_until(lambda: not good.server.status().kept, "it has let go")
     assert [checksum(one) for one in dis.open_stream(shm, good.server.ticket("live"))] == expected
+
+
+def test_memory_of_what_is_served_no_more_is_told_and_bounded(serve: Serve) -> None:
+    """A reader of a static dataset is cut off, and goes on to hold what is replaced then."""
+    good = serve("shm:", "tcp://127.0.0.1:0", lease_timeout=0.05, kept_limit=1 << 20)
+    server = good.server
+    table = pa.table({"n": np.arange(1 << 18)})
+
+    def written() -> None:
+        with server.writer("data", table.schema) as writer:
+            writer.write(table)
+
+    for publish in (lambda: server.publish("data", table), written):
+        publish()
+        held = dis.open_stream(server.locations("data")[0], server.ticket("data")).read_all()
+        wait_until(lambda: not server.connections, "it is cut off")
+        wait_until(lambda: not server.status().kept, "nothing counts: what it holds is served")
+        server.publish("data", table.slice(1))
+        wait_until(lambda: server.status().kept >= table.nbytes, "it is told")
+        shm, tcp = server.locations("data")
+        with pytest.raises(dis.errors.RemoteError, match=r"readers that were cut off still hold [\d,]+ bytes"):
+            dis.open_stream(shm, server.ticket("data")).read_all()
+        assert dis.open_stream(tcp, server.ticket("data")).read_all() == table.slice(1)
+        assert held == table
+        del held
+        wait_until(lambda: not server.status().kept, "it has let go")
+        assert dis.open_stream(shm, server.ticket("data")).read_all() == table.slice(1)

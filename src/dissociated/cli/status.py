@@ -99,7 +99,7 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     if changed:
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))
     if now.kept:
-        lines.append(f"consumers that were cut off hold {text.size(now.kept)} of live streams until they let go")
+        lines.append(f"consumers that were cut off hold {text.size(now.kept)} until they let go")
     if now.store is not None:
         limit = "" if now.store.limit is None else f" of at most {text.size(now.store.limit)}"
         lines.append(f"the store holds {text.size(now.store.held)}{limit}")

@@ -58,6 +58,8 @@ class Dataset(ABC):
     splits_streams = True
     #: Whether every reading gives the same batches. Else its source is opened anew, and may give others, or none.
     repeatable = True
+    #: Whether it lies in a store, which counts what it takes for as long as somebody has it mapped.
+    stored = False
     #: Whether one client can be sent some of its rows alone.
     filterable = True
 

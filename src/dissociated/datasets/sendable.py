@@ -58,6 +58,8 @@ class MappedMessages(NamedTuple):
 class Static(Protocol):
     """Messages that stay as they are, and the segments in shared memory that their bodies lie in."""
 
+    name: str
+
     def packed(self) -> Sequence[StaticMessage]:
         """The messages, to be sent with their bodies inline."""
 

@@ -286,6 +286,8 @@ class StoredDataset(Dataset):
     `schema`, `rows` and `nbytes` are what it was when it was committed, and what it still must be.
     """
 
+    stored = True
+
     def __init__(
         self, name: str, schema: pa.Schema, rows: int, nbytes: int, open_segments: Callable[[], SegmentsDataset]
     ) -> None:

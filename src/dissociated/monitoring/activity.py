@@ -20,6 +20,7 @@ from dissociated._version import __version__
 from dissociated.datasets.base import Dataset
 from dissociated.host import host_name
 from dissociated.monitoring.changes import Changes
+from dissociated.monitoring.kept import KeptMemory
 from dissociated.monitoring.status import (
     OUTCOMES,
     ChangeCounts,
@@ -183,6 +184,8 @@ class Activity:
     def __init__(self) -> None:
         #: What becomes of datasets.
         self.changes = Changes()
+        #: What clients keep of segments that are served no more.
+        self.kept_memory = KeptMemory()
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -218,6 +221,11 @@ class Activity:
 
     @property
     def kept(self) -> int:
+        """How many bytes those hold that were cut off, of live streams and of segments that are served no more."""
+        return self.kept_live + self.kept_memory.nbytes
+
+    @property
+    def kept_live(self) -> int:
         """How many bytes of live streams those hold that were cut off."""
         with self._lock:
             statistics = list(self._open.values())
@@ -267,7 +275,7 @@ class Activity:
                 consumers,
                 tuple(nodes),
                 store,
-                sum(consumer.kept for consumer in consumers),
+                sum(consumer.kept for consumer in consumers) + self.kept_memory.nbytes,
                 ChangeCounts(**self.changes.counts()),
             )
 

@@ -60,7 +60,7 @@ class _Collector:
         totals = vars(now.totals)
         yield family(GaugeMetricFamily, "uptime_seconds", "Since the server began", [], ([], now.seconds))
         yield family(GaugeMetricFamily, "leases", "Addresses that consumers hold", [], ([], now.leases))
-        text = "Bytes of live streams that consumers hold who were cut off"
+        text = "Bytes that consumers hold who were cut off, of live streams and of what is served no more"
         yield family(GaugeMetricFamily, "kept_bytes", text, [], ([], now.kept))
         if now.store is not None:
             for name, text, value in (

@@ -135,7 +135,8 @@ class ServerStatus:
     - `catalog`: the URI where its catalog answers. None for a server without one.
     - `leases`: how many addresses consumers hold.
     - `store`: None for a server without a store.
-    - `kept`: how many bytes of live streams those consumers hold that were cut off.
+    - `kept`: how many bytes of live streams those consumers hold that were cut off; and of segments that are served no
+      more, those who were cut off or left. A store counts its own.
     """
 
     version: str

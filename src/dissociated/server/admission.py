@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dissociated.buffers import MAX_METADATA
 from dissociated.errors import ConnectionClosed, DissociatedError, SourceError
 from dissociated.monitoring.activity import Activity
+from dissociated.monitoring.kept import Mappable
 from dissociated.transport.base import Connection
 
 #: Seconds in which a client has asked that asks at once, also on a busy machine.
 _LEAST_TIME = 1.0
+#: How many times the limit of one live stream those may keep of live streams who were cut off.
+_KEPT_SHARE = 4
 
 
 class ServerFull(DissociatedError):
@@ -27,7 +31,7 @@ class Limits:
     stall_timeout: float
     lease_timeout: float
     live_limit: int
-    kept_limit: int
+    kept_limit: int | None
     inline_limit: int | None = None
     max_metadata: int = MAX_METADATA
     max_connections: int = 1024
@@ -92,12 +96,30 @@ class Admission:
         if self._asking.pop(connection, None) is not None:
             self._lock.notify()
 
+    def left(self, segments: Iterable[Mappable]) -> None:
+        """A client is gone, or was cut off, that may still have these mapped."""
+        for segment in segments:
+            self._activity.kept_memory.watch(segment)
+
     def admit_live(self, name: str) -> None:
-        """Raise SourceError where consumers that were cut off hold as much as they may: nobody else may hold memory."""
-        kept, limit = self._activity.kept, self._limits.kept_limit
+        """Raise SourceError where consumers that were cut off hold as much as they may: nobody else may hold memory.
+
+        Without a limit that was set, live streams alone are counted, and have one.
+        """
+        if self._limits.kept_limit is not None:
+            self.admit_mapped(name)
+        else:
+            self._admit_mapped(name, self._activity.kept_live, _KEPT_SHARE * self._limits.live_limit)
+
+    def admit_mapped(self, name: str) -> None:
+        """Raise SourceError where consumers that were cut off hold as much as they may, if that was limited."""
+        if self._limits.kept_limit is not None:
+            self._admit_mapped(name, self._activity.kept, self._limits.kept_limit)
+
+    def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
         if kept >= limit:
             raise SourceError(
-                f"the live stream {name!r} takes no new reader over shared memory: readers that were cut off still "
+                f"{name!r} takes no new reader over shared memory: readers that were cut off still "
                 f"hold {kept:,} bytes, and may hold {limit:,} (kept_limit). Wait until they let go, or end "
                 "them (dissociated status shows them); or read over tcp, or with bodies packed"
             )

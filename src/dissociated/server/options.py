@@ -45,8 +45,9 @@ class ServerOptions:
     - `max_connections`: clients that have sent their request.
     - `max_asking`: clients that have not. Where more come, they wait; after a second the oldest of those is closed.
     - `live_limit`: bytes of a live stream that may be held in shared memory: by one client, or by all that share it.
-    - `kept_limit`: bytes that clients who were cut off for being slow may still hold together. Beyond it, nobody new
-      may read a live stream over shared memory. Left out: four times `live_limit`.
+    - `kept_limit`: bytes that clients who were cut off for being slow may still hold together, of live streams and of
+      what was replaced or dropped. Beyond it, nobody new may read over shared memory. Left out: four times `live_limit`
+      for live streams, and none for the rest, which is what was published.
     - `inline_limit`: bodies of up to this size are sent inline where they could be shared. Left out: 16 KiB for live
       streams, and none for static datasets.
     - `max_metadata`: the longest metadata of one message, a schema above all. What has more is not published. Clients
@@ -103,7 +104,7 @@ class ServerOptions:
             check_timeout(self.stall_timeout),
             check_timeout(self.lease_timeout),
             self.live_limit,
-            4 * self.live_limit if self.kept_limit is None else self.kept_limit,
+            self.kept_limit,
             self.inline_limit,
             self.max_metadata,
             self.max_connections,

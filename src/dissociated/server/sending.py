@@ -86,6 +86,11 @@ class Sending(ABC):
         return False
 
     @property
+    def mapped(self) -> Sequence[SharedSegment]:
+        """The segments that the client has mapped and not given back."""
+        return ()
+
+    @property
     def kept_bytes(self) -> int | None:
         """Bytes of memory that a client holds although it was cut off; None for one that was not."""
         return None
@@ -143,15 +148,24 @@ class StaticSending(Sending):
     def __init__(self, client: ClientRequest, dataset: Static) -> None:
         super().__init__(client)
         self._dataset = dataset
+        self._admission = client.admission
+        self._shared: list[SharedSegment] = []
+
+    @property
+    def mapped(self) -> Sequence[SharedSegment]:
+        return self._shared if len(self._ledger) else ()
 
     def send(self) -> None:
         connection = self._connection
         if not (self._by_address and (connection.shares_memory or connection.exposes_memory)):
             self._send_messages(self._dataset.packed())
             return
+        if connection.shares_memory:
+            self._admission.admit_mapped(self._dataset.name)
         for number, (segment, messages) in enumerate(self._dataset.mapped()):
             region, growing = segment.region, segment.backing is Backing.LIVE
             if connection.shares_memory:
+                self._shared.append(segment)
                 connection.share(segment.descriptor, region.base, region.size, segment.backing)
             else:
                 connection.retain(region)

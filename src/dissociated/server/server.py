@@ -319,6 +319,7 @@ class Server:
         end = min(end, time.monotonic() + _PUMP_TIMEOUT)
         for dataset in datasets:
             dataset.wait_closed(max(0.0, end - time.monotonic()))
+        self.activity.kept_memory.close()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Server:

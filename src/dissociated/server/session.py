@@ -150,6 +150,8 @@ class Session:
         if sending is not None:
             disconnected = not sending.holds_live or self._connection.linger()
             self._stats.kept = None  # which leads back here
+            if self._stats.dataset is not None and not self._stats.dataset.stored:
+                self._admission.left(sending.mapped)
             sending.end(disconnected)
 
 
