@@ -260,6 +260,22 @@ def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
         FabricConnection(endpoint, "a client", 2.0, b"its name")
 
 
+def test_a_connection_that_fetches_can_be_closed_without_a_descriptor() -> None:
+    """libfabric 1 crashes unless the TCP connection to the peer is ended first, which we have to find."""
+    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
+        client, server = connected(listener)
+        with client, server:
+            client.send([Message(2, (b"I have joined",))], PATIENCE)
+            assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
+            server.send([Message(7, (bytes(64 << 20),))], PATIENCE)
+            with client._lock:
+                while not client._take(lambda tag, length: bytearray(length), 1 << 30):
+                    client._progress()
+            server.interrupt()
+            with no_descriptors():
+                client.close()
+
+
 class Counting(FabricEndpoint):
     """Counts how often libfabric was let work."""
 

@@ -1,35 +1,48 @@
-"""The TCP connections that libfabric has made, found among the descriptors of this process: it gives no way to them."""
+"""The TCP connections that libfabric has made, found among the descriptors of this process: it gives no way to them.
+
+The C library is asked, which takes no descriptor: a `socket` would have to be a duplicate, and there may be no more.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import socket
-import stat
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from dissociated.transport.native.addresses import FAMILIES, host_and_port
+from dissociated.transport.native.addresses import host_and_port
 from dissociated.uri import ANY_INTERFACE
+
+_STREAM = struct.pack("i", socket.SOCK_STREAM)
 
 
 def shut_down(name: bytes, other: bytes) -> None:
     """End all connections of the endpoint of this name, and all with the other. Raises ValueError, struct.error."""
     (host, port), peer = host_and_port(name), host_and_port(other)
-    for connection in _connections():
-        with connection, suppress(OSError):
-            here = connection.getsockname()
+    libc = ctypes.CDLL(None)
+    for descriptor in _descriptors():
+        with suppress(OSError, ValueError, struct.error):  # closed meanwhile, or none of those
+            here = host_and_port(_told(libc.getsockname, descriptor))
+            is_stream = _told(libc.getsockopt, descriptor, socket.SOL_SOCKET, socket.SO_TYPE) == _STREAM
             ours = here[1] == port and (here[0] == host or host in ANY_INTERFACE)
-            if ours or connection.getpeername()[:2] == peer:
-                connection.shutdown(socket.SHUT_RDWR)
+            if is_stream and (ours or host_and_port(_told(libc.getpeername, descriptor)) == peer):
+                libc.shutdown(descriptor, socket.SHUT_RDWR)
 
 
-def _connections() -> Iterator[socket.socket]:
-    """The TCP connections of this process, whoever has made them; each is a duplicate."""
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            if stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
-                found = socket.socket(fileno=os.dup(int(descriptor)))
-                if found.family in FAMILIES and found.type == socket.SOCK_STREAM:
-                    yield found
-                else:
-                    found.close()
+def _told(call: Callable[..., int], descriptor: int, *about: int) -> bytes:
+    """What the C library tells about a socket. Raises OSError."""
+    memory, length = ctypes.create_string_buffer(256), ctypes.c_uint32(256)
+    if call(descriptor, *about, memory, ctypes.byref(length)):
+        raise OSError(f"the descriptor {descriptor} is none of a socket of that kind")
+    return memory.raw[: length.value]
+
+
+def _descriptors() -> Iterable[int]:
+    """Those of this process, or all that it can have, where there is none left to list them with."""
+    try:
+        return map(int, os.listdir("/proc/self/fd"))
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
