@@ -219,3 +219,36 @@ def test_closed_connections_that_no_thread_was_to_be_had_for_are_looked_after_la
             connections.add(over)
         connections.check_room()
         assert over.looked_at.wait(PATIENCE)
+
+
+#: Connects to where nobody listens, with ever more descriptors left.
+FEW_DESCRIPTORS = """
+    import os, resource
+    from dissociated.errors import TransportError
+    from dissociated.transport.registry import transport
+    from dissociated.uri import Uri
+
+    def connect():
+        try:
+            transport("ucx").connect(Uri.parse("ucx://127.0.0.1:1"), 60)
+        except TransportError as error:
+            return str(error)
+
+    connect()
+    last = max(map(int, os.listdir("/proc/self/fd")))
+    while os.dup(2) < last:
+        pass
+    last, (_, most) = os.dup(2), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for left in [*range(20), 40]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1 + left, most))
+        print(connect())
+    """
+
+
+def test_where_descriptors_run_out_ucx_does_not_end_the_process() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FEW_DESCRIPTORS)], capture_output=True, text=True, timeout=3 * PATIENCE
+    )
+    first, *_, last = run.stdout.splitlines()
+    assert "32 descriptors are left" in first
+    assert "is it there" in last, run.stderr

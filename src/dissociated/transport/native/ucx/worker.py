@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 from typing import Any, NamedTuple
 
 from dissociated.errors import TransportError
@@ -121,6 +122,24 @@ def _check_choice() -> None:
         raise TransportError(f"UCX_TLS={os.environ['UCX_TLS']} leaves out tcp, which connections over UCX need: add it")
 
 
+#: Descriptors that have to be left for a worker: it and its first lanes take a third of them.
+_DESCRIPTORS = 32
+
+
+def _check_descriptors() -> None:
+    """Raise TransportError where few descriptors are left: UCX may end the process where it gets none."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        left = most - len(os.listdir("/proc/self/fd"))
+    except OSError:  # this takes one, too
+        left = 0
+    if left < _DESCRIPTORS:
+        raise TransportError(
+            f"connections over UCX are made while {_DESCRIPTORS} descriptors are left of the {most} that this process "
+            "may have: raise that limit (ulimit -n), or close something"
+        )
+
+
 class Worker:
     """What makes progress, and the descriptor that tells when there is some to make."""
 
@@ -128,6 +147,7 @@ class Worker:
         """A client says by it whether it `takes_runs`."""
         self.ucp = u = ucp()
         _check_choice()
+        _check_descriptors()
         self.context = context(where)
         params = u.ffi.new("ucp_worker_params_t *")
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS | c.WORKER_PARAM_CLIENT_ID
