@@ -22,6 +22,7 @@ from pyspark import InheritableThread
 from pyspark.errors import PySparkException
 
 import dissociated as dis
+from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.spark import read
 from helpers import PATIENCE, connections_left, wait_until
 from porter.double import ABORT, REGION, RUN, TAGGED, UNTAGGED, Server, Wire, buffers, encode, end, metadata, split
@@ -127,7 +128,7 @@ def mixed(rows: pa.RecordBatch, *pieces: tuple[int, str | None]) -> bytes:
         schema, batch = (one.serialize().to_pybytes() for one in pa.ipc.MessageReader.open_stream(sink.getvalue()))
         parts += [batch] if parts else [schema, batch]
         at += count
-    return b"".join(parts)
+    return b"".join([*parts, END_OF_STREAM])
 
 
 def test_compressed_batches_among_others_are_decompressed(
