@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -14,6 +15,8 @@ import pyarrow as pa
 import dissociated as dis
 from certificates import Certificates
 from dissociated import ipc
+from dissociated.errors import SourceError
+from dissociated.format.encapsulated import END_OF_STREAM
 from helpers import PATIENCE, location
 
 from .careless import serve
@@ -53,6 +56,19 @@ def server(ways: Iterable[str]) -> dis.Server:
     )
 
 
+def _publish(server: dis.Server, path: Path) -> None:
+    """From where it lies, but for a stream without its end, which would be refused unread: that of a copy with one."""
+    try:
+        server.publish("data", path)
+    except SourceError as error:
+        if "no end-of-stream marker" not in str(error):
+            raise
+        with NamedTemporaryFile() as whole:
+            whole.write(path.read_bytes() + END_OF_STREAM)
+            whole.flush()
+            server.publish("data", whole.name)
+
+
 def read_all(reader: pa.RecordBatchReader) -> Arrived:
     batches = []
     while True:
@@ -73,7 +89,7 @@ def by_libarrow(_: dis.Server, path: Path) -> Arrived:
 
 def in_process(server: dis.Server, path: Path) -> Arrived:
     """As the catalog's Flight server does it. This reader knows no metadata of single batches."""
-    server.publish("data", path)
+    _publish(server, path)
     reader = server.dataset("data").open_reader()
     return Arrived(reader.schema, [(batch, None) for batch in reader])
 
@@ -123,7 +139,7 @@ def published(scheme: str, bodies: str) -> Read:
     """Served from where it lies."""
 
     def read(server: dis.Server, path: Path) -> Arrived:
-        server.publish("data", path)
+        _publish(server, path)
         return _ask(server, location(server, "data", scheme, bodies=bodies))
 
     return read
@@ -133,7 +149,7 @@ def apart(scheme: str) -> Read:
     """The same, with metadata and bodies over two connections."""
 
     def read(server: dis.Server, path: Path) -> Arrived:
-        server.publish("data", path)
+        _publish(server, path)
         return _ask(server, [location(server, "data", scheme, streams=streams) for streams in ("metadata", "bodies")])
 
     return read
