@@ -18,7 +18,7 @@ import dissociated as dis
 from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import Serve, connections_left
+from helpers import PATIENCE, Serve, connections_left
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra `metrics` is not installed")
 
@@ -104,9 +104,30 @@ def test_those_who_say_nothing_keep_nobody_out(serve: Serve) -> None:
     server = serve("inproc:", metrics="127.0.0.1:0")
     host, port = server.metrics_uri.split("/")[2].split(":")
     with ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(40)]
+        silent = [stack.enter_context(socket.create_connection((host, int(port)), PATIENCE)) for _ in range(16)]
         assert scrape(server.metrics_uri)
-        assert [one.recv(1) for one in silent[:32]] == [b""] * 32
+        assert [one.recv(1) for one in silent[:8]] == [b""] * 8
+
+
+def test_those_who_come_again_and_again_close_nobody_who_has_just_come(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dissociated.monitoring.http._LEAST_TIME", PATIENCE)
+    server = serve("inproc:", metrics="127.0.0.1:0")
+    host, port = server.metrics_uri.split("/")[2].split(":")
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(socket.create_connection((host, int(port)), PATIENCE)) for _ in range(9)]
+        first, last = crowd[0], crowd[-1]
+        for one in (last, first):
+            one.sendall(f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n".encode())
+        last.sendall(b"\r\n")
+        last.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            last.recv(1)  # it has no place yet
+        first.sendall(b"\r\n")
+        assert first.recv(64).startswith(b"HTTP/1.0 200")
+        last.settimeout(PATIENCE)
+        assert last.recv(64).startswith(b"HTTP/1.0 200")
 
 
 @pytest.mark.parametrize("where", ["", "localhost", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:1/metrics", "http://a:1"])

@@ -15,6 +15,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT = 10.0  # seconds for somebody to say more, and to take more of the answer
 _MAX_REQUESTS = 8  # at once
+_LEAST_TIME = 0.5  # seconds that each of them has, however many come
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -111,8 +113,8 @@ class _Http(ThreadingHTTPServer):
         if security.certificate is not None:
             self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             self._tls.load_cert_chain(*security.certificate)
-        self._lock = threading.Lock()
-        self._requests: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Condition()
+        self._requests: dict[socket.socket, float] = {}  # since when, the oldest first
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -120,14 +122,21 @@ class _Http(ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """The latest always has a place. Where there are too many, the one that has been there for longest goes."""
+        """Where there are too many, wait for one of them to end, or close the one that has had most time.
+
+        Each has `_LEAST_TIME`: otherwise, clients that come again at once whenever they are closed take all places.
+        """
         with self._lock:
-            if len(self._requests) >= _MAX_REQUESTS:
-                oldest = next(iter(self._requests))
+            while len(self._requests) >= _MAX_REQUESTS:
+                oldest, since = next(iter(self._requests.items()))
+                left = since + _LEAST_TIME - time.monotonic()
+                if left > 0:
+                    self._lock.wait(left)
+                    continue
                 del self._requests[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
-            self._requests[request] = None
+            self._requests[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -142,6 +151,7 @@ class _Http(ThreadingHTTPServer):
         finally:
             with self._lock:
                 self._requests.pop(request, None)
+                self._lock.notify()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever asked has gone, or said no HTTP."""
