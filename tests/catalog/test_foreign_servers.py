@@ -269,11 +269,13 @@ class Answering(Flights):
     """Takes every action and every put, and answers in its own way."""
 
     answers: tuple[bytes, ...] = ()
+    taken: tuple[flight.FlightDescriptor, ...] = ()
 
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         return [*self.answers]
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
+        self.taken += (descriptor,)
         reader.read_all()
         for answer in self.answers:
             writer.write(pa.py_buffer(answer))
@@ -304,3 +306,7 @@ def test_what_others_answer_to_actions_and_puts_is_refused_with_a_sentence() -> 
             for call in calls:
                 with pytest.raises(CatalogError, match=r"answer|published"):
                     call(client)
+        assert server.taken == ()  # nothing is put where our JSON would be its name
+        server.answers = (b'{"committed": false}',)
+        with pytest.raises(CatalogError, match="does not say how many rows it published"):
+            client.put("d", TABLE)

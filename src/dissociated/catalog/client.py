@@ -164,6 +164,8 @@ class CatalogClient:
         if place is None and transport == "shm":
             raise CatalogError("there is no node on this host whose memory this process could write to: put by grpc")
         key = secrets.token_hex(16)
+        if place is None:
+            self._require_catalog(key)
         try:
             if place is not None:
                 return self._put_into(place, put, key)
@@ -172,6 +174,18 @@ class CatalogClient:
             if (place is not None or put.complete) and self._was_published(put, key, error):
                 return put.rows
             raise
+
+    def _require_catalog(self, key: str) -> None:
+        """Raise CatalogError where a put with this `key` would come to a server of somebody else's."""
+        try:
+            self.committed(key)
+        except CatalogUnreachable:
+            raise
+        except CatalogError as error:
+            raise CatalogError(
+                f"the server at {self.uri} is no catalog of this library, and would take what describes the put for a "
+                f"name: put there by DoPut of pyarrow.flight ({error})"
+            ) from None
 
     def _stage_here(self) -> StagePlace | None:
         """The stage of a node that this process can write to."""
