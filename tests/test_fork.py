@@ -154,3 +154,53 @@ def test_a_client_is_pickled_with_what_it_was_made_of() -> None:
             assert copied.read("data").read_all().to_pydict() == {"n": [1]}
         with pytest.raises(dis.errors.CatalogError, match="closed"):
             copied.describe("data")
+
+
+UCX = """
+    def child(work):
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+            work()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    def refused(call):
+        try:
+            call()
+        except dis.errors.ForkedError as error:
+            assert "by spawn or forkserver" in str(error)
+            return
+        raise AssertionError("the child could use UCX")
+
+    def serve():
+        with dis.Server(["ucx:", "tcp://127.0.0.1:0"], catalog=None) as server:
+            server.publish("data", WHOLE)
+            ucx, tcp = server.locations("data", bodies="packed")
+            yield ucx, tcp, server.ticket("data")
+
+    def read():
+        for ucx, tcp, ticket in serve():
+            assert dis.open_stream(ucx, ticket).read_all() == WHOLE
+
+    dis.Server(["ucx:"], catalog=None).close()
+    if not os.path.exists("/sys/class/infiniband"):
+        child(read)
+    for ucx, tcp, ticket in serve():
+        def use():
+            refused(lambda: dis.open_stream(ucx, ticket))
+            refused(lambda: dis.Server(["ucx:"], catalog=None))
+            child(lambda: refused(lambda: dis.open_stream(ucx, ticket)))
+            assert dis.open_stream(tcp, ticket).read_all() == WHOLE
+
+        with dis.open_stream(ucx, ticket) as reader:
+            held = next(reader)
+            child(use)
+            assert reader.read_all() == WHOLE.slice(ROWS)
+        del reader, held
+"""
+
+
+@pytest.mark.needs("ucx")
+def test_a_child_of_a_process_that_uses_ucx_is_told_so_at_once() -> None:
+    run(BEGIN, UCX)

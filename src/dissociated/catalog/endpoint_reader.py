@@ -27,6 +27,7 @@ from dissociated.errors import (
     CatalogError,
     DatasetNotFound,
     DeviceError,
+    ForkedError,
     OptionError,
     RemoteError,
     SourceError,
@@ -176,7 +177,7 @@ class EndpointReader:
             nearest = [str(self._with_trust(uri)) for uri in routes.pop(0)]
             try:
                 return open_at(nearest, endpoint.ticket, request)
-            except TransportError:
+            except (TransportError, ForkedError):
                 if not routes:
                     raise
 

@@ -7,7 +7,8 @@ import os
 import resource
 from typing import Any, NamedTuple
 
-from dissociated.errors import TransportError
+from dissociated.errors import ForkedError, TransportError
+from dissociated.fork import bind_to_process
 from dissociated.memory.device.base import DeviceType
 from dissociated.once import once
 from dissociated.transport.native.ucx import _ucp as c
@@ -20,7 +21,8 @@ from dissociated.transport.native.waker import Waker
 SEGMENT = 1 << 18
 
 #: Where Linux shows RDMA and NVIDIA's devices. UCX knows best how to use them; without them it has TCP alone.
-_HARDWARE = ("/sys/class/infiniband", "/dev/nvidiactl")
+_RDMA = "/sys/class/infiniband"
+_HARDWARE = (_RDMA, "/dev/nvidiactl")
 
 #: Kinds of devices, as UCX numbers their memory.
 _DEVICES = {DeviceType.CUDA: c.MEMORY_TYPE_CUDA}
@@ -51,13 +53,41 @@ def context_key(address: str, rma: bool, large: bool, shared: bool) -> ContextKe
     return ContextKey(ip.version == 6, ip.is_loopback, rma, large, shared, os.getpid())
 
 
+_inherited = False  # whether a parent of this process used UCX as this one was forked
+
+
+class _Use:
+    """As long as it lasts, UCX has one thread for all of the process.
+
+    In a child that is forked then, UCX takes that for its own, starts none, and never connects.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        bind_to_process(self)
+
+    def after_fork_in_child(self) -> None:
+        global _inherited
+        _inherited = _inherited or not self.over
+
+
+def _check_process() -> None:
+    """Raise ForkedError in a child of a process that used UCX."""
+    if _inherited:
+        raise ForkedError(
+            "UCX was in use when this process was forked, and connects nowhere in it: start the process by spawn or "
+            "forkserver, or open what goes over UCX after the fork alone; shm, tcp and tls can be used here"
+        )
+
+
 class Context(NamedTuple):
-    """A context, the bytes of the largest TCP segment that it receives, 0 where the user has chosen that, and for which
-    kinds of devices it can write to their memory, by UCX's numbers of these."""
+    """A context, the bytes of the largest TCP segment that it receives, 0 where the user has chosen that, for which
+    kinds of devices it can write to their memory, by UCX's numbers of these, and what a forked child hears of it."""
 
     handle: Any
     segment: int
     memory_types: dict[DeviceType, int]
+    use: _Use | None
 
 
 @once
@@ -98,7 +128,9 @@ def context(where: ContextKey) -> Context:
     status = u.lib.ucp_init_version(1, 12, params, config[0], handle)
     u.lib.ucp_config_release(config[0])
     u.check(status, "starting UCX")
-    return Context(handle[0], segment, _memory_types(u, handle[0]))
+    # UCX listens to RDMA devices in its thread for as long as there is a context for them.
+    use = _Use() if os.path.exists(_RDMA) else None
+    return Context(handle[0], segment, _memory_types(u, handle[0]), use)
 
 
 def _memory_types(u: Ucp, handle: Any) -> dict[DeviceType, int]:
@@ -145,6 +177,7 @@ class Worker:
 
     def __init__(self, where: ContextKey, takes_runs: bool = False) -> None:
         """A client says by it whether it `takes_runs`."""
+        _check_process()
         self.ucp = u = ucp()
         _check_choice()
         _check_descriptors()
@@ -155,6 +188,7 @@ class Worker:
         params.flags = c.WORKER_IGNORE_REQUEST_LEAK  # what a dead peer leaves behind in error mode none
         params.client_id = client_id(self.context.segment, takes_runs)
         worker = u.ffi.new("ucp_worker_h *")
+        self._use = _Use()
         u.check(u.lib.ucp_worker_create(self.context.handle, params, worker), "creating a worker")
         self.handle = worker[0]
         descriptor = u.ffi.new("int *")
@@ -195,3 +229,4 @@ class Worker:
 
     def destroy(self) -> None:
         self.ucp.lib.ucp_worker_destroy(self.handle)
+        self._use.over = True
