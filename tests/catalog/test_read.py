@@ -36,6 +36,16 @@ def test_the_next_nearest_transport_is_tried() -> None:
         os.unlink(path)
 
 
+def test_where_no_transport_leads_flight_does() -> None:
+    with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+        server.publish("data", TABLE)
+        handle = client["data"]
+        os.unlink(Uri.parse(server.locations("data")[0]).path)  # as from another host
+        assert client.read("data").read_all() == handle.to_table() == TABLE
+        with pytest.raises(CatalogError, match="cannot be reached from here by shm: it is offered by grpc, shm"):
+            client.read("data", transport="shm")
+
+
 def test_of_places_that_are_equally_near_the_first_is_tried_first() -> None:
     with dis.Server(["tcp://127.0.0.1:0"] * 3) as server, dis.connect(server.catalog_uri) as client:
         server.publish("data", TABLE)
