@@ -37,12 +37,12 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 def writer_of(segment: str, stores: str) -> int | None:
     """The process in Python that writes the segment whose name ends so, or that has made its file for Spark's JVM."""
     for part in Path(stores).glob(f"*/staging/*{segment}.part"):
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if os.path.samefile(link, part) and "python" in os.readlink(link.parent.parent / "exe"):
-                    return int(link.parts[2])
-            except OSError:
-                pass
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):  # it has ended, or closes one now: it is looked at again
+                if "python" in os.readlink(f"/proc/{process}/exe") and any(
+                    os.path.samefile(link, part) for link in Path(f"/proc/{process}/fd").iterdir() if link.exists()
+                ):
+                    return int(process)
     return None
 
 

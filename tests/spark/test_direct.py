@@ -24,7 +24,7 @@ from pyspark.errors import PySparkException
 import dissociated as dis
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.spark import read
-from helpers import PATIENCE, connections_left, wait_until
+from helpers import PATIENCE, connections_left, descriptors, wait_until
 from porter.double import ABORT, REGION, RUN, TAGGED, UNTAGGED, Server, Wire, buffers, encode, end, metadata, split
 from porter.test_porter import STREAMS, packed
 
@@ -64,10 +64,10 @@ def who_asks(sock: socket.socket) -> str:
     tables = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()  # Java's are of both kinds
     lines = [line.split() for line in tables.splitlines() if ":" in line]
     (inode,) = [line[9] for line in lines if [place[-4:] for place in line[1:3]] == ports]
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if os.readlink(link) == f"socket:[{inode}]":
-                return os.readlink(link.parent.parent / "exe")
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            if f"socket:[{inode}]" in descriptors(process).values():
+                return os.readlink(f"/proc/{process}/exe")
     raise AssertionError("nobody does")
 
 
