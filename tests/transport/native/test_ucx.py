@@ -17,7 +17,8 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
-from dissociated.transport.native.ucx import callbacks
+from dissociated.transport.native.ucx import callbacks, endpoint
+from dissociated.transport.native.ucx import connection as connections
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
@@ -252,3 +253,16 @@ def test_where_descriptors_run_out_ucx_does_not_end_the_process() -> None:
     first, *_, last = run.stdout.splitlines()
     assert "32 descriptors are left" in first
     assert "is it there" in last, run.stderr
+
+
+def test_an_interrupted_close_leaves_nothing() -> None:
+    for module, function in ((connections, "_let_arrive"), (endpoint, "advance_closing")):
+        with (
+            case(function),
+            leaving_nothing(),
+            closing(UCX.listen(Uri.parse("ucx:"))) as listener,
+            attended(listener, listener.uri) as client,
+            Interruption(module, function),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            client.close()

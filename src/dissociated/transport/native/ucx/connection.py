@@ -307,14 +307,23 @@ class UcxConnection(NativeConnection):
         if endpoint.handle is None or not self._connected:
             endpoint.destroy()  # at once: UCX 1.22 would go on with connecting, or with its end, and crash
             return
-        if not endpoint.err_mode_none:
-            self._let_arrive()
-        if not (self._gone and endpoint.err_mode_none):
-            endpoint.begin_close(one.request for one in self._under_way)
-        end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
-        while not (over := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
-            self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
-        devices = self._devices()
+        over = False
+        try:  # a signal shall not leave to nobody what UCX, or the peer, still reads
+            try:
+                if not endpoint.err_mode_none:
+                    self._let_arrive()
+            finally:
+                if not (self._gone and endpoint.err_mode_none):
+                    endpoint.begin_close(one.request for one in self._under_way)
+            end = time.monotonic() + _ENDPOINT_CLOSE_TIMEOUT
+            while not (over := endpoint.advance_closing() and not self._devices()) and time.monotonic() < end:
+                self._sleep(_ENDPOINT_CLOSE_TIMEOUT / 20)
+        finally:
+            self._give_back(over)
+
+    def _give_back(self, over: bool) -> None:
+        """Give all to UCX, or to the thread that looks after it until it may be. `over`: whether it is known to be."""
+        endpoint, devices = self._endpoint, self._devices()
         if over or not (endpoint.is_busy or self._is_shared() or devices):
             endpoint.destroy()
         else:
