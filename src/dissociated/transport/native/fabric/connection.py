@@ -400,15 +400,20 @@ class FabricConnection(NativeConnection):
         super().close()
 
     def _release(self) -> None:
-        if self._outbox.peer is not None and not self._gone and self._broken is None:
-            # Until the answer comes there is something to read: closing over that could take our last words back.
-            self._send_controls(BYES)
-            end = time.monotonic() + _LAST_TIMEOUT
-            with suppress(TransportError):
-                while not self._gone and time.monotonic() < end:
-                    if self._peek() is not None:
-                        self._endpoint.discard()
-                    elif not self._progress() and self._endpoint.arm():
-                        self._endpoint.sleep(self._waker, _RETRY_DELAY)
-        self._outbox.clear()
-        self._endpoint.close()
+        try:
+            if self._outbox.peer is not None and not self._gone and self._broken is None:
+                self._say_goodbye()
+        finally:  # a signal shall not leave it to nobody
+            self._outbox.clear()
+            self._endpoint.close()
+
+    def _say_goodbye(self) -> None:
+        """And wait for the answer: until then there is something to read, and closing could take our words back."""
+        self._send_controls(BYES)
+        end = time.monotonic() + _LAST_TIMEOUT
+        with suppress(TransportError):
+            while not self._gone and time.monotonic() < end:
+                if self._peek() is not None:
+                    self._endpoint.discard()
+                elif not self._progress() and self._endpoint.arm():
+                    self._endpoint.sleep(self._waker, _RETRY_DELAY)
