@@ -7,6 +7,7 @@ import operator
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -92,6 +93,15 @@ def test_a_lease_keeps_its_memory() -> None:
     assert buffer.size == 64
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, whatever a command that ran in this process has made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_a_lease_that_ends_in_the_moment_of_ctrl_c_has_ended(kind: str) -> None:
     returns, device = FreeQueue(), EmulatedDevice(0)
