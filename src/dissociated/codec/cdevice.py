@@ -150,6 +150,18 @@ def _release_stream(struct: _ArrowDeviceArrayStream, address_of: Callable[[Any],
         struct.release(address_of(struct))
 
 
+def releasing(kind: type[ctypes.Structure], forget: Callable[[int, None], object]) -> Any:
+    """What a struct of this kind has as its `release`: it calls `forget` with the `private_data`."""
+    at = kind.from_address
+
+    def release(address: int) -> None:
+        struct: Any = at(address)
+        forget(struct.private_data, None)
+        struct.release = type(struct.release)()
+
+    return lasting(_Release(release))
+
+
 _destroy_array = destructor(_DEVICE_ARRAY, _release_array)
 _destroy_stream = destructor(_DEVICE_STREAM, _release_stream)
 
@@ -252,16 +264,6 @@ class _GetNext(ctypes.c_void_p):
         _stream(self.value).write_next(out)
 
 
-def _release(
-    address: int,
-    at: Callable[[int], Any] = _ArrowDeviceArrayStream.from_address,
-    forget: Callable[[int, None], object] = _streams.pop,
-) -> None:
-    struct = at(address)
-    forget(struct.private_data, None)
-    struct.release = type(struct.release)()
-
-
 _CALLBACKS = lasting(
     (
         ctypes.cast(ctypes.CFUNCTYPE(ctypes.c_int, _GetSchema, ctypes.c_void_p)(_answer), _Callback),
@@ -272,7 +274,7 @@ _CALLBACKS = lasting(
             ),
             _LastError,
         ),
-        _Release(_release),
+        releasing(_ArrowDeviceArrayStream, _streams.pop),
     )
 )
 

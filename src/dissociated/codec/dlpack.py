@@ -24,6 +24,7 @@ from dissociated.codec.cdevice import (
     destructor,
     lasting,
     pointer,
+    releasing,
 )
 from dissociated.errors import SourceError
 from dissociated.memory.device.base import Device, DeviceType, Event
@@ -254,19 +255,7 @@ _ARROW_TYPES = {
 _HOST_DEVICE = (DeviceType.CPU, 3)
 _batches: dict[int, object] = {}
 _numbers = itertools.count(1)
-
-
-def _release_batch(
-    address: int,
-    at: Callable[[int], ArrowArray] = ArrowArray.from_address,
-    forget: Callable[[int, None], object] = _batches.pop,
-) -> None:
-    array = at(address)
-    forget(array.private_data, None)
-    array.release = type(array.release)()
-
-
-_RELEASE_BATCH = lasting(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release_batch))
+_RELEASE_BATCH = releasing(ArrowArray, _batches.pop)
 
 
 def import_columns(columns: Mapping[str, Any]) -> tuple[pa.Schema, list[ImportedArray]]:
