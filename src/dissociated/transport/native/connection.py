@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import abstractmethod
 from collections import deque
@@ -28,6 +27,7 @@ from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
 from dissociated.transport.native.progress import MAX_SLEEP, ProgressConnection
 from dissociated.transport.native.runs import RUN, with_runs
+from dissociated.transport.native.threads import start_thread
 from dissociated.transport.runs import MAX_RUN, MIN_RUN, parse_run
 
 #: Bytes that are under way in one direction: a peer that takes nothing costs no more memory than this, or one message.
@@ -309,10 +309,7 @@ class NativeConnection(ProgressConnection):
     def _keep_moving(self) -> None:
         """See to it that what is under way moves, although nobody waits for it: a source may take its time."""
         if not self._moving:
-            try:
-                threading.Thread(target=self._move, name="move", daemon=True).start()
-            except RuntimeError as error:
-                raise TransportError(f"sending to {self._peer} takes a thread: {error}") from None
+            start_thread(self._move, "move", f"sending to {self._peer} takes a thread")
             self._moving = True
         elif self._asleep:
             self._waker.set()

@@ -7,8 +7,9 @@ import threading
 import time
 from typing import Protocol
 
-from dissociated.errors import DissociatedError, TransportError
+from dissociated.errors import DissociatedError
 from dissociated.once import once
+from dissociated.transport.native.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +34,7 @@ class Heartbeat:
         """Keep this connection alive. Raises TransportError where there is no thread to be had for it."""
         with self._changed:
             if not self._running:
-                try:
-                    threading.Thread(target=self._run, name="fabric heartbeat", daemon=True).start()
-                except RuntimeError as error:
-                    raise TransportError(f"heartbeats take a thread: {error}") from None
+                start_thread(self._run, "fabric heartbeat", "heartbeats take a thread")
                 self._running = True
             self._due[connection] = time.monotonic() + connection.heartbeat
             self._changed.notify()

@@ -19,6 +19,7 @@ import time
 from dissociated.errors import TransportError
 from dissociated.memory.device.base import Device
 from dissociated.once import once
+from dissociated.transport.native.threads import start_thread
 from dissociated.transport.native.ucx.endpoint import UcxEndpoint
 
 _log = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class ClosingConnections:
         """Start the thread where there is something to do. If none is to be had, the next connection tries it again."""
         if self._connections and not self._looking:
             try:
-                threading.Thread(target=self._run, name="ucx closing", daemon=True).start()
-            except RuntimeError as error:
+                start_thread(self._run, "ucx closing", "to give them back takes a thread")
+            except TransportError as error:
                 _log.warning("%d connections are closed and stay: %s", len(self._connections), error)
 
     def _run(self) -> None:
