@@ -174,7 +174,7 @@ def test_a_servers_memory_is_given_back_when_nothing_can_read_it_any_more(
     emulated: EmulatedDevice, server: dis.Server, client: dis.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (memory_leases, client_leases):
-        monkeypatch.setattr(module, "_RETRY", 0.01)
+        monkeypatch.setattr(module, "RETRY_INTERVAL", 0.01)
     published(server, emulated)
     device = EmulatedDevice(emulated.number)  # the same, as another process has it
     for keep in (True, False):

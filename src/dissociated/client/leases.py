@@ -12,7 +12,7 @@ from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.device.base import Device
-from dissociated.memory.leases import STILL_HELD, FreeQueue
+from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
 from dissociated.protocol.bodies import encode_free
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection
@@ -20,7 +20,6 @@ from dissociated.transport.base import Connection
 _log = logging.getLogger(__name__)
 
 _MAX_FREES = 1 << 12  # addresses in one free_data message
-_RETRY = 5.0  # seconds after which a device is asked again what still reads the server's memory
 
 
 class ClientLeases:
@@ -124,7 +123,7 @@ class ClientLeases:
     def _close_devices(self) -> bool:
         """Let go of the server's memory on devices, once nothing reads it. False if this was stopped before."""
         while not self._connection.address_space.close_devices():
-            if self._stopped.wait(_RETRY):
+            if self._stopped.wait(RETRY_INTERVAL):
                 return False
         return True
 

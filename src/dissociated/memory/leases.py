@@ -66,7 +66,8 @@ class Ledger:
 #: buffer has this address.
 STILL_HELD = 0
 
-_RETRY = 5.0  # seconds after which a device is asked again, which could not tell: each time breaks off a capture there
+#: Seconds after which a device is asked again that could not tell what is used: each time breaks off a capture there.
+RETRY_INTERVAL = 5.0
 
 _forks = 0  # how often this process has begun, or ended, to fork
 
@@ -172,7 +173,7 @@ class FreeQueue:
         addresses: list[int] = []
         while True:
             try:
-                item = self._queue.get(timeout=_RETRY if self._unsure else None)
+                item = self._queue.get(timeout=RETRY_INTERVAL if self._unsure else None)
             except Empty:
                 item = None
             for _ in range(len(self._unsure)):
