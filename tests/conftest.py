@@ -32,6 +32,8 @@ settings.load_profile("dissociated")
 
 # A run that a script starts with `&` ignores Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# And one that `nohup` starts ignores the end of its terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

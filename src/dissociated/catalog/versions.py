@@ -42,7 +42,8 @@ class Versions:
 
     def remove(self, kind: str, why: str, condition: str, *values: Any) -> None:
         """Delete the versions of which this is true. Those that had been replaced were not the dataset any more."""
-        for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY id", *values):
+        # The plus keeps SQLite from going through all versions in the order of their ids, in place of using an index.
+        for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY +id", *values):
             outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
             self._change(row, *outcome)
         self._tables.run(f"DELETE FROM versions WHERE {condition}", values)

@@ -1,0 +1,141 @@
+"""What a commit or a drop costs does not follow how many datasets there are.
+
+Instructions are counted: time would be that of the machine.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from dissociated.catalog import schemas
+from dissociated.catalog.base import Catalog
+from dissociated.catalog.local import LocalCatalog
+from dissociated.catalog.service import CatalogService
+from dissociated.node.node import Node
+from dissociated.store.store import Store
+from nodes import SCHEMA, table
+
+FEW, MORE, TRIED = 50, 600, 5  # datasets
+
+
+class Instructions:
+    """Those that Python runs in this thread within the `with`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Instructions:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_name == "step":  # of SQLite, which are counted there
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.count += event == "opcode"
+        return self._trace
+
+
+class Work(NamedTuple):
+    """What a call takes: instructions of the catalog, of its database, and of a node that prepares the data for it."""
+
+    catalog: int
+    database: int
+    node: int
+
+
+class Changing:
+    """Commits one row under one name after the other, and drops them, and counts what is run for some."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._preparing = 0
+        prepare = Catalog.prepare
+
+        def counted(catalog: Catalog, body: Any) -> dict[str, Any]:
+            with Instructions() as ran:
+                prepared = prepare(catalog, body)
+            self._preparing = ran.count
+            return prepared
+
+        patch.setattr(Catalog, "prepare", counted)
+
+    def use(self, catalog: CatalogService, node: Node) -> None:
+        """To be called before any of the others."""
+        assert isinstance(catalog.catalog, LocalCatalog)
+        self._catalog, self._node = catalog.catalog, node
+        self._connection: sqlite3.Connection = catalog.catalog._database._tables._connection
+
+    def _staged(self, number: int, key: str) -> dict[str, Any]:
+        name = f"{key} of {number}"
+        with self._node.store.writer(name, SCHEMA) as writer:
+            writer.write_batch(table(1).to_batches()[0])
+        segment = {"node": self._node.store.id, "segment": name}
+        schema = schemas.to_base64(SCHEMA)
+        return {"name": f"d{number}", "key": name, "segments": [segment], "append": False, "schema": schema}
+
+    def commit(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._catalog.commit(self._staged(number, "first"))
+
+    def work(self, numbers: Sequence[int]) -> dict[str, Work]:
+        """For some that are new, and replaced, and replaced again, and dropped: the least, as what is done now and then
+        may come upon one."""
+        did: dict[str, list[Work]] = {}
+        for what in ("first", "second", "third"):
+            did[what] = [self._count(self._catalog.commit, self._staged(number, what)) for number in numbers]
+        did["drop"] = [self._count(self._catalog.drop, f"d{number}") for number in numbers]
+        return {what: Work(*map(min, zip(*some, strict=True))) for what, some in did.items()}
+
+    def _count(self, call: Callable[[Any], None], argument: object) -> Work:
+        steps = self._preparing = 0
+
+        def step() -> None:
+            nonlocal steps
+            steps += 1
+
+        self._connection.set_progress_handler(step, 1)
+        try:
+            with Instructions() as ran:
+                call(argument)
+        finally:
+            self._connection.set_progress_handler(None, 0)
+        return Work(ran.count, steps, self._preparing)
+
+
+def look(changing: Changing) -> None:
+    changing.commit(range(FEW))
+    before = changing.work(range(FEW, FEW + TRIED))
+    changing.commit(range(FEW, FEW + MORE))
+    after = changing.work(range(FEW + MORE, FEW + MORE + TRIED))
+    for what in before:
+        # A single instruction for each dataset would be as many.
+        assert all(now - was < MORE for was, now in zip(before[what], after[what], strict=True)), (before, after)
+
+
+def test_of_a_node(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changing = Changing(monkeypatch)
+    with Node(Store(memory)) as node:
+        changing.use(node.service, node)
+        look(changing)
+
+
+def test_of_a_catalog_with_a_node(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changing = Changing(monkeypatch)
+    with (
+        closing(CatalogService("grpc://127.0.0.1:0")) as catalog,
+        Node(Store(memory), catalog=catalog.uri, heartbeat_interval=600) as node,
+    ):
+        changing.use(catalog, node)
+        look(changing)

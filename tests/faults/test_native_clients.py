@@ -1,0 +1,154 @@
+"""Clients over UCX and libfabric that break the rules, or that come in numbers and ask for nothing."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import pytest
+
+import dissociated as dis
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, DissociatedError, RemoteError
+from dissociated.protocol.message import Message
+from dissociated.transport.base import Connection
+from dissociated.transport.native.fabric.connection import FabricConnection
+from dissociated.transport.native.fabric.control import CONTROL, CONTROL_SIZE, LARGE, Kind
+from dissociated.transport.native.fabric.outgoing import PendingSend
+from dissociated.transport.registry import transport
+from dissociated.uri import Uri
+from helpers import case, wait_until
+from machine import media
+
+from .conftest import Good, Serve
+from .peer import PATIENCE
+
+MEDIA = {"ucx": "ucx:", "fabric": "fabric:", "fabric, tcp": "fabric:?provider=tcp"}
+
+
+def connect(good: Good) -> tuple[Connection, Uri]:
+    uri = Uri.parse(good.server.locations("good")[0])
+    return transport(uri.scheme).connect(uri, PATIENCE), uri
+
+
+def last_word(connection: Connection) -> str:
+    """Why the server closes the connection, after whatever of the stream was sent."""
+    try:
+        while True:
+            connection.receive(PATIENCE, lambda tag, length: bytearray(length))
+    except RemoteError as error:
+        return str(error)
+
+
+class Tags(NamedTuple):
+    want: int
+    free: int
+
+
+def wanted(good: Good, tags: Tags) -> Message:
+    return Message(tags.want, (good.server.ticket("good"),))
+
+
+#: What a client says, and what it is told.
+LIES: dict[str, tuple[Callable[[Good, Tags], Sequence[Message]], str]] = {
+    "an unknown tag": (lambda good, tags: [Message(tags.want ^ 1 << 9, (b"ticket",))], "unknown tag"),
+    "an untagged message": (lambda good, tags: [Message(None, (b"\1\0\0\0\0",))], "untagged message"),
+    "an empty ticket": (lambda good, tags: [Message(tags.want, (b"",))], "no dataset has this ticket"),
+    "an unknown ticket": (lambda good, tags: [Message(tags.want, (b"no such ticket",))], "no dataset has this ticket"),
+    "a large request": (lambda good, tags: [Message(tags.want, (bytes(1 << 17),))], "at most 65536 are taken"),
+    "a free before its request": (lambda good, tags: [Message(tags.free, (bytes(8),))], "is not allowed|is idle"),
+    "a second request": (lambda good, tags: [wanted(good, tags)] * 2, "a second stream"),
+    "a free of what it was not sent": (
+        lambda good, tags: [wanted(good, tags), Message(tags.free, (bytes([1] * 8),))],
+        "which it does not hold",
+    ),
+    "half a free": (lambda good, tags: [wanted(good, tags), Message(tags.free, (bytes(12),))], "12 bytes"),
+}
+
+
+@pytest.mark.parametrize("medium", media(MEDIA))
+def test_one_who_breaks_the_protocol_is_told_and_harms_nobody(serve: Serve, medium: str) -> None:
+    good = serve(MEDIA[medium], allow_rma=True)
+    for name, (lie, phrase) in LIES.items():
+        connection, uri = connect(good)
+        with case(name), connection:
+            assert uri.want_data is not None
+            assert uri.free_data is not None
+            with suppress(ConnectionClosed):
+                connection.send(lie(good, Tags(uri.want_data, uri.free_data)), PATIENCE)
+            assert re.search(phrase, last_word(connection))
+        good.check()
+    wait_until(good.alone, "all have gone")
+
+
+def control(kind: int, content: bytes = b"") -> tuple[int, bytes]:
+    return CONTROL | kind, content
+
+
+#: What a client over libfabric says beside the protocol, once it has joined.
+SAYINGS = {
+    "consumed what was never sent": [control(Kind.CREDIT, b"\xff" * 8)],
+    "half a number": [control(Kind.CREDIT, b"\xff" * 4)],
+    "a kind that is none": [control(99)],
+    "what only servers say": [control(Kind.WELCOME, bytes(17))],
+    "what is said to a listener": [control(Kind.HELLO, bytes(17))],
+    "that it joins, again": [control(Kind.JOIN)],
+    "too much at once": [control(Kind.ABORT, bytes(CONTROL_SIZE + 1))],
+    "too many things": [control(Kind.CREDIT, bytes(8))] * 3 + [control(99)] * 300,
+    "a large message that has no tag": [(LARGE, bytes(1 << 17))],
+    "that it gives up": [control(Kind.ABORT, b"\xff never mind")],
+    "that it goes": [control(Kind.BYE)],
+}
+
+
+@pytest.mark.needs("libfabric")
+def test_one_who_lies_beside_the_protocol_goes_and_harms_nobody(serve: Serve) -> None:
+    good = serve("fabric:")
+    for name, words in SAYINGS.items():
+        connection, _ = connect(good)
+        assert isinstance(connection, FabricConnection)
+        with case(name), connection:
+            wait_until(lambda: good.server.connections, "it is there")
+            for tag, content in words:
+                with connection._lock:
+                    connection._outbox.send(PendingSend(tag, [connection._ffi.from_buffer(content)]), connection)
+                connection.arrived()
+            wait_until(lambda: not good.server.connections, "the server has let go of it")
+        good.check()
+
+
+@contextmanager
+def waiting(good: Good, count: int) -> Iterator[None]:
+    """So many clients that are connected and ask for nothing, and come again when they are sent away."""
+    over = threading.Event()
+
+    def wait() -> None:
+        while not over.is_set():
+            with suppress(DissociatedError), connect(good)[0] as connection:
+                while not over.is_set():
+                    with suppress(DeadlineExceeded):
+                        connection.receive(0.1, lambda tag, length: bytearray(length))
+
+    threads = [threading.Thread(target=wait) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("medium", media(MEDIA))
+def test_one_who_asks_gets_in_however_many_are_only_connected(serve: Serve, medium: str) -> None:
+    good = serve(MEDIA[medium], max_connections=4, max_asking=8, handshake_timeout=60)
+    with waiting(good, 12):
+        wait_until(lambda: good.server.connections >= 8, "they are there")
+        for _ in range(3):
+            dis.open_stream(good.server.locations("good")[0], good.server.ticket("good"), timeout=PATIENCE).read_all()
+            wait_until(lambda: {one.state for one in good.server.status().consumers} <= {"asking"}, "its place is free")
+            assert good.server.connections <= 4 + 2 * 8  # those who were sent away take a moment to go
+    wait_until(good.alone, "all have gone")
