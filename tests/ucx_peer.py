@@ -1,6 +1,6 @@
 """UCX in the hands of a test: what another program on UCX would do, and what none should.
 
-Of dissociated it uses only the binding. The module also runs as a process of its own, to be killed or stopped:
+Of dissociated it uses nothing. The module also runs as a process of its own, to be killed or stopped:
 
     python ucx_peer.py server MODE        plays the steps that come as JSON on standard input, see `play`
     python ucx_peer.py client URI
@@ -23,14 +23,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dissociated.transport.native.ucx import _ucp as c
+import ucx_binding as c
 
 PATIENCE = 10.0
 
-FEATURE_STREAM = 1 << 5
 #: What the C++ reference asks for.
-FEATURES = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_RMA | c.FEATURE_WAKEUP | FEATURE_STREAM
-NO_IMMEDIATE_COMPLETION = 1 << 16
+FEATURES = c.FEATURE_TAG | c.FEATURE_AM | c.FEATURE_RMA | c.FEATURE_WAKEUP | c.FEATURE_STREAM
 
 #: What the scripted servers choose for their URIs.
 WANT, FREE = 7, 9
@@ -40,13 +38,13 @@ class Context:
     """A context, as the reference makes one: no settings but those of the environment."""
 
     def __init__(self, features: int = FEATURES) -> None:
-        self.ucp = u = c.ucp()
+        self.ucp = u = c.ucx()
         config = u.ffi.new("ucp_config_t **")
-        u.check(u.lib.ucp_config_read(u.ffi.NULL, u.ffi.NULL, config), "config")
+        u.check(u.lib.ucp_config_read(u.ffi.NULL, u.ffi.NULL, config))
         params = u.ffi.new("ucp_params_t *")
         params.field_mask, params.features = c.PARAM_FEATURES, features
         made = u.ffi.new("ucp_context_h *")
-        u.check(u.lib.ucp_init_version(1, 12, params, config[0], made), "init")
+        u.check(u.lib.ucp_init_version(1, 12, params, config[0], made))
         u.lib.ucp_config_release(config[0])
         self.handle = made[0]
 
@@ -64,10 +62,10 @@ class Worker:
         params.field_mask = c.WORKER_PARAM_THREAD_MODE | c.WORKER_PARAM_FLAGS
         params.thread_mode, params.flags = c.THREAD_MODE_SERIALIZED, c.WORKER_IGNORE_REQUEST_LEAK
         made = self.ffi.new("ucp_worker_h *")
-        u.check(self.lib.ucp_worker_create(context.handle, params, made), "worker")
+        u.check(self.lib.ucp_worker_create(context.handle, params, made))
         self.handle = made[0]
         descriptor = self.ffi.new("int *")
-        u.check(self.lib.ucp_worker_get_efd(self.handle, descriptor), "worker")
+        u.check(self.lib.ucp_worker_get_efd(self.handle, descriptor))
         self._descriptor = descriptor[0]
         self.endpoint: Any = None
         self.messages: list[bytes] = []  # active messages
@@ -84,7 +82,7 @@ class Worker:
         @ffi.callback("ucp_am_recv_callback_t")  # type: ignore[untyped-decorator]
         def message(arg: Any, header: Any, header_length: int, data: Any, length: int, param: Any) -> int:
             assert not header_length
-            assert param.recv_attr & 1, "the reference would find no endpoint to reply to"
+            assert param.recv_attr & c.AM_RECV_REPLY_EP, "the reference would find no endpoint to reply to"
             if param.recv_attr & c.AM_RECV_RNDV:
                 self.forms.add("rendezvous")
                 memory = bytearray(length)
@@ -92,7 +90,7 @@ class Worker:
                 request = self.lib.ucp_am_recv_data_nbx(self.handle, data, view, length, self._nothing)
                 self._announced.append((request, memory, view))
                 return c.INPROGRESS if self.ucp.status(request) == c.INPROGRESS else c.OK
-            self.forms.add("kept" if param.recv_attr & 1 << 16 else "inline")
+            self.forms.add("kept" if param.recv_attr & c.AM_RECV_DATA else "inline")
             self.messages.append(bytes(ffi.buffer(data, length)))
             return c.OK
 
@@ -108,7 +106,7 @@ class Worker:
         self._message, self._lost, self._requested = message, lost, requested
         handler = ffi.new("ucp_am_handler_param_t *")
         handler.field_mask, handler.id, handler.cb = c.AM_HANDLER_ID | c.AM_HANDLER_CB, 0, message
-        self.ucp.check(self.lib.ucp_worker_set_am_recv_handler(self.handle, handler), "handler")
+        self.ucp.check(self.lib.ucp_worker_set_am_recv_handler(self.handle, handler))
 
     # Connecting
 
@@ -118,13 +116,13 @@ class Worker:
         params.field_mask = c.LISTENER_PARAM_SOCK_ADDR | c.LISTENER_PARAM_CONN_HANDLER
         address = self._address(0)
         params.sockaddr.addr, params.sockaddr.addrlen = address, len(address)
-        params.conn_handler.cb = self._requested
+        params.conn_cb = self._requested
         made = self.ffi.new("ucp_listener_h *")
-        self.ucp.check(self.lib.ucp_listener_create(self.handle, params, made), "listen")
+        self.ucp.check(self.lib.ucp_listener_create(self.handle, params, made))
         self._listener = made[0]
         attributes = self.ffi.new("ucp_listener_attr_t *")
         attributes.field_mask = c.LISTENER_ATTR_SOCKADDR
-        self.ucp.check(self.lib.ucp_listener_query(self._listener, attributes), "listen")
+        self.ucp.check(self.lib.ucp_listener_query(self._listener, attributes))
         return int.from_bytes(bytes(self.ffi.buffer(attributes.sockaddr.bytes, 4))[2:], "big")
 
     def stop_listening(self) -> None:
@@ -146,12 +144,12 @@ class Worker:
 
     def _connect(self, params: Any, mode: int | None) -> None:
         params.field_mask |= c.EP_PARAM_ERR_HANDLER
-        params.err_handler.cb = self._lost
+        params.err_cb = self._lost
         if mode is not None:
             params.field_mask |= c.EP_PARAM_ERR_MODE
             params.err_mode = mode
         made = self.ffi.new("ucp_ep_h *")
-        self.ucp.check(self.lib.ucp_ep_create(self.handle, params, made), "endpoint")
+        self.ucp.check(self.lib.ucp_ep_create(self.handle, params, made))
         self.endpoint = made[0]
 
     def _address(self, port: int) -> Any:
@@ -226,7 +224,7 @@ class Worker:
             return None
         memory = bytearray(info.length)
         params = self.ffi.new("ucp_request_param_t *")
-        params.op_attr_mask = NO_IMMEDIATE_COMPLETION
+        params.op_attr_mask = c.NO_IMMEDIATE_COMPLETION
         view = self.ffi.from_buffer(memory) if memory else self.ffi.NULL
         request = self.lib.ucp_tag_msg_recv_nbx(self.handle, view, len(memory), message, params)
         self.until(lambda: self.done(request))

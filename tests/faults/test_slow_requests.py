@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+import ucx_binding
 import ucx_peer
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import Kind
-from dissociated.transport.native.ucx import _ucp as c
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
 from helpers import wait_until
@@ -42,7 +42,7 @@ def test_a_ucx_client_that_says_something_now_and_then_is_cut_off_in_time(serve:
     place = good.server.locations("good")[0].partition("?")[0]
     context = ucx_peer.Context()
     worker = ucx_peer.Worker(context)
-    worker.connect(int(place.rpartition(":")[2]), c.ERR_MODE_PEER)
+    worker.connect(int(place.rpartition(":")[2]), ucx_binding.ERR_MODE_PEER)
     nothing = worker.ffi.new("ucp_request_param_t *")
 
     def say() -> None:

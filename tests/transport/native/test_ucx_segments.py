@@ -111,8 +111,8 @@ def test_peers_that_receive_smaller_segments_than_ours_are_sent_none_that_are_la
 #: A server on UCX that keeps what it receives in 8 kB: says its port, then what a client asked with, and its id.
 FOREIGN_SERVER = """
     import sys
+    import ucx_binding as c
     import ucx_peer
-    from dissociated.transport.native.ucx import _ucp as c
 
     context = ucx_peer.Context()
     listening, worker = ucx_peer.Worker(context), ucx_peer.Worker(context)
