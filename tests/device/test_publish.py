@@ -224,7 +224,7 @@ def test_an_address_goes_back_when_what_was_begun_there_is_done(
     server.publish("numbers", on_device(device, [*pieces()]))
     expected = next(pieces())["n"].to_numpy()
     with client.read("numbers", device=device) as reader:
-        batch, other = reader.read_next_batch(), reader.read_next_batch()
+        batch, *others = reader  # to the end: all is sent, and stays counted until it comes back
     held = server.status().leases
     taken = consumer.Taken(batch)
     address = taken.struct.array.children[0].contents.buffers[1]
@@ -237,7 +237,7 @@ def test_an_address_goes_back_when_what_was_begun_there_is_done(
     writer.synchronize()
     stream.synchronize()
     assert (np.frombuffer(target, np.int64) == expected).all()
-    del other
+    del others
 
 
 def test_dlpack_columns_and_lists_of_batches(device: Device, server: dis.Server, client: dis.Client) -> None:
