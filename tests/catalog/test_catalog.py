@@ -84,6 +84,17 @@ def test_a_dataset_that_does_not_exist(client: dis.Client) -> None:
             ask("it's")
 
 
+def test_a_name_is_never_taken_for_another(server: dis.Server, client: dis.Client) -> None:
+    """Others' servers are asked in other ways what they call so, too: what `ls` shows with bytes escaped, say."""
+    server.publish("A", TABLE)
+    assert client.describe("A").rows == 3
+    for name in (r"\x41", '{"name": "A"}', '{"name": "A", "version": 1}'):
+        for ask in (client.describe, client.read):
+            with pytest.raises(dis.errors.DatasetNotFound, match="no dataset"):
+                ask(name)
+        assert name not in client
+
+
 def test_a_transport_that_is_not_offered(client: dis.Client) -> None:
     with pytest.raises(
         dis.errors.CatalogError, match=r"cannot be reached from here by ucx: it is offered by grpc, inproc, shm, tcp"

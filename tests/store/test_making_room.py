@@ -19,6 +19,7 @@ from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
 from helpers import case, wait_until
+from machine import media
 from nodes import MIB, small_file_system
 from processes import Start
 
@@ -54,6 +55,34 @@ def test_what_would_not_be_enough_is_left_alone(memory: Path, tmp_path: Path, po
         assert store.versions() == [a, b, c]
         assert store.reserve("w", 5 * MIB) == 5 * MIB  # for which one of them is enough
         assert [version for version in (a, b, c) if store.version(version.id) and not store.spilled(version)] == [b, c]
+
+
+@pytest.mark.parametrize("medium", media(("ucx", "fabric")))
+def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, medium: str) -> None:
+    """A put that finds no room withdraws nothing; one that does withdraws what makes room, and that alone."""
+    with (
+        Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:", f"{medium}:?rma=allow"]) as node,
+        dis.connect(node.uri) as client,
+    ):
+        client.put("a", LARGE)
+        client.put("b", LARGE)
+        with client.read("b", transport="shm") as reader:
+            held = reader.read_next_batch()
+        described = client.describe("a")
+
+        def fetch() -> pa.Table:
+            (endpoint,) = described.endpoints
+            return client.read_endpoint(described, endpoint, transport=medium, allow_rma=True).read_all()
+
+        assert fetch() == LARGE
+        with pytest.raises(CatalogError, match="is being read"):
+            client.put("c", pa.concat_tables([LARGE, LARGE]))
+        assert fetch() == LARGE
+        del held
+        client.put("c", LARGE)
+        assert [info.name for info in client.list()] == ["b", "c"]
+        with pytest.raises(DissociatedError, match="no dataset|dropped|unknown|ticket"):
+            fetch()
 
 
 def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memory: Path) -> None:

@@ -86,6 +86,8 @@ class Lookup:
             if version is not None:  # what it has answered with is any version, or none
                 raise CatalogError(f"the server at {self._calls.uri} knows no versions: leave out {version=}")
         if version is None:
+            if self._is_ours():
+                raise refused  # it would understand another dataset by a name that is escaped, or is JSON
             return self._describe_plainly(name, refused)
         if boot_id() in str(refused):  # it repeats the command, which means nothing to it
             raise type(refused)(f"the server at {self._calls.uri} knows no version {version} of {name!r}")

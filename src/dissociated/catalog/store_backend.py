@@ -33,6 +33,8 @@ class StoreBackend(Backend):
         self._store = store
         self._registry = registry
         store.eviction.in_use = self._in_use
+        store.eviction.is_exposed = self._is_exposed
+        store.eviction.withdraw = self._withdraw
         store.eviction.on_evicted = self._on_evicted
         store.eviction.on_spilled = self._on_spilled
 
@@ -163,17 +165,22 @@ class StoreBackend(Backend):
 
     def _in_use(self, version: Version) -> bool:
         dataset = self._registry.lookup_part(version.id)
-        if dataset is not None and not dataset.readers:
-            dataset.close_segments()
         return dataset is not None and dataset.readers > 0
+
+    def _is_exposed(self, version: Version) -> bool:
+        dataset = self._registry.lookup_part(version.id)
+        return dataset is not None and dataset.exposed
+
+    def _withdraw(self, version: Version) -> None:
+        dataset = self._registry.lookup_part(version.id)
+        if dataset is not None:
+            dataset.close_segments()
 
     def _on_evicted(self, version: Version) -> None:
         self.on_evicted(version)
 
     def _on_spilled(self, version: Version) -> None:
-        dataset = self._registry.lookup_part(version.id)
-        if dataset is not None:
-            dataset.close_segments()
+        self._withdraw(version)
         self.on_spilled(self.load_version(version))
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class Dataset(ABC):
         return self
 
     def open_exposed(self) -> Dataset:
-        """See `open`; for clients that fetch from its memory, which stays where it is until this is dropped."""
+        """See `open`; for clients that fetch from its memory, which stays where it is until that is closed, or this dropped."""
         return self.open()
 
     @abstractmethod
@@ -135,6 +135,11 @@ class Dataset(ABC):
     @abstractmethod
     def open_reader(self) -> pa.RecordBatchReader:
         """A reader over the dataset in this process. Raises SourceError where there is none to be had any more."""
+
+    @property
+    def exposed(self) -> bool:
+        """Whether it holds segments open that lie in a store, since `open_exposed` was asked for them."""
+        return False
 
     def close_segments(self) -> None:
         """Hold no segments open that lie in a store. Whoever reads them goes on; the next reading opens them anew."""

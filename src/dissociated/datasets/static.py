@@ -322,6 +322,10 @@ class StoredDataset(Dataset):
     def appendable(self) -> Sequence[Segment]:
         return self.open().segments
 
+    @property
+    def exposed(self) -> bool:
+        return self._exposed is not None
+
     def close_segments(self) -> None:
         with self._lock:
             self._exposed = None

@@ -115,6 +115,16 @@ def is_unused(descriptor: int) -> bool:
     return True
 
 
+def can_tell_unused() -> bool:
+    """Whether `is_unused` can tell that of memfds: not every kernel and sandbox grants leases."""
+    probe = create_memfd("probe")
+    readable = reopen_read_only(probe)
+    os.close(probe)
+    unused = is_unused(readable)
+    os.close(readable)
+    return unused
+
+
 def is_sealed(descriptor: int) -> bool:
     """Whether a descriptor refers to memory that nobody can change or shrink any more."""
     return _seals(descriptor) & _SEALS_STATIC == _SEALS_STATIC

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.region import Region
-from dissociated.memory.shared import is_unused, reopen_read_only
+from dissociated.memory.shared import can_tell_unused, is_unused, reopen_read_only
 
 _INTERVAL = 1.0  # seconds
 _JOIN_TIMEOUT = 5.0
@@ -29,7 +30,8 @@ class KeptMemory:
     """Counts what is left of segments when nobody here uses them any more, for as long as clients have them mapped.
 
     Their connections are over, so the kernel alone can tell. It is asked by a descriptor, which itself keeps the
-    memory: so it is asked every second. Safe to use from many threads. Close it after use.
+    memory: so it is asked every second. Where it never tells nothing is kept, and nothing counted. Safe to use from
+    many threads. Close it after use.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class KeptMemory:
         self._kept: list[_Left] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._can_tell = can_tell_unused()
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:
@@ -49,7 +52,9 @@ class KeptMemory:
     def watch(self, segment: Mappable) -> None:
         """A client is gone, or was cut off, and may still have this mapped. Files with a name are not counted."""
         with self._lock:
-            if self._closed.is_set() or segment in self._watched or os.fstat(segment.descriptor).st_nlink:
+            if self._closed.is_set() or not self._can_tell or segment in self._watched:
+                return
+            if os.fstat(segment.descriptor).st_nlink:
                 return
             self._watched.add(segment)
             # It is called before the descriptor is closed: the latest finalizer is the first.
@@ -58,8 +63,11 @@ class KeptMemory:
             )
             end.atexit = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kept memory", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kept memory", daemon=True)
+                with suppress(RuntimeError):  # there are too many now: until there is one, whoever asks looks
+                    thread.start()
+                    self._thread = thread
+                self._look()
 
     @property
     def nbytes(self) -> int:
@@ -79,10 +87,18 @@ class KeptMemory:
                 self._look()
 
     def _look(self) -> None:
+        if self._thread is None:
+            self._take()
         unused = [left for left in self._kept if is_unused(left[0])]
         self._kept = [left for left in self._kept if left not in unused]  # first: a forked child closes these
         for descriptor, _ in unused:
             os.close(descriptor)
+
+    def _take(self) -> None:  # for the thread, where there is none
+        with suppress(Empty):
+            while True:
+                left = self._left.get_nowait()
+                self._kept += () if left is None else (left,)
 
     def close(self) -> None:
         """Keep and count nothing any more."""
@@ -92,9 +108,7 @@ class KeptMemory:
             self._left.put(None)
             self._thread.join(_JOIN_TIMEOUT)
         with self._lock:
-            while not self._left.empty():
-                left = self._left.get()
-                self._kept += () if left is None else (left,)
+            self._take()
             kept, self._kept = self._kept, []
             for descriptor, _ in kept:
                 os.close(descriptor)

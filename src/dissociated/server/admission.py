@@ -117,7 +117,7 @@ class Admission:
             self._admit_mapped(name, self._activity.kept, self._limits.kept_limit)
 
     def _admit_mapped(self, name: str, kept: int, limit: int) -> None:
-        if kept >= limit:
+        if kept and kept >= limit:  # with a limit of 0, while they hold anything
             raise SourceError(
                 f"{name!r} takes no new reader over shared memory: readers that were cut off still "
                 f"hold {kept:,} bytes, and may hold {limit:,} (kept_limit). Wait until they let go, or end "

@@ -36,13 +36,15 @@ class Missing:
 class Eviction:
     """Makes room in a store as its policy allows. Not safe to use from many threads: the store has a lock.
 
-    `in_use` tells whether anybody reads a version here; where nobody does, whoever serves it lets go of its segments.
-    `on_evicted` and `on_spilled` are called after one has been removed to make room or has moved to disk. Whoever
+    `in_use` tells whether anybody reads a version here. `is_exposed` tells whether clients were told where its memory is,
+    to fetch from it: the kernel takes that for a use, until `withdraw` ends it. `on_evicted` and `on_spilled` are called after one has been removed to make room or has moved to disk. Whoever
     serves the store sets them.
     """
 
     def __init__(self, places: Places, policy: Policy) -> None:
         self.in_use: Callable[[Version], bool] = lambda version: False
+        self.is_exposed: Callable[[Version], bool] = lambda version: False
+        self.withdraw: Callable[[Version], None] = lambda version: None
         self.on_evicted: Callable[[Version], None] = lambda version: None
         self.on_spilled: Callable[[Version], None] = lambda version: None
         self.policy = policy
@@ -71,7 +73,19 @@ class Eviction:
         self._places.empty_trash()
 
     def _choose_evictions(self, missing: Missing) -> list[Version]:
-        """The versions to give up, in this order, to get so many bytes back; none where that cannot be."""
+        """The versions to give up, in this order, to get so many bytes back; none where that cannot be.
+
+        What is exposed is withdrawn only where it would be enough, and then it is asked again whether others use it.
+        """
+        while True:
+            chosen = self._choose_unused(missing)
+            exposed = [*filter(self.is_exposed, chosen)]
+            if not exposed:
+                return chosen
+            for version in exposed:
+                self.withdraw(version)
+
+    def _choose_unused(self, missing: Missing) -> list[Version]:
         limit, files = missing.limit, missing.files
         chosen: dict[str, Version] = {}
         counts: dict[Place, Counter[int]] = defaultdict(Counter)
@@ -106,5 +120,10 @@ class Eviction:
                 yield version
 
     def _is_evictable(self, version: Version) -> bool:
-        """Whether a version takes memory, which would come back: nobody reads it, and no process has it mapped."""
-        return self._places.in_memory(version) and not self.in_use(version) and not self._places.is_used(version)
+        """Whether a version takes memory, which would come back: nobody reads it, and no process has it mapped.
+
+        Whether another process has mapped what is exposed cannot be told.
+        """
+        if not self._places.in_memory(version) or self.in_use(version):
+            return False
+        return self.is_exposed(version) or not self._places.is_used(version)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dissociated.memory.region import pages
-from dissociated.memory.shared import create_memfd, is_sealed, is_unused, reopen_read_only
+from dissociated.memory.shared import can_tell_unused, is_sealed, is_unused, reopen_read_only
 from dissociated.store.directory import Version
 
 #: Where the kernel shows what a process has open.
@@ -52,11 +52,7 @@ class Memfds:
         self._paths: dict[Path, Memfd] = {}  # of these
         self._trash: list[Memfd] = []
         self._known: dict[tuple[int, int], Memfd] = {}  # by their files: all, with the trash
-        probe = create_memfd("probe")
-        readable = reopen_read_only(probe)
-        os.close(probe)
-        self._leases = is_unused(readable)  # without them nobody could tell
-        os.close(readable)
+        self._can_tell = can_tell_unused()
 
     # What is staged
 
@@ -156,7 +152,7 @@ class Memfds:
         return sum(staged.values()), sum(trash.values())
 
     def _is_used(self, memfd: Memfd) -> bool:
-        return self._leases and not is_unused(memfd.descriptor)
+        return self._can_tell and not is_unused(memfd.descriptor)
 
     def _keep(self, memfd: Memfd) -> None:
         if memfd not in self._uses:

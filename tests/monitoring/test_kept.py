@@ -1,0 +1,100 @@
+"""Memory that clients keep is counted, and kept no longer than they have it, also where a machine lacks something."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.memory.region import Region, reserve_base
+from dissociated.memory.shared import create_memfd, map_read_only, reopen_read_only
+from dissociated.monitoring.kept import KeptMemory
+from helpers import Serve, connections_left, descriptors, no_threads
+
+SIZE = 1 << 20
+
+
+class Segment:
+    """One that nobody serves any more when it is collected."""
+
+    def __init__(self) -> None:
+        self.descriptor = create_memfd("kept")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, SIZE)
+        self.region = Region(reserve_base(SIZE), map_read_only(self.descriptor, SIZE))
+
+    def client(self) -> pa.Buffer:
+        """Its memory as a client has it."""
+        opened = reopen_read_only(self.descriptor)
+        memory = map_read_only(opened, SIZE)
+        os.close(opened)
+        return memory
+
+
+@contextmanager
+def watching() -> Iterator[KeptMemory]:
+    """Nothing is left of it at the end."""
+    before = descriptors()
+    with closing(KeptMemory()) as kept:
+        yield kept
+    assert descriptors() == before
+
+
+def left() -> int:
+    """How many descriptors of segments are open."""
+    return sum("dissociated:kept" in path for path in descriptors().values())
+
+
+def test_without_a_thread_whoever_asks_looks() -> None:
+    with watching() as kept:
+        for _ in range(3):
+            segment = Segment()
+            held = segment.client()
+            with no_threads():
+                kept.watch(segment)
+            del segment
+            assert kept.nbytes == SIZE
+            del held
+            assert kept.nbytes == 0
+        for _ in range(3):  # nobody asks
+            segment = Segment()
+            with no_threads():
+                kept.watch(segment)
+            del segment
+        assert left() == 1
+
+
+def test_where_the_kernel_never_tells_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fcntl.fcntl
+
+    def without_leases(descriptor: int, command: int, *arguments: Any) -> Any:
+        if command == fcntl.F_SETLEASE:
+            raise OSError(errno.EINVAL, "there are no leases in this sandbox")
+        return asked(descriptor, command, *arguments)
+
+    monkeypatch.setattr(fcntl, "fcntl", without_leases)
+    with watching() as kept:
+        segment = Segment()
+        held = segment.client()
+        kept.watch(segment)
+        del segment
+        assert kept.nbytes == 0
+        del held
+        assert left() == 0
+
+
+def test_a_limit_of_nothing_lets_readers_in_while_nothing_is_kept(serve: Serve) -> None:
+    server = serve("shm:", kept_limit=0)
+    table = pa.table({"n": [1, 2]})
+    for _ in range(2):
+        server.publish("data", table)
+        assert dis.open_stream(server.locations("data")[0], server.ticket("data")).read_all() == table
+        assert connections_left(server) == 0
