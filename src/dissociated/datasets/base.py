@@ -76,7 +76,10 @@ class Dataset(ABC):
         return self
 
     def open_exposed(self) -> Dataset:
-        """See `open`; for clients that fetch from its memory, which stays where it is until that is closed, or this dropped."""
+        """See `open`; for clients that fetch from its memory.
+
+        That stays where it is until its segments are closed, or this is dropped.
+        """
         return self.open()
 
     @abstractmethod

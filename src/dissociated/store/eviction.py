@@ -36,9 +36,9 @@ class Missing:
 class Eviction:
     """Makes room in a store as its policy allows. Not safe to use from many threads: the store has a lock.
 
-    `in_use` tells whether anybody reads a version here. `is_exposed` tells whether clients were told where its memory is,
-    to fetch from it: the kernel takes that for a use, until `withdraw` ends it. `on_evicted` and `on_spilled` are called after one has been removed to make room or has moved to disk. Whoever
-    serves the store sets them.
+    `in_use` tells whether anybody reads a version here. `is_exposed` tells whether clients were told where its memory
+    is, to fetch from it: the kernel takes that for a use, until `withdraw` ends it. `on_evicted` and `on_spilled` are
+    called after one has been removed to make room or has moved to disk. Whoever serves the store sets them.
     """
 
     def __init__(self, places: Places, policy: Policy) -> None:
