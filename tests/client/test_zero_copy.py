@@ -6,7 +6,10 @@ None of this is promised by pyarrow's documentation: a release that changes it s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,10 @@ import pyarrow as pa
 import pytest
 
 import dissociated as dis
-from helpers import Serve, clients_end, connections_left, serving
+from dissociated.client import leases as client_leases
+from dissociated.client import session
+from dissociated.memory import leases as memory_leases
+from helpers import Interruption, Serve, clients_end, connections_left, serving
 from memory.maps import origins, shared_bytes
 
 MB = 1 << 20
@@ -216,3 +222,34 @@ def test_bodies_larger_than_the_limit_are_shared_two_at_a_time(serve: Serve) -> 
         assert batch["n"].unique().to_pylist() == [number]
         assert origins([batch]) == {("r--s", "/memfd:dissociated:large (deleted)")}
         assert shared_bytes("large") <= 4 * MB
+
+
+def test_ctrl_c_while_a_stream_begins_keeps_no_connection(shm: dis.Server) -> None:
+    shm.publish("data", pa.Tensor.from_numpy(np.arange(1000)))
+    for at in count():
+        with Interruption(session, "_account", at=at) as interruption, suppress(KeyboardInterrupt):
+            next(dis.open_tensors(shm.locations("data")[0], shm.ticket("data")))
+        assert connections_left(shm, patience=2) == 0, f"interrupted at {at}"
+        if not interruption.came:
+            break
+    assert at, "it was interrupted"
+
+
+@pytest.mark.parametrize("module", [client_leases, memory_leases], ids=["client", "memory"])
+def test_ctrl_c_while_a_lease_begins_keeps_no_connection(shm: dis.Server, module: ModuleType) -> None:
+    """What was leased before holds it; what never was does not."""
+    sent = live().read_all().to_batches()[:3]
+    shm.publish("live", lambda: live(sent))
+    for at in count():
+        reader = read(shm, "live")
+        held = reader.read_next_batch()
+        with Interruption(module, "lease", "__new__", "__init__", at=at) as interruption, suppress(KeyboardInterrupt):
+            reader.read_next_batch()
+        reader.close()
+        assert connections_left(shm, patience=0.02) == 1, f"interrupted at {at}"
+        assert held == sent[0], f"interrupted at {at}"
+        del held, reader
+        assert connections_left(shm, patience=2) == 0, f"interrupted at {at}"
+        if not interruption.came:
+            break
+    assert at, "it was interrupted"

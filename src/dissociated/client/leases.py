@@ -35,7 +35,7 @@ class ClientLeases:
         self._timeout = timeout
         self._returns = FreeQueue(connection)
         self._expected = 0  # addresses that will come through `lease` or `free`
-        self._settled = 0  # how many of these have come
+        self._settled = False  # whether those that have not come by now never will
         self._finished = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -46,28 +46,25 @@ class ClientLeases:
 
     def expect(self, count: int) -> None:
         """So many addresses have been delivered. Each will come through `lease` or `free`, once."""
-        self._expected += count
         if count and self._thread is None:
             self._start()
+        self._expected += count
 
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
         """The memory, which may lie on a `device`, as a buffer. `addresses` are given back when nothing lies in it.
 
         There it is in use until whatever was begun with it is done: its streams may go on when nobody refers to it.
         """
-        self._settled += len(addresses)
         return self._returns.lease(memory, addresses, device)
 
     def free(self, addresses: Sequence[int]) -> None:
         """These addresses are not needed."""
-        self._settled += len(addresses)
         self._returns.put(addresses)
 
     def settle(self) -> None:
         """No more addresses will come through `lease` or `free`, although some were expected."""
-        if self._expected != self._settled:
-            self._expected = self._settled
-            self._returns.wake()
+        self._settled = True
+        self._returns.wake()
 
     def finish(self, stopped: bool) -> None:
         """No more addresses will come; `stopped` if the server does not know that yet."""
@@ -96,10 +93,10 @@ class ClientLeases:
         returned = 0
         held = False
         listening = self._free_data is not None
-        while not ((self._stopped.is_set() and self._returns.empty) or (self._finished and returned == self._expected)):
+        while not ((self._stopped.is_set() and self._returns.empty) or self._is_over(returned)):
             addresses = self._returns.take(_MAX_FREES)
             returned += len(addresses)
-            if self._finished and returned == self._expected and not self._close_devices():
+            if self._is_over(returned) and not self._close_devices():
                 break  # the server may free them after the last address
             if STILL_HELD in addresses:
                 held, addresses = True, [address for address in addresses if address != STILL_HELD]
@@ -119,6 +116,13 @@ class ClientLeases:
             self._connection.leave()
         else:
             self._connection.close()
+
+    def _is_over(self, returned: int) -> bool:
+        """Whether all has come back, once so many addresses have.
+
+        What was settled is not counted: Ctrl-C may come before an address is leased, or freed, and it never is then.
+        """
+        return self._finished and (returned == self._expected or (self._settled and self._returns.idle))
 
     def _close_devices(self) -> bool:
         """Let go of the server's memory on devices, once nothing reads it. False if this was stopped before."""

@@ -35,7 +35,11 @@ class ClientStream:
         self._session = session
         self._bodies = session.bodies
         self._rest = session.deliveries()
-        (first,) = next(self._rest).expand()  # no run begins a stream
+        try:
+            (first,) = next(self._rest).expand()  # no run begins a stream
+        except BaseException:
+            self.close()
+            raise
         #: The flatbuffer of the first message: the schema, or a tensor.
         self.header = first.header
         self.is_tensors = first.parsed.is_tensor
@@ -95,8 +99,10 @@ class ClientStream:
 
     def close(self) -> None:
         """End the stream. What has been read of it stays."""
-        self._rest.close()
-        self._session.settle()
+        try:
+            self._rest.close()
+        finally:  # also after Ctrl-C: else what was not looked at would hold the connection
+            self._session.settle()
 
     def _in_place(self, options: ReadOptions) -> StreamReader | None:
         """A reader over a dataset in shared memory that stays as it is, if all of it lies there in place.

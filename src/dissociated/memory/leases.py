@@ -165,6 +165,11 @@ class FreeQueue:
         """Whether there is nothing to take now."""
         return self._queue.empty()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is leased any more, and there is nothing to take."""
+        return not self._leases and self._queue.empty()
+
     def take(self, limit: int) -> list[int]:
         """Wait for leases to end, or for `wake`. Returns their addresses, coalesced up to about `limit`.
 
