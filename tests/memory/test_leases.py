@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -182,3 +183,19 @@ def test_addresses_on_a_device_go_back_when_nothing_reads_there_any_more() -> No
     returns.wake()
     assert returns.take(100) == [1, 2]
     assert device.allocations == 0
+
+
+def test_a_device_that_cannot_tell_is_asked_once_for_each_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    returns, device = FreeQueue(), EmulatedDevice(0)
+    leased = [returns.lease(memory(), (number,), device) for number in range(50)]
+    device.capturing = True
+    fence = Mock(wraps=device.fence)
+    monkeypatch.setattr(device, "fence", fence)
+    leased.clear()
+    for times in (1, 2):
+        returns.wake()
+        assert (returns.take(100), fence.call_count) == ([], times * 50)
+    device.capturing = False
+    returns.wake()
+    assert sorted(returns.take(100)) == [*range(50)]
+    assert returns.idle

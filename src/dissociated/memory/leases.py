@@ -176,19 +176,19 @@ class FreeQueue:
         Those that a device may still read come later: it is asked again when others end, and every few seconds.
         """
         addresses: list[int] = []
+        try:
+            item = self._queue.get(timeout=RETRY_INTERVAL if self._unsure else None)
+        except Empty:
+            item = None
+        unsure, self._unsure = self._unsure, []
+        for ended in unsure:  # once, and not for each that has ended
+            addresses += self._addresses_of(ended)
         while True:
-            try:
-                item = self._queue.get(timeout=RETRY_INTERVAL if self._unsure else None)
-            except Empty:
-                item = None
-            for _ in range(len(self._unsure)):
-                addresses += self._addresses_of(self._unsure.pop(0))
-            if item is None:
-                return addresses
-            addresses += self._addresses_of(item) if isinstance(item, _Ended) else item
-            del item  # while the next is waited for, it may hold memory
+            if item is not None:
+                addresses += self._addresses_of(item) if isinstance(item, _Ended) else item
             if len(addresses) >= limit or self._queue.empty():
                 return addresses
+            item = self._queue.get()
 
     def _addresses_of(self, ended: _Ended) -> Sequence[int]:
         try:
