@@ -19,8 +19,9 @@ import pytest
 import dissociated as dis
 from dissociated.client import leases as client_leases
 from dissociated.client import session
+from dissociated.errors import TransportError
 from dissociated.memory import leases as memory_leases
-from helpers import Interruption, Serve, clients_end, connections_left, serving
+from helpers import Interruption, Serve, clients_end, connections_left, no_threads, serving
 from memory.maps import origins, shared_bytes
 
 MB = 1 << 20
@@ -233,6 +234,15 @@ def test_ctrl_c_while_a_stream_begins_keeps_no_connection(shm: dis.Server) -> No
         if not interruption.came:
             break
     assert at, "it was interrupted"
+
+
+def test_where_no_thread_gives_back_the_stream_fails_and_the_connection_ends(shm: dis.Server) -> None:
+    shm.publish("live", live)
+    reader = read(shm, "live")
+    with no_threads(), pytest.raises(TransportError, match="to give back takes a thread: can't start new thread"):
+        reader.read_next_batch()
+    assert connections_left(shm, patience=2) == 0
+    assert read(shm, "live").read_next_batch() == BATCHES[0]
 
 
 @pytest.mark.parametrize("module", [client_leases, memory_leases], ids=["client", "memory"])

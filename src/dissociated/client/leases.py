@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from dissociated.client.threads import StreamThread
-from dissociated.errors import DissociatedError
+from dissociated.errors import DissociatedError, TransportError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue
@@ -45,7 +45,10 @@ class ClientLeases:
         invalidate(self)
 
     def expect(self, count: int) -> None:
-        """So many addresses have been delivered. Each will come through `lease` or `free`, once."""
+        """So many addresses have been delivered. Each will come through `lease` or `free`, once.
+
+        Raises TransportError where no thread is to be had that gives them back: then none of them will come.
+        """
         if count and self._thread is None:
             self._start()
         self._expected += count
@@ -87,7 +90,11 @@ class ClientLeases:
 
     def _start(self) -> None:
         self._thread = StreamThread(self, self._run, (), "give back")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except TransportError:
+            self._thread = None
+            raise
 
     def _run(self) -> None:
         returned = 0

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from dissociated.errors import TransportError
 from dissociated.once import once
 
 _EXIT_TIMEOUT = 5.0  # seconds that threads may take to end with the interpreter
@@ -32,6 +33,13 @@ class StreamThread(threading.Thread):
         super().__init__(target=run, args=arguments, name=name, daemon=True)
         self._owner = weakref.ref(owner)
         end_at_exit()
+
+    def start(self) -> None:
+        """Start it. Raises TransportError where no thread is to be had."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            raise TransportError(f"to {self.name} takes a thread: {error}") from None
 
     def stop(self) -> None:
         """Have the owner stop it, if the owner is still there."""
