@@ -126,7 +126,7 @@ def _read(client: dis.Client, name: str, device: Device, transport: str | None =
 
 
 def _read_unregistered(client: dis.Client, device: Device) -> None:
-    with patch.object(device, "register", lambda memory: lambda: None):
+    with patch.object(device, "register", lambda memory, afterwards: None):
         _read(client, "host", device, "shm")
 
 
@@ -140,7 +140,7 @@ def _register(client: dis.Client, device: Device) -> None:
     assert isinstance(reader, MappedReader)
     with ExitStack() as registered:
         for region in reader.regions:
-            registered.callback(device.register(region.memory))
+            device.register(region.memory, registered.callback)
 
 
 def _read_parquet(path: Path) -> Any:

@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import weakref
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import count
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from dissociated.codec import device as codec
+from dissociated.codec.device import Mover
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
+from dissociated.memory.device import copies
+from dissociated.memory.device import emulated as emulation
 from dissociated.memory.device.base import Device, DeviceMemory, Stream
 from dissociated.memory.device.copies import Copies
 from dissociated.memory.device.emulated import EmulatedDevice, _EmulatedEvent
 from dissociated.memory.device.registry import open_device
-from helpers import PATIENCE, Child, case, rest_of
+from helpers import PATIENCE, Child, Interruption, case, rest_of
 
 CONTENT = os.urandom(1 << 16)
 
@@ -201,6 +206,20 @@ def test_what_copies_use_stays_until_they_were_waited_for(emulated: EmulatedDevi
         assert (left(), emulated.kept) == (None, 0), name
         assert emulated.read(memory.address, len(CONTENT)) == CONTENT, name
         memory.close()
+
+
+def test_what_was_registered_when_ctrl_c_came_is_not_registered_for_ever(emulated: EmulatedDevice) -> None:
+    memory = pa.allocate_buffer(1 << 20)
+    for module in (codec, copies, emulation):
+        for at in count():
+            with suppress(KeyboardInterrupt), closing(Mover(emulated)) as mover:
+                with Interruption(module, "register", "afterwards", at=at) as interruption:
+                    mover.register([memory])
+                assert emulated.registered == memory.size
+            assert (emulated.registered, emulated.kept) == (0, 0), f"interrupted at {at} in {module.__name__}"
+            if not interruption.came:
+                break
+        assert at, module.__name__
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -389,7 +389,7 @@ class Mover:
         """Bodies lie in this memory: let the driver know, until this is closed."""
         for one in memory:
             if one.size >= _WORTH_REGISTERING:
-                self._copies.afterwards(self.device.register(one))
+                self.device.register(one, self._copies.afterwards)
 
     def settle(self) -> None:
         """Let go of what was copied, once it has been: where one cannot wait, later."""

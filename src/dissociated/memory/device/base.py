@@ -194,9 +194,11 @@ class Device(ABC):
     @abstractmethod
     def _open(self, handle: bytes, size: int) -> tuple[int, Release]: ...
 
-    def register(self, memory: pa.Buffer) -> Callable[[], None]:
-        """Let streams copy from this host memory at once, where the driver can. Call what is returned afterwards."""
-        return lambda: None
+    def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
+        """Let streams copy from this host memory at once, where the driver can.
+
+        `afterwards` is given what ends that, before it begins: Ctrl-C may come at any time.
+        """
 
     def _pin(self, size: int) -> pa.Buffer:
         """Host memory that streams copy from at once. The buffer owns it."""

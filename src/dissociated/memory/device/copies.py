@@ -22,14 +22,14 @@ class Copies:
         #: Where they are done.
         self.device = device
         self._used: deque[object] = deque()
-        self._afterwards: list[Callable[[], None]] = []
+        self._afterwards: list[Callable[[], object]] = []
         device.copies.add(self)
 
     def use(self, memory: object) -> None:
         """Keep what copies are going to use that are asked for after this."""
         self._used.append(memory)
 
-    def afterwards(self, call: Callable[[], None]) -> None:
+    def afterwards(self, call: Callable[[], object]) -> None:
         """Call this when the copies are done, at the end."""
         self._afterwards.append(call)
 

@@ -12,6 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import starmap
 from types import ModuleType
 from typing import Any
 
@@ -127,14 +128,21 @@ class CudaDevice(Device):
         assert isinstance(event, _CudaEvent)
         self.call("cuStreamWaitEvent", consumer, event.handle, 0)
 
-    def register(self, memory: pa.Buffer) -> Callable[[], None]:
+    def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
+        said: list[tuple[Any]] = []  # by the driver
+
+        def unregister() -> None:
+            if said and not int(said[0][0]):
+                with _giving_back():
+                    self.call("cuMemHostUnregister", memory.address)
+
+        afterwards(unregister)
         with self.current() as device:
             read_only = device.properties.read_only_host_register_supported
-        try:
-            self.call("cuMemHostRegister", memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0))
-        except DeviceError:  # then the driver copies by way of memory of its own
-            return super().register(memory)
-        return lambda: self.call("cuMemHostUnregister", memory.address)
+            asked = memory.address, memory.size, _PORTABLE | (_READ_ONLY if read_only else 0)
+            # C alone: Ctrl-C comes before it, or when it is known what the driver has said. Where that has refused, it
+            # copies by way of memory of its own.
+            said.extend(starmap(self._driver.cuMemHostRegister, [asked]))
 
     def _pin(self, size: int) -> pa.Buffer:
         try:

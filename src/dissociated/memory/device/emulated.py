@@ -15,6 +15,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import pyarrow as pa
 
@@ -58,8 +59,9 @@ class EmulatedDevice(Device):
         self.exports = True
         self._mappings: dict[int, _EmulatedMapping] = {}
         self._streams: weakref.WeakSet[_EmulatedStream] = weakref.WeakSet()
-        #: Bytes of the host memory that is registered, and how often some was.
-        self.registered = self.registrations = 0
+        self._registered: dict[object, int] = {}
+        #: How often host memory was registered.
+        self.registrations = 0
         self._events: weakref.WeakValueDictionary[int, _EmulatedEvent] = weakref.WeakValueDictionary()
 
     def lose(self, lost: bool = True) -> None:
@@ -84,14 +86,16 @@ class EmulatedDevice(Device):
             self._streams.add(stream)
         return stream
 
-    def register(self, memory: pa.Buffer) -> Callable[[], None]:
-        self.registered += memory.size
+    @property
+    def registered(self) -> int:
+        """How many bytes of host memory are registered."""
+        return sum(self._registered.values())
+
+    def register(self, memory: pa.Buffer, afterwards: Callable[[Callable[[], object]], object]) -> None:
+        registration = object()
+        afterwards(partial(self._registered.pop, registration, None))
+        self._registered[registration] = memory.size
         self.registrations += 1
-
-        def unregister() -> None:
-            self.registered -= memory.size
-
-        return unregister
 
     def fence(self) -> Event | None:
         self.check_waiting()
