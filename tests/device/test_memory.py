@@ -134,6 +134,22 @@ def test_a_handle_that_is_no_good(device: Device) -> None:
             device.open(damaged, 16)
 
 
+def test_nothing_is_remembered_of_handles_that_were_closed(emulated: EmulatedDevice) -> None:
+    memory = copied_in(emulated, emulated.stream(), exportable=True)
+    handle, other = emulated.export(memory), EmulatedDevice(emulated.number)
+    opened = other.open(handle, memory.size)
+    stream = other.stream()
+    copied_out(stream, opened.address, 4)
+    other.capturing = True
+    opened.close()
+    assert other.is_left_open(handle)
+    other.capturing = False
+    other.retry()
+    assert not other.is_left_open(handle)
+    assert not other._opened
+    memory.close()
+
+
 TOUCHES = """
 import ctypes, sys
 from dissociated.memory.device.registry import open_device

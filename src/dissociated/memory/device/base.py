@@ -262,6 +262,8 @@ class Device(ABC):
             release(after)
             with self.lock:
                 self._opened[handle] -= 1
+                if not self._opened[handle]:
+                    del self._opened[handle]
 
         return address, close
 
