@@ -19,7 +19,7 @@ from dissociated.codec.device import Mover
 from dissociated.errors import DeviceError, DeviceFull, DeviceNotFound
 from dissociated.memory.device import copies
 from dissociated.memory.device import emulated as emulation
-from dissociated.memory.device.base import Device, DeviceMemory, Stream
+from dissociated.memory.device.base import Device, DeviceMemory, Event, Stream
 from dissociated.memory.device.copies import Copies
 from dissociated.memory.device.emulated import EmulatedDevice, _EmulatedEvent
 from dissociated.memory.device.registry import open_device
@@ -236,6 +236,26 @@ def test_what_was_registered_when_ctrl_c_came_is_not_registered_for_ever(emulate
             if not interruption.came:
                 break
         assert at, module.__name__
+
+
+def test_what_ctrl_c_keeps_from_being_given_back_is_given_back_later_and_once(emulated: EmulatedDevice) -> None:
+    stream, event = emulated.stream(), Interrupts(emulated, [])
+    memory = copied_in(emulated, stream)
+    stream.wait(event.pointer)
+    with pytest.raises(KeyboardInterrupt):
+        memory.close()
+    assert (emulated.allocations, emulated.kept) == (1, 1), "it only waited"
+    emulated.retry()
+    assert (emulated.allocations, emulated.kept) == (0, 0)
+
+    def given_back(after: Event | None) -> None:
+        assert after is not None
+        after.synchronize()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        emulated.give_back(given_back)
+    assert not emulated.kept, "this may have been given back"
 
 
 def test_a_device_that_is_not_there() -> None:

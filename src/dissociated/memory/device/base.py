@@ -78,6 +78,20 @@ class Stream(ABC):
 Release = Callable[[Event | None], None]
 
 
+class _Waited(Event):
+    """The same event for one `Release`, and whether that is still waiting for it."""
+
+    def __init__(self, event: Event) -> None:
+        self.pointer = event.pointer
+        self.waiting = False
+        self._event = event
+
+    def synchronize(self) -> None:
+        self.waiting = True
+        self._event.synchronize()
+        self.waiting = False
+
+
 class DeviceMemory:
     """One allocation on a device, or an opened one of another process. It goes back when it is closed or collected.
 
@@ -302,10 +316,15 @@ class Device(ABC):
             after = self.fence() if due else None
             while due:
                 release = due.pop()
+                waited = None if after is None else _Waited(after)
                 try:
-                    release(after)
+                    release(waited)
                 except DeviceError:
                     again.append(release)
+                except BaseException:
+                    if waited is not None and waited.waiting:  # Ctrl-C, and nothing was given back yet
+                        again.append(release)
+                    raise
         except DeviceError:
             pass
         finally:
