@@ -21,6 +21,7 @@ from dissociated.client import leases as client_leases
 from dissociated.client import session
 from dissociated.errors import TransportError
 from dissociated.memory import leases as memory_leases
+from dissociated.transport.framed import connection as framed
 from helpers import Interruption, Serve, clients_end, connections_left, no_threads, serving
 from memory.maps import origins, shared_bytes
 
@@ -230,6 +231,20 @@ def test_ctrl_c_while_a_stream_begins_keeps_no_connection(shm: dis.Server) -> No
     for at in count():
         with Interruption(session, "_account", at=at) as interruption, suppress(KeyboardInterrupt):
             next(dis.open_tensors(shm.locations("data")[0], shm.ticket("data")))
+        assert connections_left(shm, patience=2) == 0, f"interrupted at {at}"
+        if not interruption.came:
+            break
+    assert at, "it was interrupted"
+
+
+def test_ctrl_c_while_a_stream_is_left_keeps_no_connection(shm: dis.Server) -> None:
+    shm.publish("live", live)
+    for at in count():
+        reader = read(shm, "live")
+        held = reader.read_next_batch()
+        with Interruption(framed, "stop_receiving", at=at) as interruption, suppress(KeyboardInterrupt):
+            reader.close()
+        del held, reader
         assert connections_left(shm, patience=2) == 0, f"interrupted at {at}"
         if not interruption.came:
             break

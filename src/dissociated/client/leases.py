@@ -71,8 +71,13 @@ class ClientLeases:
 
     def finish(self, stopped: bool) -> None:
         """No more addresses will come; `stopped` if the server does not know that yet."""
-        if stopped:
-            self._connection.stop_receiving()
+        try:
+            if stopped:
+                self._connection.stop_receiving()
+        finally:  # also after Ctrl-C
+            self._finish()
+
+    def _finish(self) -> None:
         self._finished = True
         if self._thread is not None:
             self._returns.wake()
