@@ -238,13 +238,14 @@ def test_ctrl_c_while_a_stream_begins_keeps_no_connection(shm: dis.Server) -> No
 
 
 def test_ctrl_c_while_a_stream_is_left_keeps_no_connection(shm: dis.Server) -> None:
-    shm.publish("live", live)
+    shm.publish("data", pa.Tensor.from_numpy(np.arange(1000)))
     for at in count():
-        reader = read(shm, "live")
-        held = reader.read_next_batch()
+        tensors = dis.open_tensors(shm.locations("data")[0], shm.ticket("data"))
+        held = next(tensors)
         with Interruption(framed, "stop_receiving", at=at) as interruption, suppress(KeyboardInterrupt):
-            reader.close()
-        del held, reader
+            tensors.close()
+        assert (held.to_numpy() == np.arange(1000)).all(), f"interrupted at {at}"
+        del held, tensors
         assert connections_left(shm, patience=2) == 0, f"interrupted at {at}"
         if not interruption.came:
             break
