@@ -8,15 +8,19 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 import dissociated as dis
 from arrow_cases import corrupt_parquet
+from dissociated.buffers import Buffer
+from dissociated.cli import reading
+from dissociated.cli.formats import FILE_FORMATS
 from dissociated.cli.node import stop_with_starter
 from dissociated.cli.stop import StopSignal
 from dissociated.node.launch import running
@@ -135,6 +139,70 @@ def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
             written += output(process).read()
             assert process.wait(PATIENCE) == 0
         assert pa.ipc.open_stream(written).read_all() == pa.Table.from_batches([LARGE_BATCH] * 2)
+
+
+class Pipe(io.RawIOBase):
+    """Takes a page at a time, and before some of them there are signals for this process."""
+
+    def __init__(self, signals: dict[int, int]) -> None:
+        self._signals = signals
+        self._count = 0
+        self.taken = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        self._count += 1
+        if self._count in self._signals:
+            signal.raise_signal(self._signals.pop(self._count))
+        page = bytes(memoryview(data)[:4096])
+        self.taken += page
+        return len(page)
+
+
+READ = {
+    "arrows": lambda content: pa.ipc.open_stream(content).read_all(),
+    "arrow": lambda content: pa.ipc.open_file(content).read_all(),
+    "parquet": lambda content: pyarrow.parquet.read_table(io.BytesIO(content)),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(kind: str, fails: bool) -> None:
+    """Batches end with a page: a reader would take what ends there for all there is."""
+    some = [pa.record_batch({"n": pa.array(range(rows), pa.int64())}) for rows in (2048, 2048, 10)]
+    whole = pa.Table.from_batches(some)
+
+    def given() -> Iterator[pa.RecordBatch]:
+        yield from some[: 2 if fails else 3]
+        if fails:
+            raise OSError("failed")
+
+    for numbers in ([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]):
+        came, first = True, 0
+        while came:
+            first += 1
+            signals: dict[int, int] = {first + number: one for number, one in enumerate(numbers)}
+            pipe = Pipe(signals)
+            sink = io.BufferedWriter(pipe)
+            reader = pa.RecordBatchReader.from_batches(whole.schema, given())
+            with suppress(OSError, KeyboardInterrupt, SystemExit):
+                reading.write_away(reader, sink, FILE_FORMATS[kind])
+            came = len(signals) < len(numbers)
+            signals.clear()
+            if not came and kind != "arrows":  # then a footer is missing
+                sink.flush()
+            taken = pipe.taken  # no more is, if this process is killed now
+            try:
+                found = READ[kind](taken)
+            except (pa.ArrowException, OSError):
+                assert came or fails
+            else:
+                assert found == whole
+                assert not fails
+        assert first > 3
 
 
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:

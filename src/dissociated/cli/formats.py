@@ -25,12 +25,11 @@ _NO_FOOTER = b"broken off"
 
 
 class FileFormat(NamedTuple):
-    """How to write it; what its files end in; and whether it is Arrow IPC, an IPC stream, text."""
+    """How to write it; what its files end in; and whether it is Arrow IPC, or text."""
 
     open: _Open
     endings: tuple[str, ...] = ()
     is_ipc: bool = False
-    is_stream: bool = False
     is_text: bool = False
 
 
@@ -39,10 +38,11 @@ def _arrow_stream(sink: Any, schema: pa.Schema) -> Iterator[Any]:
     writer = pa.ipc.new_stream(sink, schema)
     try:
         yield writer
+        writer.close()
+        sink.flush()  # what stays in its buffer could be cut off between two messages, and nobody would tell
     except BaseException:
         _spoil(sink, _NO_MESSAGE)
         raise
-    writer.close()
 
 
 def _arrow_file(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
@@ -60,16 +60,20 @@ def _with_footer(sink: Any, writer: Any) -> Iterator[Any]:
     try:
         yield writer
     except BaseException:
-        with suppress(pa.ArrowException, OSError, ValueError):
-            writer.close()  # that of Parquet would write its footer when it is collected
-        _spoil(sink, _NO_FOOTER)
+        _spoil(sink, _NO_FOOTER, writer.close)  # that of Parquet would write its footer when it is collected
         raise
     writer.close()
 
 
-def _spoil(sink: Any, spoiler: bytes) -> None:
-    with suppress(pa.ArrowException, OSError, ValueError):  # nobody may be reading any more
-        sink.write(spoiler)
+def _spoil(sink: Any, spoiler: bytes, before: Callable[[], object] = lambda: None) -> None:
+    for _ in range(2):  # a signal may end this once, if none was the reason for it: see EndingSignals
+        with suppress(KeyboardInterrupt, SystemExit):
+            with suppress(pa.ArrowException, OSError, ValueError):
+                before()
+            with suppress(pa.ArrowException, OSError, ValueError):  # nobody may be reading any more
+                sink.write(spoiler)
+                sink.flush()
+            return
 
 
 def _csv(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
@@ -95,7 +99,7 @@ def _table(sink: Any, schema: pa.Schema) -> AbstractContextManager[Any]:
 
 FILE_FORMATS = {
     "arrow": FileFormat(_arrow_file, (".arrow", ".feather"), is_ipc=True),
-    "arrows": FileFormat(_arrow_stream, (".arrows",), is_ipc=True, is_stream=True),
+    "arrows": FileFormat(_arrow_stream, (".arrows",), is_ipc=True),
     "parquet": FileFormat(_parquet, (".parquet",)),
     "csv": FileFormat(_csv, (".csv",), is_text=True),
     "jsonl": FileFormat(_json_lines, (".jsonl", ".ndjson"), is_text=True),

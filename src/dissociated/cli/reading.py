@@ -125,8 +125,8 @@ def write_batches(
 def write_away(
     reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
-    """The same to what somebody may read meanwhile: a signal that ends this process breaks a stream off, too."""
-    with EndingSignals() if written.is_stream else nullcontext():  # else the end of the file is missing
+    """The same to what somebody may read meanwhile: a signal that ends this process breaks it off, too."""
+    with nullcontext() if written.is_text else EndingSignals():
         return write_batches(reader, sink, written, advance)
 
 
