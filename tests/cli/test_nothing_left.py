@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import signal
 import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -34,21 +37,26 @@ pytestmark = pytest.mark.usefixtures("forks")
 BATCH = pa.record_batch({"n": pa.array(range(1000), pa.int64())})
 LARGE_BATCH = pa.record_batch({"n": pa.array(range(1 << 16), pa.int64())})  # more than a writer to a pipe keeps back
 
-#: `dissociated`, also where a file system knows no files without a name, and as `nohup` starts it.
+#: `dissociated`, also where a file system knows no files without a name, with `nohup`, and with PYTHONUNBUFFERED.
 COMMAND = """
-import os, signal
+import io, os, signal, sys
 from dissociated.cli import main
 
 if "NOHUP" in os.environ:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "NAMED" in os.environ:
     os.O_TMPFILE = os.O_DIRECTORY  # so that open says EISDIR, as there
+if "UNBUFFERED" in os.environ:
+    sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0), write_through=True)
 raise SystemExit(main())
 """
 
 
-def command(*arguments: str | Path, named: bool = False, nohup: bool = False, **streams: int) -> subprocess.Popen[str]:
-    chosen = {name: "1" for name, wanted in {"NAMED": named, "NOHUP": nohup}.items() if wanted}
+def command(
+    *arguments: str | Path, named: bool = False, nohup: bool = False, unbuffered: bool = False, **streams: int
+) -> subprocess.Popen[str]:
+    switches = {"NAMED": named, "NOHUP": nohup, "UNBUFFERED": unbuffered}
+    chosen = {name: "1" for name, wanted in switches.items() if wanted}
     return Fork("-c", COMMAND, *arguments, **streams, stderr=subprocess.PIPE, env={**os.environ, **chosen})
 
 
@@ -139,6 +147,36 @@ def test_what_a_killed_command_wrote_to_a_pipe_is_no_whole_stream() -> None:
             written += output(process).read()
             assert process.wait(PATIENCE) == 0
         assert pa.ipc.open_stream(written).read_all() == pa.Table.from_batches([LARGE_BATCH] * 2)
+
+
+@pytest.mark.parametrize("kind", ["arrows", "jsonl"])
+def test_a_command_without_a_buffer_that_is_stopped_meanwhile_goes_on(kind: str) -> None:
+    """The system then says that it took less than it was given. In a container, Python often has no buffer."""
+    with dis.Server(["tcp://127.0.0.1:0"]) as server:
+        server.publish("data", pa.table({"n": pa.array(["x" * (1 << 20)] * 2)}))
+        arguments = ("get", f"{server.catalog_uri}/data", "-o", "-", "--format", kind)
+        read: list[bytes] = []
+        for stopped in (False, True):
+            with command(*arguments, unbuffered=True, stdout=subprocess.PIPE) as process:
+                content = output(process).read(1)
+                if stopped:
+                    wait_until(lambda: waiting(process) > 14 * 4096, "the pipe is full, of 16 pages, some of them cut")
+                    process.send_signal(signal.SIGSTOP)
+                    wait_until(lambda: state(process) == "T", "it is stopped")
+                    process.send_signal(signal.SIGCONT)
+                content += output(process).read()
+                assert process.wait(PATIENCE) == 0
+            read.append(content)
+    assert read[0] == read[1]
+
+
+def state(process: subprocess.Popen[str]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def waiting(process: subprocess.Popen[str]) -> int:
+    """Bytes in the pipe."""
+    return int.from_bytes(fcntl.ioctl(output(process), termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 class Pipe(io.RawIOBase):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -136,4 +137,7 @@ def to_stdout(
     """The same to the standard output. Raises OptionError for what is no text, where that is a terminal."""
     if not written.is_text and sys.stdout.isatty():
         raise OptionError("this format is no text, and the standard output is a terminal: give a file, -o FILE")
+    if isinstance(sys.stdout.buffer, io.RawIOBase):  # PYTHONUNBUFFERED: it may take less than it is given
+        with open(sys.stdout.fileno(), "wb", closefd=False) as sink:
+            return write_away(reader, sink, written, advance)
     return write_away(reader, sys.stdout.buffer, written, advance)
