@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dissociated.errors import FormatError
-from dissociated.format.encapsulated import walk
+from dissociated.format.encapsulated import END_OF_STREAM, walk
 from dissociated.format.index import Entry, Index
 from dissociated.format.message import HeaderType
 
@@ -87,6 +87,22 @@ def test_a_stream(kind: str, legacy: bool) -> None:
     assert not index.is_file
     assert seen(content, index) == messages(content)
     assert index.body_size == sum(length for _, _, length in messages(content))
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["", "legacy"])
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_is_ended_by_its_marker_and_not_by_zeros(kind: str, legacy: bool) -> None:
+    """Zeros follow what was cut off where its file was made longer before."""
+    whole = stream(STREAMS[kind], use_legacy_format=legacy)
+    cut = whole[: -4 if legacy else -8]
+    for content in (whole, cut + bytes(4)):  # in either format a reader takes either marker
+        assert Index(content).is_ended
+        assert not len(Index(content).rest)
+    for content in (cut, cut + bytes(8), cut + bytes(4096), cut + bytes(4) + whole):
+        assert not Index(content).is_ended
+    followed = Index(cut + END_OF_STREAM + whole)
+    assert followed.is_ended
+    assert followed.rest == whole
 
 
 @given(st.lists(st.sampled_from([0, 1, 8, 9, 10, 100]), min_size=1, max_size=60), st.sampled_from(["", "x", "long "]))

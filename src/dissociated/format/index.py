@@ -14,7 +14,15 @@ import numpy as np
 
 from dissociated.buffers import Buffer
 from dissociated.errors import FormatError
-from dissociated.format.encapsulated import FOOTER_TAIL, Encapsulated, first_message_at, footer_at, message_at
+from dissociated.format.encapsulated import (
+    END_OF_STREAM,
+    FOOTER_TAIL,
+    Encapsulated,
+    end_of_stream,
+    first_message_at,
+    footer_at,
+    message_at,
+)
 from dissociated.format.footer import parse_footer, schema_message
 from dissociated.format.message import HeaderType, parse_header, varying_ranges
 
@@ -46,6 +54,8 @@ class Index:
         self._end = footer_at(self._memory) if self.is_file else len(self._memory)
         #: Whether there is an end-of-stream marker, or a footer: a writer that broke off has written none.
         self.is_ended = self.is_file
+        #: What follows the end-of-stream marker.
+        self.rest = self._memory[len(self._memory) :]
         #: For each message: its type, where it begins, how long metadata and body are.
         self.types: np.ndarray
         self.offsets: np.ndarray
@@ -134,13 +144,22 @@ class Index:
             runs.append((len(entries), count))
             entries.append(entry)
             at += count * size
-        self.is_ended = at < self._end
+        self._end_at(at)
         repeats = [count for _, count in runs]
         types, offsets, metadata_lengths, body_lengths = (
             np.repeat(np.array([entry[field] for entry in entries], np.int64), repeats) for field in range(4)
         )
         within = np.arange(len(offsets)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         return types, offsets + within * (metadata_lengths + body_lengths), metadata_lengths, body_lengths
+
+    def _end_at(self, at: int) -> None:
+        """See whether the end of a stream, which lies there, is a marker, and what follows that."""
+        tail = self._memory[at : at + len(END_OF_STREAM)]
+        if bytes(tail) == END_OF_STREAM:
+            self.is_ended = True
+            self.rest = self._memory[at + len(END_OF_STREAM) :]
+        else:  # the legacy one is zeros, as many follow in a file that was made longer before it was written
+            self.is_ended = bytes(tail) == end_of_stream(legacy=True)
 
     def _alike(self, first: Encapsulated, at: int, size: int, most: int) -> int:
         """How many messages of one size and layout follow each other from the `first` on."""
