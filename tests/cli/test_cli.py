@@ -33,6 +33,7 @@ from dissociated.cli import COMMANDS, main, text
 from dissociated.cli.plain import plain_rows
 from dissociated.errors import SourceError
 from dissociated.node.launch import running
+from dissociated.store.segment import Segment, SegmentWriter
 from helpers import Child, wait_until
 
 _ENVIRONMENT = ("DISSOCIATED_CATALOG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
@@ -464,6 +465,41 @@ def test_a_stream_without_its_end_is_not_published(tmp_path: Path, options: dict
                     publish("ends", path)
             assert "ends" not in client
             assert client.put("ends", pa.ipc.open_stream(path)) == content.num_rows
+
+
+def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> None:
+    """Nobody would read that. Statistics follow a segment, and are of it."""
+    path, segment = tmp_path / "some.arrows", tmp_path / "segment"
+    large = pa.record_batch({"n": range(20_000)})  # as few have none
+    with SegmentWriter(segment, large.schema) as writer:
+        writer.write_batch(large)
+    assert Segment.open(segment).statistics is not None
+    content = segment.read_bytes()
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, large.schema) as other:
+        other.write_batch(large)
+    stream = sink.getvalue()
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        name = f"{server.catalog_uri}/ends"
+        for more in (stream, content, stream[:-8], b"\n", bytes(4096)):
+            for first in (stream, content):
+                path.write_bytes(first + more)
+                for source, given in (("-", first + more), (path, b"")):
+                    put = run("put", source, name, given=given)
+                    assert put.returncode == 1
+                    assert "goes on after" in put.stderr
+                    assert "(dissociated put FILE NAME --append)" in put.stderr
+                for publish in (client.put, server.publish):
+                    with pytest.raises(SourceError, match=r"goes on after.*publish each stream by itself$"):
+                        publish("ends", path)
+        path.write_bytes(stream[:-8] + bytes(4096))  # cut off in a file that was made longer before it was written
+        for source, given in (("-", path.read_bytes()), (path, b"")):
+            assert run("put", source, name, given=given).returncode == 1
+        assert "ends" not in client
+        path.write_bytes(content)
+        for source, given in (("-", content), (path, b"")):
+            assert run("put", source, name, given=given).returncode == 0
+            assert client.read("ends").read_all() == pa.Table.from_batches([large])
 
 
 def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ COMMANDS = {
 #: What the library says of its own parameters, in the command line's words. Options are found by their names.
 _WORDS = {
     "publish a reader of it, pyarrow.ipc.open_stream(path)": r"add it: printf '\377\377\377\377\0\0\0\0' >> FILE",
+    "publish each stream by itself": "publish each stream by itself (dissociated put FILE NAME --append)",
     "is not certain: filter what was read": "says nothing that is certain: write a value of that type",
     "a directory to spill to": "a directory to spill to, --spill DIR",
     "connect(uri, token=...)": "--token-file FILE, or DISSOCIATED_TOKEN",

@@ -15,6 +15,7 @@ import pyarrow as pa
 from dissociated.cli.formats import FILE_FORMATS
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
+from dissociated.codec.statistics import MAX_STATISTICS, is_statistics
 from dissociated.datasets.base import Dataset
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
@@ -99,6 +100,7 @@ class _StreamFile:
     """The file that libarrow reads an IPC stream from, which ends with its end-of-stream marker.
 
     To libarrow, a stream that simply ends is whole, too, as the specification has it. So does one whose writer died.
+    And of what follows the marker, as another stream, libarrow reads nothing.
     """
 
     closed = False
@@ -113,12 +115,20 @@ class _StreamFile:
         return found
 
     def checked(self, reader: pa.RecordBatchReader) -> Iterator[BatchAndMetadata]:
-        """The same batches. Raises SourceError after the last where no marker followed."""
+        """The same batches. Raises SourceError after the last where no marker followed, or more than that."""
         yield from batches(reader)
         if self._ended:
             raise SourceError(
                 "the Arrow IPC stream on the standard input broke off: it has no end-of-stream marker, which a writer "
                 "adds when it is closed"
+            )
+        rest = bytearray()
+        while len(rest) <= MAX_STATISTICS and (more := self._file.read(1 << 20)):
+            rest += more
+        if rest and not is_statistics(rest):
+            raise SourceError(
+                "the standard input goes on after the end-of-stream marker of an Arrow IPC stream, where a reader of "
+                "Arrow stops: publish each stream by itself"
             )
 
     def close(self) -> None: ...

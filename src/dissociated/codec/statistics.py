@@ -29,6 +29,7 @@ from dissociated.format.encapsulated import end_of_stream, message_at
 from dissociated.format.message import is_compressed
 
 STATISTICS_MAGIC = b"DISSTATS"
+MAX_STATISTICS = 1 << 28  # bytes
 
 _ALIGNMENT = 8
 _TAIL = 8 + len(STATISTICS_MAGIC)
@@ -38,7 +39,6 @@ _MAX_LENGTH = 256  # bytes of a bound
 _SAMPLE = 1024  # values that a batch begins with
 _MAX_SHORT_DIGITS = 18
 _MAX_VALUES = 1 << 20  # kept while a segment is written; of one with more, nothing is written
-_MAX_SIZE = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,13 @@ def _column(type_: pa.DataType, thorough: bool) -> _ColumnCollector | None:
     return None
 
 
+def is_statistics(rest: Buffer) -> bool:
+    """Whether what follows an end-of-stream marker calls itself that, whatever it says."""
+    whole = memoryview(rest).cast("B")
+    stop = len(whole) - _TAIL
+    return whole[stop + 8 :] == STATISTICS_MAGIC and int.from_bytes(whole[stop : stop + 8], "little") == stop
+
+
 def read_statistics(memory: Buffer, end: int, schema: pa.Schema, num_rows: Sequence[int]) -> Statistics | None:
     """Those after the IPC stream of this schema, whose last message ends at `end`, and whose batches have these rows.
 
@@ -235,12 +242,9 @@ def read_statistics(memory: Buffer, end: int, schema: pa.Schema, num_rows: Seque
     marker = end_of_stream()
     start = end + len(marker)
     stop = len(whole) - _TAIL
-    if start % _ALIGNMENT or not start < stop <= start + _MAX_SIZE or whole[end:start] != marker:
+    if start % _ALIGNMENT or not start < stop <= start + MAX_STATISTICS or whole[end:start] != marker:
         return None
-    if (
-        whole[-len(STATISTICS_MAGIC) :] != STATISTICS_MAGIC
-        or int.from_bytes(whole[stop : stop + 8], "little") != stop - start
-    ):
+    if not is_statistics(whole[start:]):
         return None
     try:
         batch = _batch(whole[start:stop])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.codec.split import BatchAndMetadata
+from dissociated.codec.statistics import is_statistics
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError
 from dissociated.store.segment import Segment
@@ -21,7 +22,8 @@ class FileDataset(SegmentsDataset):
     """The file at `path`. Raises StoreError where it holds no IPC stream or file, or cannot be read.
 
     A stream without its end-of-stream marker, which it may do without, is a SourceError: nobody could tell it from what
-    a writer has left that died, or that still writes.
+    a writer has left that died, or that still writes. So is one that anything but its statistics follows, as another
+    stream: nobody would read that.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -31,6 +33,11 @@ class FileDataset(SegmentsDataset):
             raise SourceError(
                 f"{path} breaks off: it has no end-of-stream marker, which a writer of Arrow adds when it is closed. "
                 "Where it is whole all the same, publish a reader of it, pyarrow.ipc.open_stream(path)"
+            )
+        if len(segment.index.rest) and not is_statistics(segment.index.rest):
+            raise SourceError(
+                f"{path} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "
+                "itself"
             )
         super().__init__(name, [segment])
         self._path, self._descriptor, self._published = path, segment.descriptor, state

@@ -35,7 +35,8 @@ def make_dataset(
 
     - Held: a Table, a RecordBatch, or a list of these; Arrow IPC in a Buffer or bytes, or a RecordBatchFileReader.
     - A path to an Arrow IPC stream or file is mapped and served from where it lies. A stream must end with its
-      end-of-stream marker. A path to a Parquet file, or to a directory of them, is read anew by each client.
+      end-of-stream marker, and nothing may follow that. A path to a Parquet file, or to a directory of them, is read
+      anew by each client.
     - A RecordBatchReader, or an iterator of record batches, as a generator, can be read by one client, once.
     - A callable is called once to learn the schema and again for each client; it gives a reader, anything with
       `__arrow_c_stream__`, or an iterator of record batches, and the same stream each time.
