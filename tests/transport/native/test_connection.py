@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import select
 import time
-from contextlib import closing
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 import pytest
 
-from dissociated.errors import DeadlineExceeded, TransportError
+from dissociated.errors import ConnectionClosed, DeadlineExceeded, TransportError
 from dissociated.protocol.message import Message
 from dissociated.transport.base import Allocate, Connection, Listener
+from dissociated.transport.native import connection as connecting
 from dissociated.transport.native import listener as listening
 from dissociated.transport.native import progress
 from dissociated.transport.native.connection import NativeConnection
 from dissociated.transport.native.listener import NativeListener
-from helpers import Interruption, case
+from helpers import PATIENCE, Interruption, case, leaving_nothing, wait_until
 
 
 class Outgoing(NamedTuple):
@@ -31,7 +34,7 @@ class Quiet(NativeConnection):
     def __init__(self, accepted: bool = False) -> None:
         super().__init__("nobody", accepted)
         self.looks = 0
-        self.released = False
+        self.released = 0  # times
 
     def _encode(self, message: Message) -> Outgoing:
         return Outgoing(sum(map(len, message.parts)))
@@ -65,7 +68,7 @@ class Quiet(NativeConnection):
         return False
 
     def _release(self) -> None:
-        self.released = True
+        self.released += 1
 
 
 def test_what_completes_unnoticed_is_noticed() -> None:
@@ -96,7 +99,7 @@ def test_ending_takes_no_longer_than_it_may_whatever_the_peer_does() -> None:
     connection.abort("because")
     connection.close()
     assert time.monotonic() - before < 3
-    assert connection.released
+    assert connection.released == 1
 
 
 class Failing(Quiet):
@@ -113,7 +116,70 @@ def test_a_medium_that_fails_is_given_back_all_the_same() -> None:
     connection.finish(0.05)
     connection.abort("because")
     connection.close()
-    assert connection.released
+    assert connection.released == 1
+
+
+class Slow(Quiet):
+    """Sending takes a while."""
+
+    def _complete(self, request: Any) -> bool | None:
+        self.looks += 1
+        return self.looks > 5 or None
+
+
+def test_ctrl_c_at_any_line_of_what_closing_waits_for_gives_everything_back() -> None:
+    for module, functions in ((connecting, ("_end",)), (progress, ("_drive", "_wait", "_wake_up"))):
+        at, interrupted = 0, True
+        while interrupted:
+            with case((functions, at)), leaving_nothing():
+                connection = Slow(accepted=True)
+                connection._posted("request", 1, b"b")
+                with suppress(KeyboardInterrupt), Interruption(module, *functions, at=at) as interruption:
+                    connection.close()
+                interrupted = interruption.came
+                assert connection.released == 1
+                connection.close()
+                assert connection.released == 1
+            at += 1
+        assert at > 3
+
+
+def ctrl_c_at_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, but its first call is interrupted."""
+    calls: list[None] = []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return method(*arguments)
+
+    return interrupted
+
+
+def test_ctrl_c_while_closing_waits_for_another_thread_gives_everything_back_after_it() -> None:
+    with leaving_nothing(), ThreadPoolExecutor(1) as pool:
+        connection = Quiet()
+        receiving = pool.submit(connection.receive, PATIENCE, lambda tag, length: bytearray(length))
+        wait_until(lambda: connection._asleep, "nobody sleeps")
+        connection._lock.wait = ctrl_c_at_first(connection._lock.wait)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            connection.close()
+        assert not connection._asleep
+        assert connection.released == 1
+        with pytest.raises(ConnectionClosed):
+            receiving.result(PATIENCE)
+
+
+def test_two_threads_that_close_give_back_once() -> None:
+    with leaving_nothing(), ThreadPoolExecutor(1) as pool:
+        connection = Slow(accepted=True)
+        connection._posted("request", 1, b"b")
+        first = pool.submit(connection.close)
+        wait_until(lambda: connection._asleep, "nobody sleeps")
+        connection.close()
+        first.result(PATIENCE)
+        assert connection.released == 1
 
 
 class QuietListener(NativeListener):

@@ -69,6 +69,7 @@ class NativeConnection(ProgressConnection):
         self._put_off_bytes = 0  # of messages that are known, and that are not fetched yet
         self._max_unread = _MAX_FROM_CLIENT if accepted else _MAX_FROM_SERVER
         self._stopped = False
+        self._released = False
         self._remote: RemoteAddressSpace | None = None
         self._retained: list[Region] = []  # which the peer may fetch from
 
@@ -219,22 +220,30 @@ class NativeConnection(ProgressConnection):
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
-                return
-            if not self._interrupted:
-                self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
-            self._closed = self._interrupted = True
-            while self._asleep or self._moving:
-                self._waker.set()
-                self._lock.notify_all()
-                self._lock.wait()
             try:
-                self._release()
+                if not self._interrupted:
+                    self._end(lambda: not self._under_way or self._gone, _CLOSE_TIMEOUT)
+                self._release_once()
             finally:
-                self._under_way.clear()
-                self._retained.clear()
-                self._arrived.clear()
-                self._waker.close()
+                self._release_once()  # a signal may have interrupted it, or what comes before
+
+    def _release_once(self) -> None:
+        """Give everything back, once nobody uses the medium any more. Only the first call does."""
+        self._closed = self._interrupted = True
+        while self._asleep or self._moving:
+            self._waker.set()
+            self._lock.notify_all()
+            self._lock.wait()
+        if self._released:
+            return
+        self._released = True
+        try:
+            self._release()
+        finally:
+            self._under_way.clear()
+            self._retained.clear()
+            self._arrived.clear()
+            self._waker.close()
 
     @property
     def backlog(self) -> int:
