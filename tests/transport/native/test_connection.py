@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -188,6 +189,7 @@ class QuietListener(NativeListener):
     def __init__(self) -> None:
         super().__init__(exposes_memory=False)
         self.looks = 0
+        self.released = 0  # times
 
     def _progress(self) -> None:
         self.looks += 1
@@ -210,7 +212,49 @@ class QuietListener(NativeListener):
         pass
 
     def _release(self) -> None:
+        self.released += 1
+
+
+class SleepyListener(QuietListener):
+    """It sleeps until somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def _progress(self) -> None:
         pass
+
+    def _arm(self) -> bool:
+        return not self._closed
+
+    def _sleep(self) -> None:
+        assert self.waited_for.wait(PATIENCE)
+
+
+def test_ctrl_c_while_a_listener_is_closed_gives_everything_back_after_whoever_accepts() -> None:
+    with leaving_nothing(), ThreadPoolExecutor(1) as pool:
+        listener = SleepyListener()
+        accepting = pool.submit(listener.accept)
+        wait_until(lambda: listener._asleep, "nobody sleeps")
+        wait = ctrl_c_at_first(listener._lock.wait)
+        listener._lock.wait = lambda *timeout: listener.waited_for.set() or wait(*timeout)  # type: ignore[method-assign,func-returns-value]
+        with pytest.raises(KeyboardInterrupt):
+            listener.close()
+        assert not listener._asleep
+        assert listener.released == 1
+        assert accepting.result(PATIENCE) is None
+        listener.close()
+        assert listener.released == 1
+
+
+def test_ctrl_c_while_clients_are_turned_away_gives_everything_back() -> None:
+    with leaving_nothing():
+        listener = QuietListener()
+        listener._turn_away = ctrl_c_at_first(listener._turn_away)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            listener.close()
+        assert listener.released == 1
 
 
 def test_ctrl_c_at_any_line_of_waiting_is_no_other_error_and_keeps_nobody_from_closing() -> None:

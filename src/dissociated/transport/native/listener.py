@@ -43,7 +43,7 @@ class NativeListener(Listener):
         super().__init__()
         self.exposes_memory = exposes_memory
         self._exposed: weakref.WeakKeyDictionary[Region, tuple[Span, Withdraw]] = weakref.WeakKeyDictionary()
-        self._closed = False
+        self._closed = self._released = False
         self._waker = Waker()
         self._lock = threading.Condition(threading.Lock())  # held by whoever uses the medium
         self._asleep = False
@@ -72,7 +72,7 @@ class NativeListener(Listener):
 
     @abstractmethod
     def _turn_away(self) -> None:
-        """Reject those that have come and were not handed over."""
+        """Reject those that have come and were not handed over. A signal may interrupt it: then it is called again."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -115,18 +115,28 @@ class NativeListener(Listener):
             return self._exposed[region][0]
 
     def close(self) -> None:
-        if self._closed:
-            return
         self._closed = True
         self._waker.set()
+        try:
+            self._release_once()
+        finally:
+            self._release_once()  # a signal may have interrupted it
+
+    def _release_once(self) -> None:
+        """Give everything back, once nobody accepts any more. Only the first call does."""
         with self._lock:
             while self._asleep:
                 self._lock.wait()
+            if self._released:
+                return
             self._turn_away()
             for _, withdraw in self._exposed.values():
                 withdraw()
-            self._release()
-            self._waker.close()
+            self._released = True
+            try:
+                self._release()
+            finally:
+                self._waker.close()
 
     def after_fork_in_child(self) -> None:
         for _, withdraw in self._exposed.values():

@@ -134,14 +134,15 @@ class UcxListener(NativeListener):
         self._worker.failure = TransportError(f"accepting: {error!r}") if isinstance(error, Exception) else error
 
     def _turn_away(self) -> None:
-        for request in self._requests:
-            self._ucp.lib.ucp_listener_reject(self._listener, request)
-        self._requests.clear()
+        while self._requests:
+            self._ucp.lib.ucp_listener_reject(self._listener, self._requests.popleft())
 
     def _release(self) -> None:
-        self._ucp.lib.ucp_listener_destroy(self._listener)
-        self._worker.destroy()
-        self._handle = None
+        try:
+            self._ucp.lib.ucp_listener_destroy(self._listener)
+        finally:  # a signal shall not leave it to nobody
+            self._worker.destroy()
+            self._handle = None
 
 
 def _withdraw(u: Ucp, context: Any, handle: Any, memory: Any) -> None:
