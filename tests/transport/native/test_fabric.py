@@ -17,7 +17,10 @@ from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
 from dissociated.transport.base import Listener
+from dissociated.transport.native import heartbeat
 from dissociated.transport.native.fabric import _ofi
+from dissociated.transport.native.fabric import connection as connections
+from dissociated.transport.native.fabric import endpoint as endpoints
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import LARGE, Kind
 from dissociated.transport.native.fabric.domain import RMA_KEY
@@ -26,7 +29,7 @@ from dissociated.transport.native.fabric.operations import Completion
 from dissociated.transport.native.fabric.provider import PROVIDER, open_endpoint
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, complaint, leaving_nothing, wait_until
+from helpers import PATIENCE, Interruption, case, complaint, leaving_nothing, wait_until
 
 pytestmark = pytest.mark.needs("libfabric")
 
@@ -260,20 +263,60 @@ def test_a_connection_without_a_descriptor_is_an_error_of_ours() -> None:
         FabricConnection(endpoint, "a client", 2.0, b"its name")
 
 
+@contextmanager
+def fetching(listener: Listener) -> Iterator[FabricConnection]:
+    """A client whose server went while it fetched a large message."""
+    client, server = connected(listener)
+    with client, server:
+        client.send([Message(2, (b"I have joined",))], PATIENCE)
+        assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
+        server.send([Message(7, (bytes(64 << 20),))], PATIENCE)
+        with client._lock:
+            while not client._take(lambda tag, length: bytearray(length), 1 << 30):
+                client._progress()
+        server.interrupt()
+        yield client
+
+
 def test_a_connection_that_fetches_can_be_closed_without_a_descriptor() -> None:
     """libfabric 1 crashes unless the TCP connection to the peer is ended first, which we have to find."""
-    with leaving_nothing(), closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener:
-        client, server = connected(listener)
-        with client, server:
-            client.send([Message(2, (b"I have joined",))], PATIENCE)
-            assert server.receive(PATIENCE, lambda tag, length: bytearray(length)) is not None
-            server.send([Message(7, (bytes(64 << 20),))], PATIENCE)
-            with client._lock:
-                while not client._take(lambda tag, length: bytearray(length), 1 << 30):
-                    client._progress()
-            server.interrupt()
-            with no_descriptors():
+    with (
+        leaving_nothing(),
+        closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
+        fetching(listener) as client,
+        no_descriptors(),
+    ):
+        client.close()
+
+
+def test_an_interrupted_close_leaves_nothing() -> None:
+    for module, function in ((heartbeat, "remove"), (connections, "_say_goodbye"), (endpoints, "_cut")):
+        with (
+            case(function),
+            leaving_nothing(),
+            closing(transport("fabric").listen(Uri.parse("fabric:"))) as listener,
+            fetching(listener) as client,
+        ):
+            with suppress(KeyboardInterrupt), Interruption(module, function) as interruption:
                 client.close()
+            endpoint = client._endpoint
+            assert interruption.came or (function == "_cut" and endpoint.ofi.version.startswith("2."))
+            assert isinstance(endpoint, FabricEndpoint)
+            assert not endpoint._opened
+
+
+def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing() -> None:
+    at, interrupted = 0, True
+    while interrupted:
+        with case(at), leaving_nothing(), closing(FabricEndpoint(PROVIDER, "127.0.0.1", None)) as endpoint:
+            endpoint.receive_untagged(endpoint._ffi.new("char[65536]"), lambda completion: None)
+            with suppress(KeyboardInterrupt), Interruption(endpoints, "_give_back", "_drain", at=at) as interruption:
+                endpoint.close()
+            interrupted = interruption.came
+            assert not endpoint._opened
+            assert not endpoint._operations._by_context
+        at += 1
+    assert at > 10
 
 
 class Counting(FabricEndpoint):

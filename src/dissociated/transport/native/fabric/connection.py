@@ -396,8 +396,10 @@ class FabricConnection(NativeConnection):
         super()._lose()
 
     def close(self) -> None:
-        heartbeat_of(os.getpid()).remove(self)
-        super().close()
+        try:
+            heartbeat_of(os.getpid()).remove(self)
+        finally:  # a signal shall not leave it to nobody
+            super().close()
 
     def _release(self) -> None:
         try:

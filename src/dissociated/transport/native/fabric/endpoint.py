@@ -373,11 +373,18 @@ class FabricEndpoint:
     def close(self) -> None:
         """Close everything, in the order that libfabric wants. What was under way is dropped."""
         self._closing = True
+        try:
+            self._give_back()
+        finally:
+            self._give_back()  # a signal may have interrupted it
+
+    def _give_back(self) -> None:
+        """Close what is still open."""
         if self._enabled:
-            self._enabled = False
             if self._operations.fetching and self.ofi.version.startswith("1."):
                 self._cut()
             self._drain()
+            self._enabled = False
         if len(self._opened) == _ALL:
             close_object(self._ffi, self._opened.pop())  # the endpoint first: nothing may use memory any more
         self._operations.unregister_all()

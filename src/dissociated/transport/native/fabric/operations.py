@@ -63,7 +63,7 @@ class Operation(NamedTuple):
     done: Done
     keep: Any  # memory that must stay
     filling: Filling | None  # of one that ends more than once: a buffer for untagged messages
-    registered: Sequence[Any]  # memory, for as long as it lasts
+    registered: list[Any]  # memory, for as long as it lasts
     fetches: bool  # whether the peer's memory is being read
 
 
@@ -93,7 +93,7 @@ class Operations:
         """One that is given to libfabric next. `keep` stays until it has ended, and `done` is called then."""
         if context is None:
             context = self._ffi.new(f"void *[{_CONTEXT_SIZE}]")
-        operation = Operation(context, done, keep, filling, registered, fetches)
+        operation = Operation(context, done, keep, filling, [*registered], fetches)
         self._by_context[self._key(context)] = operation
         return operation
 
@@ -124,8 +124,8 @@ class Operations:
         self._by_context.clear()
 
     def _unregister(self, operation: Operation) -> None:
-        for memory in operation.registered:
-            self.domain.unregister(memory)
+        while operation.registered:  # each once, although a signal may interrupt this: then it is called again
+            self.domain.unregister(operation.registered.pop())
 
     def _key(self, context: Any) -> int:
         return int(self._ffi.cast("uintptr_t", context))
