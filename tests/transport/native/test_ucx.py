@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from dissociated.transport.base import Connection, Listener
 from dissociated.transport.native.ucx import callbacks, endpoint
 from dissociated.transport.native.ucx import connection as connections
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
+from dissociated.transport.native.ucx.listener import UcxListener
 from dissociated.transport.native.ucx.worker import Worker
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
@@ -253,6 +256,44 @@ def test_where_descriptors_run_out_ucx_does_not_end_the_process() -> None:
     first, *_, last = run.stdout.splitlines()
     assert "32 descriptors are left" in first
     assert "is it there" in last, run.stderr
+
+
+@pytest.fixture
+def no_eventfd(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on none of Python's is to be had in this thread: others took the last descriptors just then."""
+    here, eventfd = threading.current_thread(), os.eventfd
+
+    def refuse(*arguments: int) -> int:
+        if threading.current_thread() is here:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return eventfd(*arguments)
+
+    return lambda: monkeypatch.setattr(os, "eventfd", refuse)
+
+
+@pytest.mark.parametrize("begin", [UCX.connect, lambda uri, timeout: UCX.listen(uri)], ids=["connecting", "listening"])
+def test_what_lacks_the_descriptor_to_be_woken_by_leaves_nothing(
+    begin: Callable[[Uri, float], object], no_eventfd: Callable[[], None]
+) -> None:
+    no_eventfd()
+    with leaving_nothing(), pytest.raises(TransportError, match="opening an eventfd: Too many open files"):
+        begin(Uri.parse("ucx://127.0.0.1:1"), PATIENCE)
+
+
+def test_a_client_for_which_there_is_no_descriptor_is_told_so_at_once(no_eventfd: Callable[[], None]) -> None:
+    with (
+        leaving_nothing(),
+        closing(UCX.listen(Uri.parse("ucx:"))) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert isinstance(listener, UcxListener)
+        connecting = pool.submit(UCX.connect, listener.uri, PATIENCE)
+        no_eventfd()
+        while not connecting.done():
+            listener._progress()
+            assert listener._next() is None
+        with pytest.raises(TransportError, match="is it there"):
+            connecting.result()
 
 
 def test_an_interrupted_close_leaves_nothing() -> None:

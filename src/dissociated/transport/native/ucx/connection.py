@@ -58,11 +58,15 @@ class _Receiving(NamedTuple):
 
 
 class UcxConnection(NativeConnection):
-    """One endpoint, which has a worker for itself."""
+    """One endpoint, which has a worker for itself. `open` it before anything else."""
 
-    def __init__(self, worker: Worker, peer: str, description: Any, accepted: bool, knows_abort: bool) -> None:
-        """`description` are UCX's parameters for an endpoint."""
-        super().__init__(peer, accepted)
+    def __init__(self, worker: Worker, peer: str, err_mode_none: bool, accepted: bool, knows_abort: bool) -> None:
+        """Owns the worker, also where this raises TransportError."""
+        try:
+            super().__init__(peer, accepted)
+        except BaseException:
+            worker.destroy()
+            raise
         self._worker = worker
         self._ucp = u = worker.ucp
         self._ffi, self._lib = u.ffi, u.lib
@@ -76,9 +80,12 @@ class UcxConnection(NativeConnection):
         self._put_off: deque[_ProbedMessage] = deque()  # until they are fetched: they would hide those behind them
         self._info = u.ffi.new("ucp_tag_recv_info_t *")
         self._status = c.OK
-        self._endpoint = UcxEndpoint(worker, err_mode_none=description.err_mode == c.ERR_MODE_NONE)
+        self._endpoint = UcxEndpoint(worker, err_mode_none)
+
+    def open(self, description: Any) -> None:
+        """Begin to connect, as UCX's parameters for an endpoint say. Raises TransportError; this is closed then."""
         try:
-            self._endpoint.open(description, self, peer)
+            self._endpoint.open(description, self, self._peer)
         except BaseException:
             self.close()
             raise

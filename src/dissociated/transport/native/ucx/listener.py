@@ -33,7 +33,11 @@ class UcxListener(NativeListener):
     def __init__(self, host: str, address: str, port: int, mode: str, rma: bool) -> None:
         self._place = context_key(address, rma, large=False, shared=mode == "none")
         self._worker = Worker(self._place)
-        super().__init__(exposes_memory=rma)
+        try:
+            super().__init__(exposes_memory=rma)
+        except BaseException:
+            self._worker.destroy()
+            raise
         self._mode = mode
         self._ucp = u = self._worker.ucp
         self._handle = u.ffi.new_handle(self)
@@ -89,6 +93,8 @@ class UcxListener(NativeListener):
             closing_connections().check_room()
             # Memory is registered with the listener's own context, so whoever may fetch from it is served there.
             worker = Worker(self._place._replace(large=client.segment >= SEGMENT and not self.exposes_memory))
+            none = self._mode == "none"
+            connection = UcxConnection(worker, peer, none, accepted=True, knows_abort=client.knows_abort)
         except TransportError:
             u.lib.ucp_listener_reject(self._listener, request)
             raise
@@ -97,7 +103,7 @@ class UcxListener(NativeListener):
         if self._mode == "peer":  # otherwise it is the client's choice
             endpoint.field_mask |= c.EP_PARAM_ERR_MODE
             endpoint.err_mode = c.ERR_MODE_PEER
-        connection = UcxConnection(worker, peer, endpoint, accepted=True, knows_abort=client.knows_abort)
+        connection.open(endpoint)
         connection.takes_runs = client.takes_runs
         connection.exposes_memory = self.exposes_memory
         return connection

@@ -45,8 +45,9 @@ class UcxTransport(Transport):
         closing_connections().check_room()
         place = context_key(address, bool(spans), large=segment_of(uri) >= SEGMENT, shared=mode == "none")
         worker = Worker(place, takes_runs)
-        connection = UcxConnection(worker, where, endpoint, accepted=False, knows_abort=False)
+        connection = UcxConnection(worker, where, mode == "none", accepted=False, knows_abort=False)
         connection.takes_runs = takes_runs
+        connection.open(endpoint)
         del keep
         try:
             connection.wait_connected(timeout)
