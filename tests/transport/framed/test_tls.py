@@ -17,9 +17,11 @@ import pytest
 import dissociated as dis
 from certificates import Certificates, certificates
 from dissociated.errors import AccessDenied, ConnectionClosed, DeadlineExceeded, OptionError, RemoteProtocolError
+from dissociated.transport.framed import tls
+from dissociated.transport.framed.connection import SocketConnection
 from dissociated.transport.registry import transport
 from dissociated.uri import Uri
-from helpers import PATIENCE, Serve, leaving_nothing
+from helpers import PATIENCE, Interruption, Serve, leaving_nothing
 
 TLS = transport("tls")
 TABLE = pa.table({"n": np.arange(1 << 18), "s": ["the secret of the day"] * (1 << 18)})
@@ -232,6 +234,14 @@ def test_a_client_that_drips_does_not_get_longer_than_the_deadline(serve: Serve,
 
 
 # What it is given
+
+
+def test_an_interrupted_close_leaves_nothing(server: dis.Server, certified: Certificates) -> None:
+    connection = TLS.connect(Uri.parse(where(server, roots=certified.roots)), PATIENCE)
+    assert isinstance(connection, SocketConnection)
+    with pytest.raises(KeyboardInterrupt), Interruption(tls, "_say_goodbye"):
+        connection.close()
+    assert connection._socket.fileno() == -1
 
 
 def test_files_that_cannot_be_used(certified: Certificates, tmp_path: Path) -> None:

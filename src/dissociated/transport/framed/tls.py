@@ -95,17 +95,22 @@ class TlsConnection(SocketConnection):
             return bool(self._incoming.pending or self._tls.pending())
 
     def close(self) -> None:
-        if self._agreed and not self._cut_short:
-            try:
-                with self._using:
-                    self._tls.unwrap()
-            except ssl.SSLError:
-                pass  # it would like to hear the peer's farewell, too
-            try:
-                self._socket.send(self._outgoing.read(), _FLAGS)
-            except OSError:
-                pass  # the peer has gone, or is not listening any more
-        super().close()
+        try:
+            if self._agreed and not self._cut_short:
+                self._say_goodbye()
+        finally:  # a signal shall not leave it to nobody
+            super().close()
+
+    def _say_goodbye(self) -> None:
+        try:
+            with self._using:
+                self._tls.unwrap()
+        except ssl.SSLError:
+            pass  # it would like to hear the peer's farewell, too
+        try:
+            self._socket.send(self._outgoing.read(), _FLAGS)
+        except OSError:
+            pass  # the peer has gone, or is not listening any more
 
     # Sending
 
