@@ -502,6 +502,36 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
             assert client.read("ends").read_all() == pa.Table.from_batches([large])
 
 
+def test_files_after_each_other_are_not_published(tmp_path: Path) -> None:
+    """The footer of the last would list messages of the first."""
+    path = tmp_path / "some.arrow"
+
+    def file(*numbers: int) -> bytes:
+        sink = io.BytesIO()
+        with pa.ipc.new_file(sink, pa.schema({"n": pa.int64()})) as writer:
+            for number in numbers:
+                writer.write_batch(pa.record_batch({"n": [number] * 3}))
+        return sink.getvalue()
+
+    with dis.Server(["tcp://127.0.0.1:0"]) as server, dis.connect(server.catalog_uri) as client:
+        name = f"{server.catalog_uri}/files"
+        for parts in ([(1,), (2,)], [(1, 2), (3,)], [(1,), ()], [(), ()], [(1,), (2,), (3,)]):
+            content = b"".join(file(*numbers) for numbers in parts)
+            path.write_bytes(content)
+            for source, given in (("-", content), (path, b"")):
+                put = run("put", source, name, given=given)
+                assert put.returncode == 1
+                where = "the standard input" if source == "-" else path
+                assert f"{where} holds several Arrow IPC files" in put.stderr
+            for publish in (client.put, server.publish):
+                with pytest.raises(SourceError, match="several Arrow IPC files"):
+                    publish("files", path)
+        assert "files" not in client
+        path.write_bytes(file(1, 2))
+        server.publish("files", path)
+        assert client.read("files").read_all()["n"].to_pylist() == [1, 1, 1, 2, 2, 2]
+
+
 def test_get_replaces_files_alone(catalog: str, tmp_path: Path) -> None:
     planes = f"{catalog}/planes"
     fifo, link, target = (tmp_path / name for name in ("fifo.csv", "link.csv", "target.csv"))

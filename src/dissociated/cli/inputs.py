@@ -83,7 +83,12 @@ def _open_stdin(written: str | None, owned: ExitStack) -> Dataset:
         shutil.copyfileobj(stdin, memory)
         memory.flush()
         path = f"/proc/self/fd/{memory.fileno()}"
-        return make_dataset("-", Path(path) if written is None else _open_text("the standard input", path, written))
+        if written is not None:
+            return make_dataset("-", _open_text("the standard input", path, written))
+        try:
+            return make_dataset("-", Path(path))
+        except SourceError as error:
+            raise SourceError(str(error).replace(path, "the standard input")) from None
     if not stdin.peek(1):
         raise SourceError("nothing came by the standard input")
     try:

@@ -7,6 +7,7 @@ where its metadata said that columns lie: nobody is given these.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -15,6 +16,7 @@ from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.statistics import is_statistics
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError
+from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.store.segment import Segment
 
 
@@ -23,7 +25,8 @@ class FileDataset(SegmentsDataset):
 
     A stream without its end-of-stream marker, which it may do without, is a SourceError: nobody could tell it from what
     a writer has left that died, or that still writes. So is one that anything but its statistics follows, as another
-    stream: nobody would read that.
+    stream: nobody would read that. So are several files after each other: the footer of the last would be taken for
+    that of the first.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -34,7 +37,13 @@ class FileDataset(SegmentsDataset):
                 f"{path} breaks off: it has no end-of-stream marker, which a writer of Arrow adds when it is closed. "
                 "Where it is whole all the same, publish a reader of it, pyarrow.ipc.open_stream(path)"
             )
-        if len(segment.index.rest) and not is_statistics(segment.index.rest):
+        index = segment.index
+        if index.is_file and re.search(FILE_MAGIC, index.rest):  # the end of one, and the beginning of the next
+            raise SourceError(
+                f"{path} holds several Arrow IPC files after each other, where the footer of the last counts for all of "
+                "it: publish each file by itself"
+            )
+        if not index.is_file and len(index.rest) and not is_statistics(index.rest):
             raise SourceError(
                 f"{path} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "
                 "itself"

@@ -54,7 +54,7 @@ class Index:
         self._end = footer_at(self._memory) if self.is_file else len(self._memory)
         #: Whether there is an end-of-stream marker, or a footer: a writer that broke off has written none.
         self.is_ended = self.is_file
-        #: What follows the end-of-stream marker.
+        #: What follows the end-of-stream marker; of a file, what lies between its last message and its footer.
         self.rest = self._memory[len(self._memory) :]
         #: For each message: its type, where it begins, how long metadata and body are.
         self.types: np.ndarray
@@ -108,6 +108,7 @@ class Index:
         ends = blocks["offset"] + blocks["metadata_length"] + blocks["body_length"]
         if len(blocks) and (blocks["offset"].min() < start or ends.max() > self._end):
             raise FormatError("the Arrow IPC file has a footer that lists messages outside it")
+        self.rest = self._memory[ends.max() if len(blocks) else start : self._end]
         kinds = [HeaderType.DICTIONARY_BATCH] * len(footer.dictionaries)
         kinds += [HeaderType.RECORD_BATCH] * len(footer.record_batches)
         return (
