@@ -40,8 +40,8 @@ class FileDataset(SegmentsDataset):
         index = segment.index
         if index.is_file and re.search(FILE_MAGIC, index.rest):  # the end of one, and the beginning of the next
             raise SourceError(
-                f"{path} holds several Arrow IPC files after each other, where the footer of the last counts for all of "
-                "it: publish each file by itself"
+                f"{path} holds several Arrow IPC files after each other, where the footer of the last counts for "
+                "all of it: publish each file by itself"
             )
         if not index.is_file and len(index.rest) and not is_statistics(index.rest):
             raise SourceError(
