@@ -492,6 +492,8 @@ def test_a_stream_that_something_follows_is_not_published(tmp_path: Path) -> Non
                 for publish in (client.put, server.publish):
                     with pytest.raises(SourceError, match=r"goes on after.*publish each stream by itself$"):
                         publish("ends", path)
+                    with pytest.raises(SourceError, match=r"goes on after.*publish each stream by itself$"):
+                        publish("ends", first + more)
         path.write_bytes(stream[:-8] + bytes(4096))  # cut off in a file that was made longer before it was written
         for source, given in (("-", path.read_bytes()), (path, b"")):
             assert run("put", source, name, given=given).returncode == 1
@@ -526,7 +528,12 @@ def test_files_after_each_other_are_not_published(tmp_path: Path) -> None:
             for publish in (client.put, server.publish):
                 with pytest.raises(SourceError, match="several Arrow IPC files"):
                     publish("files", path)
+            with pytest.raises(SourceError, match="several Arrow IPC files"):
+                server.publish("files", content)
         assert "files" not in client
+        with pa.ipc.new_file(path, pa.schema({"ARROW1": pa.int64()}, metadata={"format": "ARROW1"})):
+            pass
+        server.publish("empty", path)
         path.write_bytes(file(1, 2))
         server.publish("files", path)
         assert client.read("files").read_all()["n"].to_pylist() == [1, 1, 1, 2, 2, 2]

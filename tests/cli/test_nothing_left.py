@@ -243,6 +243,32 @@ def test_whenever_signals_come_what_was_written_to_a_pipe_is_whole_or_refused(ki
         assert first > 3
 
 
+def test_a_signal_that_comes_within_a_finalizer_is_not_lost() -> None:
+    """Python drops what is raised there, and the second signal is one that comes because of the first."""
+    script = """
+import io, signal, weakref
+import pyarrow as pa
+from dissociated.cli import reading
+from dissociated.cli.formats import FILE_FORMATS
+
+class Collected: pass
+
+def batches():
+    for number in range(100):
+        one = Collected()
+        weakref.finalize(one, signal.raise_signal, signal.SIGTERM)
+        del one
+        print(number, flush=True)
+        yield pa.record_batch({"n": [number]})
+
+schema = pa.schema({"n": pa.int64()})
+reading.write_away(pa.RecordBatchReader.from_batches(schema, batches()), io.BytesIO(), FILE_FORMATS["arrows"])
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert 0 < len(ended.stdout.split()) < 10
+
+
 def test_put_that_fails_leaves_no_node(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with command("put", tmp_path / "nowhere.parquet", "d", "--store", store) as process:

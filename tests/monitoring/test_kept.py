@@ -91,6 +91,14 @@ def test_where_the_kernel_never_tells_nothing_is_kept(monkeypatch: pytest.Monkey
         assert left() == 0
 
 
+def test_a_server_that_never_asks_the_kernel_needs_no_memfd(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    assert serve("tcp:").status().kept == 0
+
+
 def test_a_limit_of_nothing_lets_readers_in_while_nothing_is_kept(serve: Serve) -> None:
     server = serve("shm:", kept_limit=0)
     table = pa.table({"n": [1, 2]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from dissociated.node.node import Node
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.store import Store
-from helpers import case, wait_until
+from helpers import case, connections_left, wait_until
 from machine import media
 from nodes import MIB, small_file_system
 from processes import Start
@@ -78,11 +78,35 @@ def test_what_clients_fetch_from_stays_where_it_is_unless_it_goes(memory: Path, 
         with pytest.raises(CatalogError, match="is being read"):
             client.put("c", pa.concat_tables([LARGE, LARGE]))
         assert fetch() == LARGE
-        del held
+        del held, reader
+        assert connections_left(node.server) == 0  # while one is open its dataset is being read
         client.put("c", LARGE)
         assert [info.name for info in client.list()] == ["b", "c"]
         with pytest.raises(DissociatedError, match="no dataset has this ticket"):
             fetch()
+
+
+@pytest.mark.parametrize("medium", media(("ucx", "fabric")))
+def test_what_was_appended_to_goes_although_what_shares_its_segments_is_exposed(memory: Path, medium: str) -> None:
+    part = LARGE.slice(0, LARGE.num_rows // 4)
+
+    def start(directory: Path) -> Node:
+        return nodes.enter_context(Node(Store(directory, 14 * MIB, Policy.EVICT), ["shm:", f"{medium}:?rma=allow"]))
+
+    for restarted in (False, True):
+        with ExitStack() as nodes:
+            node = start(memory / str(restarted))
+            with dis.connect(node.uri) as client:
+                client.put("a", LARGE)
+                client.describe("a")
+                client.put("a", part, mode="append")
+            if restarted:
+                nodes.close()
+                node = start(memory / str(restarted))
+            with dis.connect(node.uri) as client:
+                client.describe("a")
+                client.put("b", pa.concat_tables([LARGE, LARGE]))
+                assert [info.name for info in client.list()] == ["b"]
 
 
 def test_a_segment_that_two_versions_have_comes_back_with_the_last_of_them(memory: Path) -> None:

@@ -86,8 +86,6 @@ class Lookup:
             if version is not None:  # what it has answered with is any version, or none
                 raise CatalogError(f"the server at {self._calls.uri} knows no versions: leave out {version=}")
         if version is None:
-            if self._is_ours():
-                raise refused  # it would understand another dataset by a name that is escaped, or is JSON
             return self._describe_plainly(name, refused)
         if boot_id() in str(refused):  # it repeats the command, which means nothing to it
             raise type(refused)(f"the server at {self._calls.uri} knows no version {version} of {name!r}")
@@ -98,13 +96,17 @@ class Lookup:
         unknown: DatasetNotFound | None = None
         for descriptor in _plain_descriptors(self._calls.flight.FlightDescriptor, name):
             try:
-                return self._get_flight_info(descriptor, name)
+                info = self._get_flight_info(descriptor, name)
             except CatalogUnreachable:
                 raise
             except DatasetNotFound as error:
                 unknown = error
             except CatalogError as error:
                 refused = error
+            else:
+                if not info.version:
+                    return info
+                raise refused  # by ours, which means another dataset by a name that is escaped, or is JSON
         if unknown is not None and name not in str(unknown):
             raise DatasetNotFound(f"the server at {self._calls.uri} knows no dataset {name!r} ({unknown})")
         raise unknown or refused

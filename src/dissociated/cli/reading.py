@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -127,8 +127,15 @@ def write_away(
     reader: pa.RecordBatchReader, sink: Any, written: FileFormat, advance: Advance = lambda more, nbytes: None
 ) -> tuple[int, int]:
     """The same to what somebody may read meanwhile: a signal that ends this process breaks it off, too."""
-    with nullcontext() if written.is_text else EndingSignals():
+    if written.is_text:
         return write_batches(reader, sink, written, advance)
+    with EndingSignals() as signals:
+
+        def told(more: int, nbytes: int) -> None:
+            advance(more, nbytes)
+            signals.check()
+
+        return write_batches(reader, sink, written, told)
 
 
 def to_stdout(

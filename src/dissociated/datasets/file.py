@@ -17,6 +17,7 @@ from dissociated.codec.statistics import is_statistics
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.errors import SourceError
 from dissociated.format.encapsulated import FILE_MAGIC
+from dissociated.format.index import Index
 from dissociated.store.segment import Segment
 
 
@@ -37,17 +38,7 @@ class FileDataset(SegmentsDataset):
                 f"{path} breaks off: it has no end-of-stream marker, which a writer of Arrow adds when it is closed. "
                 "Where it is whole all the same, publish a reader of it, pyarrow.ipc.open_stream(path)"
             )
-        index = segment.index
-        if index.is_file and re.search(FILE_MAGIC, index.rest):  # the end of one, and the beginning of the next
-            raise SourceError(
-                f"{path} holds several Arrow IPC files after each other, where the footer of the last counts for "
-                "all of it: publish each file by itself"
-            )
-        if not index.is_file and len(index.rest) and not is_statistics(index.rest):
-            raise SourceError(
-                f"{path} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "
-                "itself"
-            )
+        check_alone(str(path), segment.index)
         super().__init__(name, [segment])
         self._path, self._descriptor, self._published = path, segment.descriptor, state
 
@@ -78,3 +69,17 @@ FileState: TypeAlias = tuple[int, int, int, int]
 def file_state(found: os.stat_result) -> FileState:
     """What is another if the file is another, or has been written to."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_alone(where: str, index: Index) -> None:
+    """Raise SourceError where more follows an Arrow IPC stream or file: nobody would read that."""
+    if index.is_file and re.search(FILE_MAGIC * 2, index.rest):  # the end of one, and the beginning of the next
+        raise SourceError(
+            f"{where} holds several Arrow IPC files after each other, where the footer of the last counts for "
+            "all of it: publish each file by itself"
+        )
+    if not index.is_file and len(index.rest) and not is_statistics(index.rest):
+        raise SourceError(
+            f"{where} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "
+            "itself"
+        )

@@ -16,7 +16,7 @@ from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.split import BatchAndMetadata, batches
 from dissociated.datasets.base import Dataset, Source
-from dissociated.datasets.file import FileDataset
+from dissociated.datasets.file import FileDataset, check_alone
 from dissociated.datasets.parquet import is_parquet, parquet_directory, parquet_file
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.static import SegmentsDataset
@@ -24,6 +24,7 @@ from dissociated.datasets.streamed import LiveDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.errors import OptionError, SourceError
 from dissociated.format.encapsulated import FILE_MAGIC
+from dissociated.format.index import Index
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
 
@@ -198,6 +199,7 @@ def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
     if not isinstance(source, pa.ipc.RecordBatchFileReader):
         may_change = isinstance(source, bytearray) or (isinstance(source, memoryview) and not source.readonly)
         buffer = pa.py_buffer(bytes(source) if may_change else source)
+        check_alone(f"what is in memory for {name!r}", Index(buffer))
         if buffer[: len(FILE_MAGIC)].to_pybytes() != FILE_MAGIC:
             return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
         source = pa.ipc.open_file(buffer)

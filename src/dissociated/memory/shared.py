@@ -116,13 +116,16 @@ def is_unused(descriptor: int) -> bool:
 
 
 def can_tell_unused() -> bool:
-    """Whether `is_unused` can tell that of memfds: not every kernel and sandbox grants leases."""
+    """Whether `is_unused` can tell that of memfds: not every kernel and sandbox grants leases. Raises OSError."""
     probe = create_memfd("probe")
-    readable = reopen_read_only(probe)
-    os.close(probe)
-    unused = is_unused(readable)
-    os.close(readable)
-    return unused
+    try:
+        readable = reopen_read_only(probe)
+    finally:
+        os.close(probe)
+    try:
+        return is_unused(readable)
+    finally:
+        os.close(readable)
 
 
 def is_sealed(descriptor: int) -> bool:

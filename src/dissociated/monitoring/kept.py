@@ -41,7 +41,7 @@ class KeptMemory:
         self._kept: list[_Left] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._can_tell = can_tell_unused()
+        self._can_tell: bool | None = None  # not known yet
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:
@@ -52,9 +52,12 @@ class KeptMemory:
     def watch(self, segment: Mappable) -> None:
         """A client is gone, or was cut off, and may still have this mapped. Files with a name are not counted."""
         with self._lock:
-            if self._closed.is_set() or not self._can_tell or segment in self._watched:
+            if self._closed.is_set() or segment in self._watched or os.fstat(segment.descriptor).st_nlink:
                 return
-            if os.fstat(segment.descriptor).st_nlink:
+            if self._can_tell is None:
+                with suppress(OSError):  # there are no descriptors now, say
+                    self._can_tell = can_tell_unused()
+            if not self._can_tell:
                 return
             self._watched.add(segment)
             # It is called before the descriptor is closed: the latest finalizer is the first.

@@ -79,7 +79,7 @@ class Eviction:
         """
         while True:
             chosen = self._choose_unused(missing)
-            exposed = [*filter(self.is_exposed, chosen)]
+            exposed = [one for version in chosen for one in self._exposing(version)]
             if not exposed:
                 return chosen
             for version in exposed:
@@ -126,4 +126,10 @@ class Eviction:
         """
         if not self._places.in_memory(version) or self.in_use(version):
             return False
-        return self.is_exposed(version) or not self._places.is_used(version)
+        return bool(self._exposing(version)) or not self._places.is_used(version)
+
+    def _exposing(self, version: Version) -> list[Version]:
+        """What is exposed of its segments: itself, and the versions that share some, since one was appended to."""
+        segments = self._places.find(version)[1].sizes(version).keys()
+        exposed = filter(self.is_exposed, self._places.contents.with_name(version.name))
+        return [one for one in exposed if not segments.isdisjoint(self._places.find(one)[1].sizes(one))]

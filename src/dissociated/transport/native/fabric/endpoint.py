@@ -59,6 +59,7 @@ class FabricEndpoint:
         self._ffi, self._lib = self.ofi.ffi, self.ofi.lib
         self._operations = Operations(self._ffi)
         self._entered = self._enabled = self._closing = False
+        self._closings: list[int] = []  # what libfabric has said to the closing of the endpoint itself
         self._opened: list[Any] = []  # what has to be closed, last first
         self._count = 0  # of operations that have ended, but for looking
         self._peeking: Any = None
@@ -385,8 +386,12 @@ class FabricEndpoint:
                 self._cut()
             self._drain()
             self._enabled = False
-        if len(self._opened) == _ALL:
-            close_object(self._ffi, self._opened.pop())  # the endpoint first: nothing may use memory any more
+        if len(self._opened) == _ALL:  # the endpoint first: nothing may use memory any more
+            if not self._closings:
+                fid = self._opened[-1].fid
+                # C alone: a signal comes before it, or when it is known that it was done.
+                self._closings.extend(map(fid.ops.close, [self._ffi.addressof(fid)]))
+            del self._opened[-1]
         self._operations.unregister_all()
         while self._opened:
             close_object(self._ffi, self._opened.pop())
