@@ -35,6 +35,7 @@ def make_dataset(
     """A dataset of whatever `source` is.
 
     - Held: a Table, a RecordBatch, or a list of these; Arrow IPC in a Buffer or bytes, or a RecordBatchFileReader.
+      Nothing may follow a stream or file in these bytes.
     - A path to an Arrow IPC stream or file is mapped and served from where it lies. A stream must end with its
       end-of-stream marker, and nothing may follow that. A path to a Parquet file, or to a directory of them, is read
       anew by each client.
