@@ -130,6 +130,9 @@ class Eviction:
 
     def _exposing(self, version: Version) -> list[Version]:
         """What is exposed of its segments: itself, and the versions that share some, since one was appended to."""
-        segments = self._places.find(version)[1].sizes(version).keys()
-        exposed = filter(self.is_exposed, self._places.contents.with_name(version.name))
-        return [one for one in exposed if not segments.isdisjoint(self._places.find(one)[1].sizes(one))]
+        exposed = [*filter(self.is_exposed, self._places.contents.with_name(version.name))]
+        segments = self._segments(version) if exposed else set()  # which takes a walk over files
+        return [one for one in exposed if not segments.isdisjoint(self._segments(one))]
+
+    def _segments(self, version: Version) -> set[int]:
+        return {*self._places.find(version)[1].sizes(version)}
