@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from threading import Thread
 from typing import Any
 
@@ -165,9 +166,15 @@ Start = Callable[..., Process]
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
+    """A port that nobody listens at, for somebody to do so later.
+
+    It is none of those that the kernel chooses for whoever does not care: it would have given it to others by then.
+    """
+    chosen_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = SystemRandom().randrange(10_000, max(chosen_from, 20_000))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def in_terminal(columns: int, arguments: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
@@ -275,10 +276,7 @@ class Validator:
         if self._nested and alike and not full:
             full = any(batch.column(index).offset for index in self._nested)
         try:
-            if full:
-                self._layouts.validate(batch)
-            else:
-                batch.validate()
+            validate_shared(partial(self._layouts.validate, batch) if full else batch.validate)
             return self._writable.valid(batch) if alike else batch
         except pa.ArrowException as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
@@ -286,9 +284,26 @@ class Validator:
     def check_values(self, batch: pa.RecordBatch) -> None:
         """Raise SourceError also for a value that is not valid for its type: in another format it would change."""
         try:
-            batch.validate(full=True)
+            validate_shared(partial(batch.validate, full=True))
         except pa.ArrowException as error:
             raise SourceError(f"a record batch is not valid: {error}") from None
+
+
+def validate_shared(validate: Callable[[], None]) -> None:
+    """Call `validate` for what other threads may look at meanwhile, again where libarrow errs for that reason.
+
+    It reads a null count twice: one that is not known yet, and that another thread computes in between, it takes for
+    negative. That happens once for each array. Raises what `validate` raises.
+    """
+    said = ""
+    while True:
+        try:
+            validate()
+            return
+        except pa.ArrowInvalid as error:
+            if "Negative null count" not in str(error) or str(error) == said:
+                raise
+            said = str(error)
 
 
 class OnceValidator:
