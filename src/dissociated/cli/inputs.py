@@ -15,8 +15,9 @@ import pyarrow as pa
 from dissociated.cli.formats import FILE_FORMATS
 from dissociated.codec.batches import BatchReader
 from dissociated.codec.split import BatchAndMetadata, batches
-from dissociated.codec.statistics import MAX_STATISTICS, is_statistics
+from dissociated.codec.statistics import MAX_STATISTICS
 from dissociated.datasets.base import Dataset
+from dissociated.datasets.file import check_rest
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.sources import make_dataset
 from dissociated.errors import OptionError, SourceError
@@ -130,11 +131,7 @@ class _StreamFile:
         rest = bytearray()
         while len(rest) <= MAX_STATISTICS and (more := self._file.read(1 << 20)):
             rest += more
-        if rest and not is_statistics(rest):
-            raise SourceError(
-                "the standard input goes on after the end-of-stream marker of an Arrow IPC stream, where a reader of "
-                "Arrow stops: publish each stream by itself"
-            )
+        check_rest("the standard input", rest)
 
     def close(self) -> None: ...
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from dissociated.buffers import Buffer
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.statistics import is_statistics
 from dissociated.datasets.static import SegmentsDataset
@@ -78,7 +79,13 @@ def check_alone(where: str, index: Index) -> None:
             f"{where} holds several Arrow IPC files after each other, where the footer of the last counts for "
             "all of it: publish each file by itself"
         )
-    if not index.is_file and len(index.rest) and not is_statistics(index.rest):
+    if not index.is_file:
+        check_rest(where, index.rest)
+
+
+def check_rest(where: str, rest: Buffer) -> None:
+    """Raise SourceError where this follows the end-of-stream marker, and is no statistics of the stream."""
+    if len(rest) and not is_statistics(rest):
         raise SourceError(
             f"{where} goes on after its end-of-stream marker, where a reader of Arrow stops: publish each stream by "
             "itself"

@@ -23,7 +23,6 @@ from dissociated.datasets.static import SegmentsDataset
 from dissociated.datasets.streamed import LiveDataset
 from dissociated.datasets.table import TableDataset
 from dissociated.errors import OptionError, SourceError
-from dissociated.format.encapsulated import FILE_MAGIC
 from dissociated.format.index import Index
 from dissociated.protocol.request import Selection
 from dissociated.store.segment import Segment
@@ -200,8 +199,9 @@ def _in_memory(name: str, source: Any, options: WriteOptions | None) -> Dataset:
     if not isinstance(source, pa.ipc.RecordBatchFileReader):
         may_change = isinstance(source, bytearray) or (isinstance(source, memoryview) and not source.readonly)
         buffer = pa.py_buffer(bytes(source) if may_change else source)
-        check_alone(f"what is in memory for {name!r}", Index(buffer))
-        if buffer[: len(FILE_MAGIC)].to_pybytes() != FILE_MAGIC:
+        index = Index(buffer)
+        check_alone(f"what is in memory for {name!r}", index)
+        if not index.is_file:
             return _in_memory_batches(name, pa.ipc.open_stream(buffer), options)
         source = pa.ipc.open_file(buffer)
     pairs = (source.get_batch_with_custom_metadata(number) for number in range(source.num_record_batches))
