@@ -30,22 +30,20 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-#: Those that name by strings, for one release, where what was in them has gone.
-LEFT = {module for module, path in MODULES.items() if "import moved" in path.read_text()}
 
 
 def imported(module: str) -> Iterator[str]:
     """Everything of ours that a module imports, wherever in it, for its types and by a string too."""
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        for name in named(node, package, strings=module not in LEFT):
+        for name in named(node, package):
             while name not in MODULES and "." in name:
                 name = name.rpartition(".")[0]
             if name in MODULES and name != module:
                 yield name
 
 
-def named(node: ast.AST, package: str, strings: bool) -> list[str]:
+def named(node: ast.AST, package: str) -> list[str]:
     """What a piece of a module imports."""
     match node:
         case ast.Import(names):
@@ -53,7 +51,7 @@ def named(node: ast.AST, package: str, strings: bool) -> list[str]:
         case ast.ImportFrom(place, names, level):
             base = resolve_name("." * level + (place or ""), package)
             return [f"{base}.{alias.name}" for alias in names]
-        case ast.Constant(str(text)) if strings and re.fullmatch(r"dissociated(\.\w+)+(:\w+)?", text):
+        case ast.Constant(str(text)) if re.fullmatch(r"dissociated(\.\w+)+(:\w+)?", text):
             module = text.partition(":")[0]
             return [module] if module in MODULES else []
     return []
@@ -82,7 +80,7 @@ def test_every_folder_is_a_room_that_has_its_floor() -> None:
 
 
 def test_on_the_ground_is_only_what_several_rooms_stand_on(imports: dict[str, set[str]]) -> None:
-    for module in {*MODULES} - LEFT - {*TOP}:
+    for module in {*MODULES} - {*TOP}:
         users = {room(user) for user, names in imports.items() if module in names}
         assert floor(module) < len(FLOORS) or len(users) > 1, f"{module} is for {users} alone"
 

@@ -19,12 +19,14 @@ from dissociated.format.message import HeaderType
 from helpers import case
 
 
-def written(*some: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None) -> list[pa.ipc.Message]:
+def written(
+    *some: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None, custom: dict[str, str] | None = None
+) -> list[pa.ipc.Message]:
     """The messages that libarrow itself writes."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, some[0].schema, options=options) as writer:
         for batch in some:
-            writer.write_batch(batch)
+            writer.write_batch(batch, custom_metadata=custom)
     return list(pa.ipc.MessageReader.open_stream(sink.getvalue()))
 
 
@@ -148,8 +150,12 @@ def test_a_splitter_gives_each_batch_its_own_messages() -> None:
     splitter = Splitter(dictionary_batch("a").schema)
     kinds = [[one.parsed.type.name for one in splitter.split(dictionary_batch(*words))] for words in ("a", "a", "ab")]
     assert kinds == [["DICTIONARY_BATCH", "RECORD_BATCH"], ["RECORD_BATCH"], ["DICTIONARY_BATCH", "RECORD_BATCH"]]
-    (message,) = splitter.split(dictionary_batch("a", "b"), pa.KeyValueMetadata({"k": "v"}))
-    assert message.parsed.has_metadata
+
+
+def test_a_batch_takes_its_custom_metadata_along() -> None:
+    batch = pa.record_batch({"n": [1, 2, 3]})
+    (message,) = Splitter(batch.schema).split(batch, pa.KeyValueMetadata({"k": "v"}))
+    assert padded(message.header) == written(batch, custom={"k": "v"})[1].metadata.to_pybytes()
 
 
 def test_a_source_that_raises_raises() -> None:

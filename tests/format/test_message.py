@@ -58,7 +58,7 @@ def slices(message: Encoded) -> list[bytes]:
 class TestParse:
     def test_by_hand(self):
         parsed = parse_header(BY_HAND)
-        assert parsed == Header(HeaderType.RECORD_BATCH, 100, 28, 58, 2, has_metadata=False)
+        assert parsed == Header(HeaderType.RECORD_BATCH, 100, 28, 58, 2)
         assert buffer_extents(BY_HAND, parsed) == ((0, 32), (30, 68))
 
     @pytest.mark.parametrize(
@@ -110,9 +110,6 @@ class TestParse:
         for content, array in zip(found, arrays, strict=True):
             assert content == (array.to_pybytes()[: len(content)] if array else b"")
         assert slices(TENSOR_MESSAGE) == [np.arange(12.0).tobytes()]
-
-    def test_custom_metadata_of_a_message_is_noticed(self):
-        assert [name for name in CORPUS if parse_header(CORPUS[name].header).has_metadata] == ["custom metadata"]
 
     def test_compressed_batches_keep_their_buffer_table(self):
         sink = pa.BufferOutputStream()

@@ -45,17 +45,17 @@ class Known(NamedTuple):
 
 
 MESSAGES = {
-    "schema": Known(SCHEMA, Header(S, 0, -1, 0, 0, False), [], 0),
-    "batch": Known(BATCH, Header(R, 16, 32, 80, 2, False), [(0, 0), (0, 12)], 3),
-    "metadata of its own": Known(ANNOTATED, Header(R, 16, 40, 128, 2, True), [(0, 0), (0, 12)], 3),
-    "empty batch": Known(EMPTY, Header(R, 0, -1, 56, 2, False), [(0, 0), (0, 0)], 0),
-    "lz4": Known(LZ4, Header(R, 40, 32, 96, 2, False), [(0, 0), (0, 37)], 64),
-    "zstd": Known(ZSTD, Header(R, 32, 32, 104, 2, False), [(0, 0), (0, 29)], 64),
-    "schema with a dictionary": Known(WORDS_SCHEMA, Header(S, 0, -1, 0, 0, False), [], 0),
-    "dictionary": Known(WORDS, Header(D, 24, 32, 96, 3, False), [(0, 0), (0, 12), (16, 3)], 0),
-    "indices": Known(INDICES, Header(R, 16, 32, 80, 2, False), [(0, 1), (8, 3)], 3),
-    "delta": Known(DELTA, Header(D, 16, 32, 104, 3, False), [(0, 0), (0, 8), (8, 1)], 0),
-    "more indices": Known(MORE_INDICES, Header(R, 8, 32, 80, 2, False), [(0, 0), (0, 1)], 1),
+    "schema": Known(SCHEMA, Header(S, 0, -1, 0, 0), [], 0),
+    "batch": Known(BATCH, Header(R, 16, 32, 80, 2), [(0, 0), (0, 12)], 3),
+    "metadata of its own": Known(ANNOTATED, Header(R, 16, 40, 128, 2), [(0, 0), (0, 12)], 3),
+    "empty batch": Known(EMPTY, Header(R, 0, -1, 56, 2), [(0, 0), (0, 0)], 0),
+    "lz4": Known(LZ4, Header(R, 40, 32, 96, 2), [(0, 0), (0, 37)], 64),
+    "zstd": Known(ZSTD, Header(R, 32, 32, 104, 2), [(0, 0), (0, 29)], 64),
+    "schema with a dictionary": Known(WORDS_SCHEMA, Header(S, 0, -1, 0, 0), [], 0),
+    "dictionary": Known(WORDS, Header(D, 24, 32, 96, 3), [(0, 0), (0, 12), (16, 3)], 0),
+    "indices": Known(INDICES, Header(R, 16, 32, 80, 2), [(0, 1), (8, 3)], 3),
+    "delta": Known(DELTA, Header(D, 16, 32, 104, 3), [(0, 0), (0, 8), (8, 1)], 0),
+    "more indices": Known(MORE_INDICES, Header(R, 8, 32, 80, 2), [(0, 0), (0, 1)], 1),
 }
 
 

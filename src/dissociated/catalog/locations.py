@@ -11,7 +11,6 @@ from typing import Any, Self, TypeAlias, TypeGuard
 
 import pyarrow as pa
 
-from dissociated._moved import Renamed
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
 from dissociated.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.errors import CatalogError, UriError
@@ -118,7 +117,6 @@ class DatasetInfo:
     expires: float | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     lineage_id: str = ""
-    began = Renamed("lineage_id")
 
     @classmethod
     def parse(cls, info: Any, schema: pa.Schema, name: str) -> Self:

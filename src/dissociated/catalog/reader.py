@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import pyarrow as pa
 
-from dissociated._moved import keyword_only
 from dissociated.buffers import MAX_BODY, MAX_METADATA
 from dissociated.catalog.client import CatalogClient
 from dissociated.catalog.endpoint_reader import EndpointReader
@@ -71,7 +70,6 @@ class Client(CatalogClient):
         decompress: bool = True,
     ) -> DeviceReader: ...
 
-    @keyword_only("transport", "columns")
     def read(
         self,
         name: str,
@@ -217,7 +215,6 @@ class Client(CatalogClient):
             "refresh() gives a handle on what is there now"
         )
 
-    @keyword_only("transport", "columns")
     def read_endpoint(
         self,
         info: DatasetInfo,
@@ -254,7 +251,6 @@ class Client(CatalogClient):
         """What `request` wants of one endpoint. Raises as `read_endpoint` does."""
         return self._endpoints.open(info, endpoint, transport, request)
 
-    @keyword_only("transport")
     def read_tensors(
         self,
         name: str,

@@ -238,11 +238,6 @@ class DeviceColumn:
         return f"<DeviceColumn of {len(self)} {self.type} on {self.device.name}>"
 
 
-def _is_moment(type_: pa.DataType) -> bool:
-    """Whether its values are dates, times or durations."""
-    return bool(pa.types.is_temporal(type_)) and not pa.types.is_interval(type_)
-
-
 # In
 
 

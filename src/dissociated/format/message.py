@@ -55,8 +55,6 @@ class Header(NamedTuple):
     #: position of the first `Buffer` struct
     buffers_at: int
     buffer_count: int
-    #: whether the message carries custom metadata of its own
-    has_metadata: bool
     #: the offsets and the lengths of buffers that stand in no table, those of a sparse tensor; None for others
     sparse_extents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -91,10 +89,10 @@ def _no_message(error: Exception) -> RemoteProtocolError:
     return RemoteProtocolError(f"the peer sent metadata that is no Arrow IPC message ({error})")
 
 
-def _envelope(header: bytes) -> tuple[HeaderType, int, int, int, int]:
-    """Type and body length; then where the body length, what the type says, and the metadata are, 0 if left out."""
+def _envelope(header: bytes) -> tuple[HeaderType, int, int, int]:
+    """Return type and body length, and the positions of the body length (0 if left out) and of the type's table."""
     root = _u32(header)[0]
-    _, type_at, table_at, length_at, metadata_at = fields(header, root, 5)
+    _, type_at, table_at, length_at = fields(header, root, 4)
     type_ = _TYPES.get(header[root + type_at]) if type_at else None
     if type_ is None or not table_at:
         raise RemoteProtocolError(
@@ -103,30 +101,30 @@ def _envelope(header: bytes) -> tuple[HeaderType, int, int, int, int]:
     body_length = _read_i64(header, root + length_at)[0] if length_at else 0
     if body_length < 0:
         raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes")
-    return type_, body_length, length_at and root + length_at, root + table_at, metadata_at
+    return type_, body_length, length_at and root + length_at, root + table_at
 
 
 def _parse(header: bytes) -> Header:
-    type_, body_length, length_at, table_at, metadata_at = _envelope(header)
+    type_, body_length, length_at, table_at = _envelope(header)
     body_length_at = length_at or -1
     if type_ is HeaderType.SCHEMA:
         if body_length:
             raise RemoteProtocolError(f"the peer announced a body of {body_length} bytes for a schema")
-        return Header(type_, 0, body_length_at, 0, 0, metadata_at != 0)
+        return Header(type_, 0, body_length_at, 0, 0)
     table = follow(header, table_at)
     if type_ is HeaderType.SPARSE_TENSOR:
         try:
             scattered = sparse_buffers(header, table)
         except FormatError as error:
             raise RemoteProtocolError(f"the peer sent a sparse tensor that cannot be read: {error}") from None
-        return Header(type_, body_length, body_length_at, 0, len(scattered[0]), metadata_at != 0, scattered)
+        return Header(type_, body_length, body_length_at, 0, len(scattered[0]), scattered)
     if type_ is HeaderType.DICTIONARY_BATCH:
         _, batch_at = fields(header, table, 2)
         if not batch_at:
             raise RemoteProtocolError("the peer sent a dictionary batch without data")
         table = follow(header, table + batch_at)
     at, count = _buffers(header, table, type_)
-    return Header(type_, body_length, body_length_at, at, count, metadata_at != 0)
+    return Header(type_, body_length, body_length_at, at, count)
 
 
 def _buffers(header: bytes, table: int, type_: HeaderType) -> tuple[int, int]:

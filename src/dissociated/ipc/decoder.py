@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 import pyarrow as pa
 
-from dissociated._moved import renamed
 from dissociated.buffers import MAX_BODY, MAX_METADATA, Buffer
 from dissociated.codec.attach import attach
 from dissociated.codec.options import ReadOptions
@@ -103,7 +102,6 @@ class DissociatedDecoder(Decoder):
     `protocol.receiver`. Not thread-safe.
     """
 
-    @renamed(space="address_space")
     def __init__(
         self,
         listener: Listener,

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, Self
+from weakref import finalize
 
 import pyarrow as pa
 
@@ -82,11 +83,11 @@ def _count_forks() -> None:
 
 
 class _Lease:
-    """Keeps memory mapped, and what owns it, for as long as anything refers to it."""
+    """What a buffer refers to that lies in leased memory: the memory, which stays mapped, and its owner."""
 
     __slots__ = ("__weakref__", "_memory", "_owner")
 
-    def __init__(self, memory: pa.Buffer, owner: object) -> None:
+    def __init__(self, memory: pa.Buffer, owner: object = None) -> None:
         self._memory = memory
         self._owner = owner
 
@@ -207,20 +208,11 @@ class AddressSink(Protocol):
         """Take them. Called from finalizers, at any point of any thread: enqueue, do nothing else."""
 
 
-class Lease:
-    """Keeps memory mapped and addresses in it held, for as long as anything refers to it."""
-
-    __slots__ = ("_addresses", "_memory", "_put")
-
-    def __init__(self, memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> None:
-        self._memory = memory
-        self._addresses = addresses
-        self._put = returns.put
-
-    def __del__(self) -> None:
-        self._put(self._addresses)
-
-
 def leased_buffer(memory: pa.Buffer, addresses: Sequence[int], returns: AddressSink) -> pa.Buffer:
-    """The same memory as a buffer, at whose end, when the last array in it is collected, `addresses` are returned."""
-    return pa.foreign_buffer(memory.address, memory.size, Lease(memory, addresses, returns))
+    """Return the same memory as a buffer. `addresses` are returned when the last array in it is collected.
+
+    A process that ends does not return them: its peer learns that from the connection.
+    """
+    lease = _Lease(memory)
+    finalize(lease, returns.put, addresses).atexit = False
+    return pa.foreign_buffer(memory.address, memory.size, lease)

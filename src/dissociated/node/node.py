@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from dissociated._moved import renamed
 from dissociated.access import Authorize, security
 from dissociated.buffers import MAX_METADATA
 from dissociated.catalog.database import Database
@@ -42,7 +41,6 @@ class Node:
     Use it as a context manager, or `close` it. Whoever finds the store finds the node: its address lies there.
     """
 
-    @renamed(beat="heartbeat_interval")
     def __init__(
         self,
         store: Store,

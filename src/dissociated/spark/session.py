@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dissociated._moved import keyword_only
 from dissociated.catalog.publication import Publication
 from dissociated.errors import JarNotMade, PySparkNotFound
 from dissociated.host import machine_memory
@@ -117,7 +116,6 @@ def publish(
     df.write.format("dissociated").options(**target.options()).mode(mode).save(name)
 
 
-@keyword_only("columns", "filters")
 def read(
     spark: SparkSession,
     name: str,

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from dissociated._moved import Renamed, take_old_names
 from dissociated.buffers import Buffer
 from dissociated.errors import DeadlineExceeded, LocalProtocolError, TransportError
 from dissociated.fork import bind_to_process, invalidate
@@ -62,26 +61,6 @@ class Connection(ABC):
     exposes_memory: bool = False
     #: Whether this side can fetch from memory of the peer's that its URI names.
     supports_rma: bool = False
-    space = Renamed("address_space")
-    fetches = Renamed("supports_rma")
-    due = Renamed("request_deadline")
-    forked = Renamed("after_fork_in_child")
-    hung_up = Renamed("peer_closed")
-    farewell = Renamed("send_close_reason")
-    last_words = Renamed("flush_close_reason")
-    outlast = Renamed("linger")
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        take_old_names(
-            cls,
-            fetches="supports_rma",
-            forked="after_fork_in_child",
-            hung_up="peer_closed",
-            farewell="send_close_reason",
-            last_words="flush_close_reason",
-            outlast="linger",
-        )
 
     def __init__(self) -> None:
         #: The regions that the peer has shared.
@@ -265,11 +244,6 @@ class Listener(ABC):
     uri: Uri
     #: Whether peers can fetch from memory that is exposed here.
     exposes_memory: bool = False
-    forked = Renamed("after_fork_in_child")
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        take_old_names(cls, forked="after_fork_in_child")
 
     def __init__(self) -> None:
         bind_to_process(self)
@@ -300,11 +274,6 @@ class Transport(ABC):
     encrypted: bool = False
     #: Whether its connections can share regions of memory.
     shares_memory: bool = False
-    nearness = Renamed("locality")
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        take_old_names(cls, nearness="locality")
 
     @abstractmethod
     def connect(self, uri: Uri, timeout: float) -> Connection:

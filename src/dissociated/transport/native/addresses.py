@@ -9,7 +9,6 @@ import sys
 from dissociated.errors import TransportError
 
 _layouts = {socket.AF_INET: struct.Struct("=H2s4s8s"), socket.AF_INET6: struct.Struct("=H2s4x16s4s")}
-FAMILIES = frozenset(_layouts)
 
 
 def sockaddr(address: str, port: int) -> bytes:
