@@ -1,7 +1,7 @@
 """libfabric, by messages and by reading the server's memory, and fi_pingpong and fi_rma_bw.
 
-Those are used where they are installed. They have the provider of the run, and the library of the system, which is ours
-too unless DISSOCIATED_FABRIC_LIBRARY says otherwise. They spin.
+The two tools are used if they are installed. They have the provider of the run, and they spin. They use the system's
+library: DISSOCIATED_FABRIC_LIBRARY=libfabric.so.1 lets this library use it, too.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def leaving_nothing() -> Iterator[None]:
 class Interruption:
     """Ctrl-C in this thread, before line number `at` that is come to in these functions of a module.
 
-    A line counts once. Within its `with` alone.
+    A line counts once. Within its `with` alone. In the main thread the signal itself is raised.
     """
 
     def __init__(self, module: ModuleType, *functions: str, at: int = 0) -> None:
@@ -175,7 +176,10 @@ class Interruption:
             self._lines.add(frame.f_lineno)
             if len(self._lines) > self._at:
                 self.came = True
-                raise KeyboardInterrupt
+                if threading.current_thread() is threading.main_thread():
+                    signal.raise_signal(signal.SIGINT)
+                else:
+                    raise KeyboardInterrupt
         return self._trace
 
 

@@ -174,8 +174,10 @@ def ucx() -> Ucx:
 
 
 def _path() -> str:
-    """The file that dissociated takes, too: two of them in one process do not get on."""
-    chosen, wheel = os.environ.get("DISSOCIATED_UCX_LIBRARY"), find_spec("libucx")
-    places = wheel.submodule_search_locations or () if wheel else ()
-    inside = [path for place in places if (path := Path(place, "lib", "libucp.so.0")).exists()]
-    return chosen or str([*inside, "libucp.so.0"][0])
+    """Return the file that dissociated opens, too: two libraries of UCX in one process disturb each other."""
+    chosen = os.environ.get("DISSOCIATED_UCX_LIBRARY")
+    if chosen:
+        return chosen
+    wheel = find_spec("libucx")
+    assert wheel is not None
+    return next(str(Path(place, "lib", "libucp.so.0")) for place in wheel.submodule_search_locations or ())

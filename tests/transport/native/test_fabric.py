@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import struct
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -20,6 +24,7 @@ from dissociated.transport.base import Listener
 from dissociated.transport.native import heartbeat
 from dissociated.transport.native.fabric import _ofi
 from dissociated.transport.native.fabric import connection as connections
+from dissociated.transport.native.fabric import domain as domains
 from dissociated.transport.native.fabric import endpoint as endpoints
 from dissociated.transport.native.fabric.connection import FabricConnection
 from dissociated.transport.native.fabric.control import LARGE, Kind
@@ -42,7 +47,7 @@ SERVE = "dis.Server(['fabric:'], catalog=None)"
     [
         (
             "/nowhere/libfabric.so.1",
-            "fabric: needs libfabric, and there is none: pip install 'dissociated[fabric]'",
+            "let DISSOCIATED_FABRIC_LIBRARY name a libfabric.so.1, or unset it",
         ),
         ("libc.so.6", "libc.so.6 is no libfabric: let DISSOCIATED_FABRIC_LIBRARY name one"),
     ],
@@ -63,19 +68,38 @@ def test_a_library_with_other_structures_is_refused() -> None:
     assert "has another layout of struct fi_msg than versions 1.17 to 2.5" in complaint(other + SERVE)
 
 
+def test_without_the_wheel_it_is_said_what_to_install() -> None:
+    none = "from dissociated.transport.native.fabric import _ofi\n_ofi.installed_library = lambda: None\n"
+    assert complaint(none + SERVE, DISSOCIATED_FABRIC_LIBRARY="") == (
+        "fabric: libfabric is not installed: pip install 'dissociated[fabric]', or install libfabric and let "
+        "DISSOCIATED_FABRIC_LIBRARY name its libfabric.so.1"
+    )
+
+
 def test_without_cffi_it_is_said_what_to_install() -> None:
     assert complaint("import sys\nsys.modules['cffi'] = None\n" + SERVE) == (
         "fabric: needs cffi: pip install 'dissociated[fabric]'"
     )
 
 
-def test_the_library_that_is_named_comes_before_the_systems_and_that_before_the_wheels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("DISSOCIATED_FABRIC_LIBRARY", raising=False)
-    assert list(_ofi._candidates()) == ["libfabric.so.1", *map(str, _ofi.wheel_libraries())]
-    monkeypatch.setenv("DISSOCIATED_FABRIC_LIBRARY", "/opt/libfabric.so.1")
-    assert list(_ofi._candidates()) == ["/opt/libfabric.so.1"]
+LOADED = """
+from dissociated.transport.native.fabric._ofi import ofi
+ofi()
+print(*{line.split()[-1] for line in open("/proc/self/maps") if "libfabric.so" in line})
+"""
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["nobody names it", "the variable names it"])
+def test_the_systems_library_is_used_only_if_the_variable_names_it(tmp_path: Path, named: bool) -> None:
+    """The dynamic loader finds a copy here, as it finds a library that a package of the system has installed."""
+    installed = _ofi.installed_library()
+    assert installed is not None
+    system = shutil.copy(installed, tmp_path / "libfabric.so.1")
+    environment = {key: value for key, value in os.environ.items() if key != "DISSOCIATED_FABRIC_LIBRARY"}
+    environment |= {"LD_LIBRARY_PATH": str(tmp_path), "FI_PROVIDER_PATH": str(tmp_path)}
+    environment |= {"DISSOCIATED_FABRIC_LIBRARY": "libfabric.so.1"} if named else {}
+    run = subprocess.run([sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(system if named else installed)]
 
 
 def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[FabricConnection, FabricConnection]:
@@ -305,18 +329,24 @@ def test_an_interrupted_close_leaves_nothing() -> None:
             assert not endpoint._opened
 
 
-def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing() -> None:
-    at, interrupted = 0, True
-    while interrupted:
-        with case(at), leaving_nothing(), closing(FabricEndpoint(PROVIDER, "127.0.0.1", None)) as endpoint:
-            endpoint.receive_untagged(endpoint._ffi.new("char[65536]"), lambda completion: None)
-            with suppress(KeyboardInterrupt), Interruption(endpoints, "_give_back", "_drain", at=at) as interruption:
-                endpoint.close()
-            interrupted = interruption.came
-            assert not endpoint._opened
-            assert not endpoint._operations._by_context
-        at += 1
-    assert at > 10
+def test_ctrl_c_at_any_line_of_closing_an_endpoint_leaves_nothing_and_is_heard() -> None:
+    lines = ((endpoints, ("_give_back", "_drain")), (domains, ("close_object", "leave", "unregister")))
+    for module, functions in lines:
+        at, interrupted = 0, True
+        while interrupted:
+            with case((functions, at)), leaving_nothing():
+                endpoint = open_endpoint(PROVIDER, "127.0.0.1", rma=False)
+                endpoint.receive_untagged(endpoint.ofi.ffi.new("char[65536]"), lambda completion: None)
+                with Interruption(module, *functions, at=at) as interruption:
+                    raised = False
+                    try:
+                        endpoint.close()
+                    except KeyboardInterrupt:
+                        raised = True
+                interrupted = interruption.came
+                assert raised == interrupted
+            at += 1
+        assert at > 5
 
 
 class Counting(FabricEndpoint):

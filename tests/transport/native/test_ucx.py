@@ -21,6 +21,7 @@ from dissociated.protocol.message import Message
 from dissociated.transport.base import Connection, Listener
 from dissociated.transport.native.ucx import callbacks, endpoint
 from dissociated.transport.native.ucx import connection as connections
+from dissociated.transport.native.ucx._ucp import installed_library
 from dissociated.transport.native.ucx.closing import ClosingConnection, ClosingConnections
 from dissociated.transport.native.ucx.listener import UcxListener
 from dissociated.transport.native.ucx.worker import Worker
@@ -61,7 +62,7 @@ OPEN = "dis.open_stream('ucx://127.0.0.1:1?want_data=1', b'')"
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "needs libucp, and there is none: pip install"),
+        ({"DISSOCIATED_UCX_LIBRARY": "/nowhere/libucp.so.0"}, "let DISSOCIATED_UCX_LIBRARY name a libucp.so.0, or"),
         ({"DISSOCIATED_UCX_LIBRARY": "libc.so.6"}, "libc.so.6 is no libucp"),
         ({"UCX_TLS": "sm,self"}, "UCX_TLS=sm,self leaves out tcp, which connections over UCX need: add it"),
         ({"UCX_TLS": "^tcp"}, "UCX_TLS=^tcp leaves out tcp"),
@@ -78,6 +79,17 @@ def test_a_library_that_is_too_old_is_refused() -> None:
     old = "from dissociated.transport.native.ucx import _ucp\n_ucp._OLDEST_UCX = (99, 0)\n"
     line = complaint(old + SERVE)
     assert "is too old: install 99.0 or later" in line
+
+
+def test_the_systems_library_is_not_used_unless_the_variable_names_it() -> None:
+    """It is not even looked for, wherever the dynamic loader would find one."""
+    none = "from dissociated.transport.native.ucx import _ucp\n_ucp.installed_library = lambda: None\n"
+    installed = installed_library()
+    assert installed is not None
+    assert complaint(none + SERVE, DISSOCIATED_UCX_LIBRARY="", LD_LIBRARY_PATH=str(installed.parent)) == (
+        "ucx: libucp is not installed: pip install 'dissociated[ucx]', or install UCX and let "
+        "DISSOCIATED_UCX_LIBRARY name its libucp.so.0"
+    )
 
 
 def test_without_cffi_it_is_said_what_to_install() -> None:

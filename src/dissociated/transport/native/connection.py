@@ -25,6 +25,7 @@ from dissociated.memory.remote import RemoteAddressSpace, Span
 from dissociated.protocol.message import Incoming, Message, Run
 from dissociated.transport.base import Allocate
 from dissociated.transport.framed.framing import MAX_CONTROL, MAX_UNTAGGED
+from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.progress import MAX_SLEEP, ProgressConnection
 from dissociated.transport.native.runs import RUN, with_runs
 from dissociated.transport.native.threads import start_thread
@@ -236,14 +237,15 @@ class NativeConnection(ProgressConnection):
             self._lock.wait()
         if self._released:
             return
-        self._released = True
-        try:
-            self._release()
-        finally:
-            self._under_way.clear()
-            self._retained.clear()
-            self._arrived.clear()
-            self._waker.close()
+        with interrupts_held():
+            self._released = True
+            try:
+                self._release()
+            finally:
+                self._under_way.clear()
+                self._retained.clear()
+                self._arrived.clear()
+                self._waker.close()
 
     @property
     def backlog(self) -> int:

@@ -15,6 +15,7 @@ from dissociated.errors import ConnectionClosed, TransportError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection, Listener
+from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.waker import Waker
 
 #: Withdraws memory that peers can fetch from: when it is called, or when the region is collected.
@@ -132,11 +133,12 @@ class NativeListener(Listener):
             self._turn_away()
             for _, withdraw in self._exposed.values():
                 withdraw()
-            self._released = True
-            try:
-                self._release()
-            finally:
-                self._waker.close()
+            with interrupts_held():
+                self._released = True
+                try:
+                    self._release()
+                finally:
+                    self._waker.close()
 
     def after_fork_in_child(self) -> None:
         for _, withdraw in self._exposed.values():

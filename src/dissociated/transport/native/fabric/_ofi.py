@@ -250,7 +250,7 @@ class Ofi:
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DEFINITIONS)
         _set_environment()
-        self.path, self.lib = LIBRARY.open(self.ffi, _candidates())
+        self.path, self.lib = LIBRARY.open(self.ffi, installed_library())
         try:
             number = self.lib.fi_version()
         except AttributeError:
@@ -308,7 +308,7 @@ class Ofi:
 
 @once
 def ofi() -> Ofi:
-    """The library, loaded on first use. Raises TransportError, saying what to install, where there is none."""
+    """Return the library, which is loaded on first use. Raises TransportError if there is none to be used."""
     try:
         return Ofi()
     except ImportError:
@@ -346,22 +346,12 @@ def _small_buffers(version: tuple[int, int]) -> Iterator[None]:
         del os.environ[name]
 
 
-def _candidates() -> Iterator[str]:
-    """The library that DISSOCIATED_FABRIC_LIBRARY names, or the system's, or that of a wheel."""
-    chosen = os.environ.get(LIBRARY.variable)
-    if chosen:
-        yield chosen
-        return
-    yield LIBRARY.file
-    yield from map(str, wheel_libraries())
-
-
-def wheel_libraries() -> list[Path]:
-    """Where the wheel mpich has put its libfabric, if it is installed: lib/mpich of its prefix."""
+def installed_library() -> Path | None:
+    """Return the libfabric that the wheel mpich has put into lib/mpich of its prefix; None if it is not installed."""
     try:
         listed = files("mpich") or []
     except PackageNotFoundError:
-        return []
+        return None
     found = [Path(str(file.locate())).resolve() for file in listed if file.name == LIBRARY.file]
     of_mpich = Path(sys.prefix, "lib", "mpich", LIBRARY.file)
-    return [path for path in (*found, of_mpich) if path.exists()][:1]
+    return next((path for path in (*found, of_mpich) if path.exists()), None)

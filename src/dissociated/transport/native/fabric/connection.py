@@ -182,6 +182,8 @@ class FabricConnection(NativeConnection):
         return self._credit.spent or len(self._byes) == self._endpoint.lanes
 
     def _send_abort(self, reason: str) -> bool:
+        if self._outbox.peer is None:
+            return False  # a client that has not joined hears nothing
         self._send_control(Kind.ABORT, reason.encode(errors="backslashreplace"))
         return True
 
@@ -342,9 +344,8 @@ class FabricConnection(NativeConnection):
 
     def _sleep(self, seconds: float) -> None:
         ended = self._endpoint.ended
-        woken = self._endpoint.sleep(
-            self._waker, min(seconds, _RETRY_DELAY) if self._outbox.first or self._again else seconds
-        )
+        retries = self._again or (self._outbox.first is not None and self._outbox.peer is not None)
+        woken = self._endpoint.sleep(self._waker, min(seconds, _RETRY_DELAY) if retries else seconds)
         self._woken_at = ended if woken and self._receiving else None
 
     def send_heartbeat(self) -> None:

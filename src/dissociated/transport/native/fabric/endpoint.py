@@ -17,6 +17,7 @@ from dissociated.transport.native.fabric.domain import Domain, close_object
 from dissociated.transport.native.fabric.info import QUEUE, find_info
 from dissociated.transport.native.fabric.operations import Completion, Done, Filling, Operation, Operations
 from dissociated.transport.native.fabric.sockets import shut_down
+from dissociated.transport.native.interrupts import interrupts_held
 from dissociated.transport.native.waker import Waker
 
 ANY_TAG = 2**64 - 1
@@ -59,7 +60,6 @@ class FabricEndpoint:
         self._ffi, self._lib = self.ofi.ffi, self.ofi.lib
         self._operations = Operations(self._ffi)
         self._entered = self._enabled = self._closing = False
-        self._closings: list[int] = []  # what libfabric has said to the closing of the endpoint itself
         self._opened: list[Any] = []  # what has to be closed, last first
         self._count = 0  # of operations that have ended, but for looking
         self._peeking: Any = None
@@ -372,12 +372,10 @@ class FabricEndpoint:
                 self.progress()
 
     def close(self) -> None:
-        """Close everything, in the order that libfabric wants. What was under way is dropped."""
+        """Close everything, in the order that libfabric wants. Operations in progress are dropped."""
         self._closing = True
-        try:
+        with interrupts_held():
             self._give_back()
-        finally:
-            self._give_back()  # a signal may have interrupted it
 
     def _give_back(self) -> None:
         """Close what is still open."""
@@ -387,11 +385,7 @@ class FabricEndpoint:
             self._drain()
             self._enabled = False
         if len(self._opened) == _ALL:  # the endpoint first: nothing may use memory any more
-            if not self._closings:
-                fid = self._opened[-1].fid
-                # C alone: a signal comes before it, or when it is known that it was done.
-                self._closings.extend(map(fid.ops.close, [self._ffi.addressof(fid)]))
-            del self._opened[-1]
+            close_object(self._ffi, self._opened.pop())
         self._operations.unregister_all()
         while self._opened:
             close_object(self._ffi, self._opened.pop())

@@ -221,7 +221,7 @@ class Ucp:
         self.ffi: Any = cffi.FFI()
         self.ffi.cdef(DEFINITIONS)
         with _tamed():
-            self.path, self.lib = LIBRARY.open(self.ffi, _candidates())
+            self.path, self.lib = LIBRARY.open(self.ffi, installed_library())
         numbers = self.ffi.new("unsigned[3]")
         try:
             self.lib.ucp_get_version(numbers, numbers + 1, numbers + 2)
@@ -266,7 +266,7 @@ class Ucp:
 
 @once
 def ucp() -> Ucp:
-    """The library, loaded on first use. Raises TransportError, saying what to install, where there is none."""
+    """Return the library, which is loaded on first use. Raises TransportError if there is none to be used."""
     try:
         return Ucp()
     except ImportError:
@@ -289,14 +289,10 @@ def _tamed() -> Iterator[None]:
             del os.environ[name]
 
 
-def _candidates() -> list[str]:
-    """The library that DISSOCIATED_UCX_LIBRARY names, or that of the wheel, or the system's."""
-    chosen = os.environ.get(LIBRARY.variable)
-    if chosen:
-        return [chosen]
+def installed_library() -> Path | None:
+    """Return the libucp of the wheel libucx; None if it is not installed."""
     from importlib.util import find_spec
 
     wheel = find_spec("libucx")
     places = wheel.submodule_search_locations if wheel is not None else None
-    inside = [str(Path(place, "lib", LIBRARY.file)) for place in places or ()]
-    return [*inside, LIBRARY.file]
+    return next((Path(place, "lib", LIBRARY.file) for place in places or ()), None)
