@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
+import weakref
 from collections import deque
 from contextlib import ExitStack
 from typing import Any
@@ -66,7 +67,8 @@ class FabricListener(NativeListener):
         self._hellos: deque[bytes] = deque()
         self._known: deque[int] = deque()
         self._answers: list[_Answer] = []
-        self._joining: list[tuple[float, FabricConnection]] = []  # and since when, the oldest first
+        #: And since when, the oldest first. Those who accepted them own them.
+        self._joining: list[tuple[float, weakref.ref[FabricConnection]]] = []
         with ExitStack() as undo:
             undo.callback(endpoint.close)
             super().__init__(exposes_memory=rma)
@@ -121,11 +123,12 @@ class FabricListener(NativeListener):
 
         Whoever has accepted it closes it.
         """
-        self._joining = [(since, one) for since, one in self._joining if one.joining]
+        self._joining = [(since, one) for since, one in self._joining if (joining := one()) and joining.joining]
         if len(self._joining) < _MAX_JOINING:
             return True
-        since, slowest = self._joining[0]
-        if time.monotonic() >= since + _JOIN_TIME:
+        since, oldest = self._joining[0]
+        slowest = oldest()
+        if slowest is not None and time.monotonic() >= since + _JOIN_TIME:
             slowest.arrived()  # it may have come, and nobody has looked yet
             if slowest.joining:
                 slowest.interrupt()
@@ -155,7 +158,7 @@ class FabricListener(NativeListener):
             endpoint.close()
             raise
         connection.exposes_memory = self.exposes_memory
-        self._joining.append((time.monotonic(), connection))
+        self._joining.append((time.monotonic(), weakref.ref(connection)))
         self._answer(client, Kind.WELCOME, bytes([VERSION]) + endpoint.name, connection)
 
     def _answer(self, client: int, kind: Kind, payload: bytes, connection: Connection | None = None) -> None:

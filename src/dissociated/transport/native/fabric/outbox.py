@@ -63,8 +63,9 @@ class Outbox:
                 self._waiting.popleft()
 
     def clear(self) -> None:
-        """Nothing of what waits is sent any more."""
+        """Drop the messages that wait, and the memory that is kept to join messages in."""
         self._waiting.clear()
+        self._joiner.clear()
 
     def _begin(self, sending: PendingSend, peer: int, handler: SendHandler) -> bool:
         def done(completion: Completion) -> None:

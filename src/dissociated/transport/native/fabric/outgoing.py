@@ -88,3 +88,7 @@ class Joiner:
         memory, sending.memory, sending.pieces = sending.memory, None, ()
         if memory is not None and len(self._staging) < _STAGING:
             self._staging.append(memory)
+
+    def clear(self) -> None:
+        """Keep no memory for messages to come."""
+        self._staging.clear()
