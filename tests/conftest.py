@@ -20,7 +20,7 @@ from arrow_cases import Celsius
 from certificates import Certificates, certificates
 from forks import forking
 from helpers import Serve, leaving_nothing
-from machine import need
+from machine import need, report
 from processes import Process, Start
 from spark.archive import OPTIONS
 
@@ -34,6 +34,11 @@ settings.load_profile("dissociated")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # And one that `nohup` starts ignores the end of its terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what the machine has, where several workers run: finding out takes seconds."""
+    return report() if config.getoption("numprocesses", None) else []
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from dissociated.transport.native.ucx._ucp import ucp
 
 #: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
 ARROW_TEST_DATA = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+#: Bytes of /dev/shm that a whole run may need: its five workers take up to half of this at once.
+DEV_SHM = 1 << 30
 #: What lets a command mount file systems that nobody else sees.
 UNSHARED = ("unshare", "--user", "--map-root-user", "--mount")
 
@@ -66,7 +70,8 @@ def _ipv6() -> str | None:
 
 @cache
 def _java() -> str | None:
-    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    if find_spec("pyspark") is None:
+        return "pyspark is not installed"
     from dissociated.spark import java_home
 
     try:
@@ -88,6 +93,10 @@ def _tmpfs() -> str | None:
     return f"a tmpfs cannot be mounted here: {probe.stderr.strip()}" if probe.returncode else None
 
 
+def _browser() -> str | None:
+    return None if BROWSER else "there is no Chromium on this machine"
+
+
 def _golden_files() -> str | None:
     return (
         "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
@@ -105,6 +114,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "tmpfs": _tmpfs,
     "golden files": _golden_files,
+    "browser": _browser,
 }
 
 
@@ -133,18 +143,35 @@ def media(names: Iterable[Any], medium: Callable[[Any], str] = str) -> list[Any]
     return [pytest.param(name, id=str(name), marks=needs(medium(name))) for name in names]
 
 
-def _found() -> dict[str, str]:
-    """What tests run with, and where it is from."""
-    found = {what: missing(what) or "there" for what in ("ipv6", "java")}
-    if found["java"] == "there":
-        from dissociated.spark import java_home
+def _java_home() -> str:
+    from dissociated.spark import java_home
 
-        found["java"] = java_home()
-    found["ucx"] = missing("ucx") or f"{ucp().version} from {ucp().path}"
-    found["libfabric"] = missing("libfabric") or f"{ofi().version} from {ofi().path}"
-    return found
+    return java_home()
 
 
-if __name__ == "__main__":
-    for what, where in _found().items():
-        print(f"{what}: {where}")
+#: Which of these a machine has, and from where.
+_FOUND: dict[str, Callable[[], str]] = {
+    "ucx": lambda: f"{ucp().version} from {ucp().path}",
+    "libfabric": lambda: f"{ofi().version} from {ofi().path}",
+    "java": _java_home,
+    "golden files": lambda: str(ARROW_TEST_DATA),
+    "browser": lambda: str(BROWSER),
+}
+
+
+def _dev_shm() -> str:
+    """Return the size of /dev/shm, and a warning if a whole run may need more."""
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError as error:
+        return f"missing, so tests will fail: {error}"
+    enough = "" if size >= DEV_SHM else f", too small: tests may fail with less than {DEV_SHM >> 20} MB"
+    return f"{size >> 20} MB{enough}"
+
+
+def report() -> list[str]:
+    """Return lines that say what this machine has, and which tests it will skip."""
+    reasons = {what: missing(what) for what in _MISSING}
+    found = [f"{what}: {_FOUND.get(what, lambda: 'yes')()}" for what, reason in reasons.items() if reason is None]
+    skipped = [f"skips what needs {what}: {reason}" for what, reason in reasons.items() if reason is not None]
+    return [*found, f"/dev/shm: {_dev_shm()}", *skipped]

@@ -6,7 +6,6 @@ import base64
 import html
 import json
 import re
-import shutil
 import socket
 import ssl
 import subprocess
@@ -26,9 +25,9 @@ from dissociated.errors import OptionError, TransportError
 from dissociated.node.node import Node
 from dissociated.store.store import Store
 from helpers import Serve, wait_until
+from machine import BROWSER
 
 TABLE = pa.table({"n": [1, 2, 3]})
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def get(uri: str, context: ssl.SSLContext | None = None, **headers: str) -> tuple[int, Message, str]:
@@ -131,7 +130,7 @@ def _seen(uri: str, directory: Path) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", dom)).split())
 
 
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+@pytest.mark.needs("browser")
 def test_a_browser_shows_a_guarded_node(tmp_path: Path) -> None:
     store = Store(tmp_path / "store", limit=1 << 20)
     with Node(store, ["shm:"], http="127.0.0.1:0", authorize=["secret"]) as node:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import ConnectionClosed, RemoteProtocolError, TransportError
+import dissociated as dis
+from dissociated.errors import ConnectionClosed, RemoteProtocolError, TransportError, UriError
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span, with_spans
 from dissociated.protocol.message import Incoming, Message
@@ -101,6 +102,19 @@ def test_the_systems_library_is_used_only_if_the_variable_names_it(tmp_path: Pat
     environment |= {"DISSOCIATED_FABRIC_LIBRARY": "libfabric.so.1"} if named else {}
     run = subprocess.run([sys.executable, "-c", LOADED], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split() == [str(system if named else installed)]
+
+
+@pytest.mark.needs("libfabric 2")
+def test_a_provider_that_shares_no_memory_is_refused_with_allow_rma_before_anybody_connects() -> None:
+    with leaving_nothing(), pytest.raises(UriError, match="use tcp;ofi_rxm, or leave allow_rma out"):
+        dis.Server(["fabric:?provider=tcp"], catalog=None, allow_rma=True)
+    with leaving_nothing(), dis.Server(["fabric:?provider=tcp"], catalog=None) as server:
+        server.publish("data", pa.table({"n": [1]}))
+        uri = server.locations("data")[0]
+        assert Uri.parse(uri).remote_handle is None
+        # A client that allows it reads all the same: bodies are sent.
+        read = dis.open_stream(uri, server.ticket("data"), allow_rma=True).read_all()
+        assert read == pa.table({"n": [1]})
 
 
 def connected(listener: Listener, spans: Sequence[Span] = ()) -> tuple[FabricConnection, FabricConnection]:

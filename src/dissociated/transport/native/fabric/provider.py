@@ -20,11 +20,20 @@ ConnectionEndpoint: TypeAlias = FabricEndpoint | DualEndpoint
 
 
 def allows_rma(uri: Uri, provider: str) -> bool:
-    """Whether a listener lets clients fetch from memory. Raises UriError where the provider cannot do it."""
+    """Return whether a listener lets clients fetch from memory.
+
+    Only rxm does. Memory is registered with the listener's domain, which all its connections share then. With the other
+    providers, a message that nobody has claimed yet is found by every endpoint of its domain, the listener's included.
+
+    Raises:
+        UriError: if the URI asks for it with another provider. Clients would be sent addresses that they cannot read.
+    """
     if uri.parameters.get("rma") != "allow":
         return False
     if not provider.endswith("ofi_rxm"):
-        raise UriError(f"provider={provider} in {uri} cannot share registered memory: use {PROVIDER}, or no allow_rma")
+        raise UriError(
+            f"allow_rma is not possible with provider={provider} in {uri}: use {PROVIDER}, or leave allow_rma out"
+        )
     return True
 
 
