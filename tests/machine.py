@@ -23,8 +23,9 @@ from dissociated.transport.native.ucx._ucp import ucp
 #: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
 ARROW_TEST_DATA = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-#: Bytes of /dev/shm that a whole run may need: its five workers take up to half of this at once.
-DEV_SHM = 1 << 30
+#: Bytes of /dev/shm that suffice for a run: of the files of tests that were measured, each of which one of five workers
+#: runs at a time, none took more than 230 MB.
+DEV_SHM = 2 << 30
 #: What lets a command mount file systems that nobody else sees.
 UNSHARED = ("unshare", "--user", "--map-root-user", "--mount")
 
