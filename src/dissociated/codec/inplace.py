@@ -98,6 +98,8 @@ class InPlace:
         leased = delivery.leased
         if not (leased or self._streams):
             return False
+        if delivery.addresses is not None and len(leased) != sum(map(bool, delivery.addresses.lengths)):
+            return False  # an empty buffer has an address, which need not lie in a region
         # an empty body has no address: it must lie where the last message ended
         part = self._stream_at(leased[0]) if leased else self._streams[-1]
         if part is None:
