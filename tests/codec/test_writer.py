@@ -243,9 +243,26 @@ def test_tables_and_sizes_of_chunks_are_checked() -> None:
     with StreamWriter(io.BytesIO(), SCHEMA) as writer:
         with pytest.raises(FormatError, match="a RecordBatch is no table"):
             writer.write_table(NUMBERS)
-        for wrong in (0, -1, 2.5):
+        for wrong in (0, -2, 2.5):
             with pytest.raises(OptionError, match=f"max_chunksize is a number of rows, 1 or more, not {wrong}"):
                 writer.write_table(pa.table(NUMBERS), wrong)  # type: ignore[arg-type]  # 2.5 is no number of rows
+
+
+def test_minus_one_is_no_maximum_of_rows() -> None:
+    sink = io.BytesIO()
+    with StreamWriter(sink, SCHEMA) as writer:
+        writer.write_table(pa.Table.from_batches([NUMBERS, NUMBERS]), -1)
+    assert list(pa.ipc.open_stream(sink.getvalue())) == [NUMBERS, NUMBERS]
+
+
+@kinds
+def test_metadata_of_a_batch_is_refused_in_version_4(kind: Any) -> None:
+    sink = io.BytesIO()
+    with kind(sink, SCHEMA, WriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)) as writer:
+        with pytest.raises(OptionError, match="version V5 only"):
+            writer.write_batch(NUMBERS, {"k": "v"})
+        writer.write_batch(NUMBERS)
+    assert PYARROW[kind][1](sink.getvalue()).read_all() == pa.Table.from_batches([NUMBERS])
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["at the end", "in between"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count, product
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -135,6 +136,40 @@ def test_a_dropped_dataset_cannot_be_requested_but_read_to_its_end(arranged: Rou
     assert pa.Table.from_batches([first, *reader]) == sent
     with pytest.raises(dis.errors.RemoteError, match="no dataset has this ticket"):
         arranged.request(uris, ticket)
+
+
+CLOSED_READS: dict[str, dict[str, Any]] = {
+    "all of it": {},
+    "one column": {"columns": ["s"]},
+    "some batches": {"batches": (1, 9)},
+    "some rows": {"filter": ["n", ">", 100]},
+    "the first rows": {"limit": 500},
+}
+
+
+def test_closing_a_reader_ends_its_connection(direct: Route) -> None:
+    direct.publish(chunked(0))
+    for name, chosen in CLOSED_READS.items():
+        with case(name):
+            with direct.open(**chosen) as reader:
+                schema, rows = reader.schema, sum(batch.num_rows for batch in reader)
+            assert rows
+            assert direct.connections == 0
+            assert reader.schema == schema
+
+
+def test_closing_a_reader_leaves_the_arrays_that_were_read(direct: Route) -> None:
+    direct.publish(chunked(0))
+    for name, chosen in CLOSED_READS.items():
+        with case(name):
+            whole = direct.open(**chosen).read_all()
+            with direct.open(**chosen) as reader:
+                kept = reader.read_next_batch()
+            with pytest.raises(dis.errors.StoreError, match="closed before its end"):
+                reader.read_next_batch()
+            assert pa.Table.from_batches([kept]) == whole.slice(0, kept.num_rows)
+            del kept, whole
+            assert direct.connections == 0
 
 
 @pytest.mark.parametrize("medium", media(MEDIA))

@@ -174,14 +174,21 @@ def holding(good: Good) -> Iterator[Stream]:
 
 def read_stream(connection: RawConnection) -> list[int]:
     """Read to the end of stream. Returns every address that must be given back."""
+    return read_addresses(connection, None)
+
+
+def read_addresses(connection: RawConnection, bodies: int | None) -> list[int]:
+    """Read so many bodies by address, or to the end of stream. Returns every address that must be given back."""
     held: list[int] = []
-    while True:
+    while bodies is None or bodies > 0:
         kind, tag, payload = connection.read_frame()
         if kind == UNTAGGED and payload[0] == 0:
             return held
         if kind == TAGGED and tag >> 56 == 1:
+            bodies = None if bodies is None else bodies - 1
             pairs = struct.unpack(f"<{len(payload) // 8}Q", payload)[2:]
             held += (address for address, length in zip(pairs[::2], pairs[1::2], strict=True) if length)
+    return held
 
 
 def test_stream_is_held_until_all_is_freed(serve: Serve) -> None:
@@ -192,6 +199,48 @@ def test_stream_is_held_until_all_is_freed(serve: Serve) -> None:
         stream.connection.send(free(*stream.held[:5], tag=stream.free_tag))
         stream.connection.send(free(*stream.held[5:], tag=stream.free_tag))
         assert stream.connection.read_frames() == []
+
+
+def many_addresses() -> pa.Table:
+    """A table of more addresses than a request may have bytes. Its messages are too long to travel in runs."""
+    batch = pa.record_batch({str(number): pa.array([number], pa.int64()) for number in range(2200)})
+    return pa.Table.from_batches([batch] * 30)
+
+
+def test_one_message_frees_everything(serve: Serve) -> None:
+    good = serve("shm:", inline_limit=0)
+    good.server.publish("many", many_addresses())
+    uri = good.server.locations("many")[0]
+    with other(good, "shm") as connection:
+        connection.send(want(good.server.ticket("many"), want_of(uri)))
+        held = read_stream(connection)
+        assert len(held) == 2200 * 30
+        connection.send(free(*held, *[0] * len(held), tag=free_of(uri)))  # and its buffers without bytes
+        assert connection.read_frames() == []
+
+
+def test_one_message_frees_much_while_the_server_sends(serve: Serve) -> None:
+    good = serve("shm:", inline_limit=0)
+    good.server.publish("many", many_addresses())
+    uri = good.server.locations("many")[0]
+    with other(good, "shm") as connection:
+        connection.send(want(good.server.ticket("many"), want_of(uri)))
+        held = read_addresses(connection, 10)  # the server is sending the others, for which there is no room
+        assert len(held) == 2200 * 10
+        connection.send(free(*held, tag=free_of(uri)))
+        connection.send(free(*read_stream(connection), tag=free_of(uri)))
+        assert connection.read_frames() == []
+
+
+def test_more_addresses_than_are_held_are_refused_unread(serve: Serve) -> None:
+    good = serve("shm:", inline_limit=0)
+    good.server.publish("many", many_addresses())
+    uri = good.server.locations("many")[0]
+    with other(good, "shm") as connection:
+        connection.send(want(good.server.ticket("many"), want_of(uri)))
+        pairs = 2 * len(read_stream(connection))
+        connection.send(head(TAGGED, 8 * (pairs + 1), free_of(uri)))
+        assert f"a message of {8 * (pairs + 1)} bytes; at most {8 * pairs} are taken" in reason(connection)
 
 
 FREES: dict[str, tuple[Callable[[Stream], bytes], str]] = {

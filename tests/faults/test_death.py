@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -350,6 +351,54 @@ def test_interpreter_ends_while_memory_is_given_back(serve: Serve, spawn: Spawn)
     (uri,) = good.server.locations("good")
     process = spawn("-c", SLOW, uri, good.server.ticket("good").hex(), "0")
     assert process.wait(PATIENCE) == 0
+
+
+#: Threads of the user's that read for as long as the process lives: batch by batch, and all at once within libarrow.
+#: The interpreter deletes the modules while it is finalizing. One of them takes its time, and lets other threads run.
+READING_ON = textwrap.dedent(
+    """
+    import sys, threading, time
+    import dissociated as dis
+
+    class Slow:
+        def __del__(self, sleep=time.sleep):
+            sleep(0.1)
+
+    def read(name, whole):
+        waiting = begun
+        while True:
+            reader = dis.open_stream(uri, bytes.fromhex(tickets[name]))
+            reader.read_next_batch()
+            if waiting is not None:
+                waiting = waiting.wait() and None
+            if whole:
+                reader.read_all()
+            else:
+                for batch in reader:
+                    pass
+
+    uri, *tickets = sys.argv[1:]
+    ways = [(name, whole) for name in range(len(tickets)) for whole in (False, True)]
+    begun = threading.Barrier(len(ways) + 1)
+    for way in ways:
+        threading.Thread(target=read, args=way, daemon=True).start()
+    sys.slow = Slow()
+    del Slow
+    begun.wait()
+    """
+)
+
+
+@pytest.mark.parametrize("medium", ["shm", "tcp"])
+def test_interpreter_ends_while_threads_of_the_user_read(serve: Serve, spawn: Spawn, medium: str) -> None:
+    good = serve("shm:" if medium == "shm" else "tcp://127.0.0.1:0")
+    batch = pa.record_batch({"n": pa.array(range(1 << 12), pa.int64())})
+    good.server.publish("endless", lambda: itertools.repeat(batch), schema=batch.schema)
+    good.server.publish("static", pa.Table.from_batches([batch] * 40))
+    (uri,) = good.server.locations("endless")
+    tickets = [good.server.ticket(name).hex() for name in ("endless", "static")]
+    children = [spawn("-c", READING_ON, uri, *tickets) for _ in range(10)]
+    assert [child.wait(PATIENCE) for child in children] == [0] * 10
 
 
 @pytest.mark.parametrize("bodies", ["any", "packed"])

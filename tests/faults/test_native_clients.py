@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+import pyarrow as pa
 import pytest
 
 import dissociated as dis
@@ -83,6 +85,32 @@ def test_one_who_breaks_the_protocol_is_told_and_harms_nobody(serve: Serve, medi
                 connection.send(lie(good, Tags(uri.want_data, uri.free_data or 0)), PATIENCE)
             assert re.search(phrase, last_word(connection))
         good.check()
+    wait_until(good.alone, "all have gone")
+
+
+@pytest.mark.parametrize("medium", media(["ucx", "fabric"]))
+def test_one_message_frees_everything(serve: Serve, medium: str) -> None:
+    good = serve(MEDIA[medium], allow_rma=True)
+    batch = pa.record_batch({str(number): pa.array([number], pa.int64()) for number in range(200)})
+    good.server.publish("many", pa.Table.from_batches([batch] * 100))
+    uri = next(uri for uri in map(Uri.parse, good.server.locations("many")) if uri.remote_handle is not None)
+    assert uri.want_data is not None
+    assert uri.free_data is not None
+    with transport(uri.scheme).connect(uri, PATIENCE) as connection:
+        connection.send([Message(uri.want_data, (good.server.ticket("many"),))], PATIENCE)
+        held: list[int] = []
+        ended = False
+        while not ended:
+            arrived = connection.receive(PATIENCE, lambda tag, length: bytearray(length))
+            assert arrived is not None
+            for tag, data in arrived.expand():
+                ended = ended or (tag is None and data[0] == 0)
+                if tag is not None and tag >> 56:
+                    pairs = struct.unpack(f"<{len(data) // 8}Q", data)[2:]
+                    held += (address for address, length in zip(pairs[::2], pairs[1::2], strict=True) if length)
+        assert len(held) == 200 * 100
+        connection.send([Message(uri.free_data, (struct.pack(f"<{len(held)}Q", *held),))], PATIENCE)
+        wait_until(lambda: [one.leases for one in good.server.status().consumers] == [0], "all is given back")
     wait_until(good.alone, "all have gone")
 
 

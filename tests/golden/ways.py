@@ -113,7 +113,7 @@ def awaited(_: dis.Server, path: Path) -> Arrived:
     arrived = []
 
     async def read() -> None:  # returns nothing: asyncio prints results, and printing damaged data may crash
-        async with await ipc.open_async(path) as reader:
+        async with await ipc.open_either_async(path) as reader:
             batches = [batch async for batch in reader.batches(custom_metadata=True)]
             arrived.append(Arrived(reader.schema, [tuple(batch) for batch in batches]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 import dissociated as dis
 from dissociated.codec.options import ReadOptions
 from dissociated.errors import DatasetNotFound, FormatError, OptionError, RemoteError, SourceError, StoreError
-from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async
+from dissociated.ipc import AsyncFileReader, AsyncStreamReader, async_batches, open_async, open_either_async
 from helpers import PATIENCE, Serve, leaving_nothing, location
 from ipc.test_files import (
     BATCHES,
@@ -113,12 +114,26 @@ def test_a_file(source: str, coalesce: bool, tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_file_after_other_data_from_any_position() -> None:
+    """As RecordBatchFileReader::OpenAsync has it: the end of the source is the end of the file."""
+    for before in (STREAM, FILE[:8], b"\xff\xff\xff\xff" * 2, bytes(64)):
+        source = io.BytesIO(before + FILE)
+        source.seek(len(before) + 3)
+
+        async def test(source: io.BytesIO = source) -> None:
+            async with await open_async(source) as reader:
+                assert reader.num_record_batches == 5
+                assert reader.schema.equals(SCHEMA, check_metadata=True)
+
+        run(test)
+
+
 @every_source
 def test_a_stream(source: str, tmp_path: Path) -> None:
     content = SOURCES[source][0](tmp_path / "stream", STREAM)
 
     async def test() -> None:
-        async with await open_async(content) as reader:
+        async with await open_either_async(content) as reader:
             assert isinstance(reader, AsyncStreamReader)
             assert reader.schema.equals(SCHEMA, check_metadata=True)
             batches = reader.batches(custom_metadata=True)
@@ -437,7 +452,7 @@ def test_an_executor_that_is_lent_is_used_and_stays(tmp_path: Path) -> None:
             async with await open_async(path, executor=executor) as reader:
                 assert isinstance(reader, AsyncFileReader)
                 assert [batch async for batch in reader.batches(coalesce=True)] == BATCHES
-            async with await open_async(written(tmp_path / "stream", STREAM), executor=executor) as stream:
+            async with await open_either_async(written(tmp_path / "stream", STREAM), executor=executor) as stream:
                 assert (await stream.to_table()).num_rows == 5 * ROWS
             assert not [one for one in threading.enumerate() if one.name.startswith("dissociated read")]
             assert await asyncio.wrap_future(executor.submit(int, "7")) == 7
@@ -454,7 +469,7 @@ def test_an_executor_that_is_lent_is_used_and_stays(tmp_path: Path) -> None:
 def test_a_closed_reader_says_so() -> None:
     async def test() -> None:
         for content in (FILE, STREAM):
-            reader = await open_async(content)
+            reader = await open_either_async(content)
             kept = reader.batches()
             await anext(kept)
             await reader.aclose()
@@ -497,7 +512,7 @@ def test_nothing_is_read_from_a_reader_that_is_being_closed(tmp_path: Path) -> N
 
 def test_two_loops_over_one_stream_share_it() -> None:
     async def test() -> None:
-        async with await open_async(STREAM) as reader:
+        async with await open_either_async(STREAM) as reader:
             both = await asyncio.gather(reader.to_table(), reader.to_table())
             assert sum(table.num_rows for table in both) == 5 * ROWS
 
@@ -509,7 +524,9 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="No such file"):
             await open_async(tmp_path / "nothing")
         with pytest.raises(FormatError):
-            await open_async(b"neither a file nor a stream, but long enough for both")
+            await open_async(STREAM)
+        with pytest.raises(FormatError):
+            await open_either_async(b"neither a file nor a stream, but long enough for both")
         with pytest.raises(OptionError):
             await open_async(7)
         with pytest.raises(OptionError, match="footer_offset"):

@@ -400,6 +400,23 @@ def test_statistics_grow_with_the_batches() -> None:
     assert decoder.schema == reader.schema
 
 
+def test_statistics_count_a_dictionary_when_it_has_come() -> None:
+    seen = []
+    decoder = StreamDecoder(Recorder())
+    for message in pa.ipc.MessageReader.open_stream(STREAMS["deltas"]):
+        decoder.consume(message.serialize())
+        seen.append((message.type, decoder.stats))
+    assert seen == [
+        ("schema", (1, 0, 0, 0, 0)),
+        ("dictionary", (2, 0, 1, 0, 0)),
+        ("record batch", (3, 1, 1, 0, 0)),
+        ("dictionary", (4, 1, 2, 1, 0)),
+        ("record batch", (5, 2, 2, 1, 0)),
+        ("dictionary", (6, 2, 3, 2, 0)),
+        ("record batch", (7, 3, 3, 2, 0)),
+    ]
+
+
 def test_a_listener_must_want_batches() -> None:
     with pytest.raises(NotImplementedError, match="Listener has no on_record_batch_decoded"):
         StreamDecoder(Listener()).consume(STREAMS["no columns"])

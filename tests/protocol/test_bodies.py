@@ -90,11 +90,11 @@ class TestAddressList:
         with pytest.raises(RemoteProtocolError, match="total"):
             parse_addresses(body)
 
-    def test_the_address_of_an_empty_buffer_means_nothing(self):
-        for address in (0, 128, 2**64 - 1):
+    def test_the_address_of_an_empty_buffer_is_given_back_unless_it_is_0(self):
+        for address, leased in ((0, (64,)), (128, (64, 128)), (2**64 - 1, (64, 2**64 - 1))):
             listed = parse_addresses(uint64s(8, 2, 64, 8, address, 0))
-            assert listed == AddressList((64, 0), (8, 0))
-            assert listed.leased == (64,)
+            assert listed == AddressList((64, address), (8, 0))
+            assert listed.leased == leased
 
     def test_a_total_may_count_padding(self):
         for total in (11, 16, 24, 64, 128):

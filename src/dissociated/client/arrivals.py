@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError, RemoteProtocolError, TransportError
+from dissociated.exit import StreamThread
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.protocol.message import Incoming, Run
 from dissociated.transport.base import Allocate, Connection

@@ -61,7 +61,7 @@ class Bodies:
 
     def attach(self, delivery: Delivery) -> tuple[bytes, Buffer | None]:
         """Flatbuffer and body of a message, as libarrow shall read them."""
-        if self._connection.supports_rma and delivery.leased:
+        if self._connection.supports_rma and delivery.addresses is not None and not delivery.addresses.is_empty:
             return delivery.header, self._fetch(delivery)
         return attach(delivery, self.address_space, self._leases, self.allocate)
 
@@ -70,7 +70,9 @@ class Bodies:
         _, header, parsed, body, placed = delivery
         if placed is None:
             return slice_buffers(header, parsed, body or b"")
-        if not placed.leased:
+        if placed.is_empty:
+            if placed.leased:
+                self._leases.free(placed.leased)
             return [pa.py_buffer(b"")] * len(placed.lengths)
         if self._connection.supports_rma:
             return slice_buffers(header, parsed, self._fetch(delivery))
@@ -81,6 +83,10 @@ class Bodies:
     def lease(self, memory: pa.Buffer, addresses: Sequence[int], device: Device | None = None) -> pa.Buffer:
         """Memory that is mapped, or on a `device`, as a buffer, at whose end `addresses`, once delivered, go back."""
         return self._leases.lease(memory, addresses, device)
+
+    def free(self, addresses: Sequence[int]) -> None:
+        """Give back addresses of a message that no array uses."""
+        self._leases.free(addresses)
 
     def allocate(self, length: int) -> pa.Buffer:
         """Memory for a body. Raises TransportError where there is none."""

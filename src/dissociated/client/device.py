@@ -37,8 +37,10 @@ def place_on_device(delivery: Delivery, bodies: Bodies, mover: Mover) -> DeviceM
         raise RemoteProtocolError("the server does not say how many nulls there are in what lies on a device")
     if placed is None:
         return mover.move(header, parsed, *_packed(delivery, body))
-    if not placed.leased:
-        return DeviceMessage(relocate(header, parsed, placed.addresses, 0), parsed, pa.py_buffer(b""))
+    if placed.is_empty:
+        if placed.leased:
+            bodies.free(placed.leased)
+        return DeviceMessage(relocate(header, parsed, [0] * len(placed.lengths), 0), parsed, pa.py_buffer(b""))
     located = bodies.address_space.locate(placed.addresses, placed.lengths)
     whole = bodies.lease(located.memory, placed.leased, located.device)
     if located.device is mover.device and not any(offset % 8 for offset in located.offsets):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from dissociated.client.threads import StreamThread
 from dissociated.errors import DissociatedError, TransportError
+from dissociated.exit import StreamThread
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.device.base import Device
 from dissociated.memory.leases import RETRY_INTERVAL, STILL_HELD, FreeQueue

@@ -13,6 +13,7 @@ from dissociated.client.device import is_movable
 from dissociated.client.leases import ClientLeases
 from dissociated.client.request import ReadRequest
 from dissociated.errors import DeviceError, DissociatedError, RemoteProtocolError
+from dissociated.exit import hold_at_exit, section, stop_at_exit
 from dissociated.format.message import is_compressed
 from dissociated.memory.device.base import Device
 from dissociated.protocol.delivery import Delivered
@@ -36,7 +37,14 @@ class ClientSession:
         self._receiver = Receiver.with_limits(request.max_metadata, request.max_body)
         self._leases = ClientLeases(connections[-1], free_data, request.timeout)
         self.bodies = Bodies(connections[-1], self._leases, request)
+        stop_at_exit(self)
 
+    def stop(self) -> None:
+        """Make a thread that receives return. Called at the exit of the interpreter."""
+        for connection in self._connections:
+            connection.stop_receiving()
+
+    @section
     def deliveries(self) -> Deliveries:
         """Every message in order. Ends the stream when it is exhausted or closed."""
         receiver, leases = self._receiver, self._leases
@@ -49,6 +57,7 @@ class ClientSession:
                     if receiver.complete:
                         break
                     arrived = receive(receiver.needs_body)
+                    hold_at_exit()
                     if arrived is None:
                         receiver.disconnected()
                     else:
@@ -58,6 +67,7 @@ class ClientSession:
             receiver.fail()
             raise
         finally:
+            hold_at_exit()
             try:
                 for connection in self._connections[:-1]:
                     connection.close()

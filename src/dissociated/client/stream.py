@@ -17,6 +17,7 @@ from dissociated.codec.reader import StreamReader
 from dissociated.codec.runs import join_deliveries
 from dissociated.codec.tensor import Tensor, join_tensor
 from dissociated.errors import FormatError, RemoteProtocolError, WrongKind
+from dissociated.exit import section
 from dissociated.format.layout import is_little_endian
 from dissociated.memory.device.base import Device
 from dissociated.memory.device.segment import open_region
@@ -116,6 +117,7 @@ class ClientStream:
                 return None
         return in_place.reader(self._bodies.lease, options)
 
+    @section
     def _deliveries(self) -> Deliveries:
         """What has been looked at, and then the rest. Closes the stream at the end."""
         with closing(self):

@@ -37,8 +37,10 @@ def attach(
     if placed is None:
         return header, body
     leased = placed.leased
-    if not leased:
-        return (header if not parsed.body_length else relocate(header, parsed, placed.addresses, 0)), b""
+    if placed.is_empty:
+        if leased:
+            leases.free(leased)
+        return (header if not parsed.body_length else relocate(header, parsed, [0] * len(placed.lengths), 0)), b""
     located = address_space.locate(placed.addresses, placed.lengths)
     if any(offset % 8 for offset in located.offsets):  # which libarrow refuses: gather them where they should be
         wanted, _ = buffer_extents(header, parsed)

@@ -6,7 +6,9 @@ its addresses name, one after the other, there is nothing left to pair or to pat
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ import pyarrow as pa
 from dissociated.codec.options import ReadOptions
 from dissociated.codec.readable import Readable
 from dissociated.codec.reader import PeerReader
+from dissociated.errors import StoreError
 from dissociated.format.encapsulated import encapsulate, first_message_at
 from dissociated.format.message import buffer_extents, is_compressed
 from dissociated.memory.region import AddressSpace, Region
@@ -26,8 +29,65 @@ Hold = Callable[[pa.Buffer, Sequence[int]], pa.Buffer]
 class MappedReader(PeerReader):
     """Reads a stream where it lies in shared memory: its batches take no other."""
 
-    #: What they lie in.
-    regions: Sequence[Region] = ()
+    def __init__(self, source: object, options: ReadOptions | None, schema: bytes, regions: Sequence[Region]) -> None:
+        """`schema` is the encapsulated message that `source` begins with. The batches lie in `regions`."""
+        self._lock = threading.RLock()  # `close` replaces libarrow's reader, which no other thread may use then
+        self._closed = False
+        self._empty_stream = schema
+        super().__init__(source, options)
+        #: The shared memory that the batches lie in.
+        self.regions = regions
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of all batches."""
+        with self._lock:
+            return self._last_schema if self._closed else super().schema
+
+    @property
+    def stats(self) -> pa.ipc.ReadStats:
+        """What has been read so far."""
+        with self._lock:
+            return self._last_stats if self._closed else super().stats
+
+    def read_next_batch(self) -> pa.RecordBatch:
+        """The next batch. Raises StopIteration at the end."""
+        with self._lock:
+            self._check_open()
+            return super().read_next_batch()
+
+    def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
+        """The next batch, and the metadata that its message carries. Raises StopIteration at the end."""
+        with self._lock:
+            self._check_open()
+            return super().read_next_batch_with_custom_metadata()
+
+    def read_all(self) -> pa.Table:
+        """All batches that are left, as one table."""
+        with self._lock:
+            self._check_open()
+            return super().read_all()
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
+        with self._lock:
+            self._check_open()
+            return super().__arrow_c_stream__(requested_schema)
+
+    def close(self) -> None:
+        """Read no more, and let go of the stream. What was read stays."""
+        with self._lock:
+            if self._closed:
+                return
+            self._last_schema, self._last_stats = super().schema, super().stats
+            self._closed = True
+            super().close()
+            # libarrow's reader keeps its source until it is deleted. Opening another one deletes it.
+            pa.ipc.RecordBatchStreamReader.__init__(self, self._empty_stream)
+            self.regions = ()
+
+    def _check_open(self) -> None:
+        if self._closed and not self._ended:
+            raise StoreError("this reader was closed before its end")
 
 
 class _MappedStream:
@@ -87,9 +147,8 @@ class InPlace:
             whole = hold(part.region.memory, np.concatenate(part.leased).tolist() if part.leased else [])
             start = part.start + len(self._schema) if pieces else part.start  # one schema, the first
             pieces.append(whole.slice(start, part.end - start))
-        reader = MappedReader(pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r"), options)
-        reader.regions = [part.region for part in self._streams]
-        return reader
+        source = pieces[0] if len(pieces) == 1 else pa.PythonFile(_ChainedFile(pieces), mode="r")
+        return MappedReader(source, options, self._schema, [part.region for part in self._streams])
 
     def message(self, delivery: Delivery) -> bool:
         """Whether this message lies in place."""
@@ -98,6 +157,8 @@ class InPlace:
         leased = delivery.leased
         if not (leased or self._streams):
             return False
+        if delivery.addresses is not None and len(leased) != sum(map(bool, delivery.addresses.lengths)):
+            return False  # an empty buffer has an address, which need not lie in a region
         # an empty body has no address: it must lie where the last message ended
         part = self._stream_at(leased[0]) if leased else self._streams[-1]
         if part is None:

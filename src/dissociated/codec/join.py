@@ -19,6 +19,7 @@ from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.readable import Readable
 from dissociated.codec.reader import PeerReader, Reading, StreamReader, close_idle
 from dissociated.errors import DissociatedError, RemoteProtocolError
+from dissociated.exit import hold_at_exit, section
 from dissociated.format.encapsulated import END_OF_STREAM
 from dissociated.format.message import is_compressed, uncompressed_length
 
@@ -46,8 +47,10 @@ class StreamFile(Readable, ABC):
         self._uncompressed = b""  # a flatbuffer whose body is not
         self.reading = Reading()
 
+    @section
     def read(self, size: int = -1) -> Buffer:
         """The next bytes of the stream: at most `size`, all in one buffer. Raises what `_next` raises."""
+        hold_at_exit()
         if not size:
             return b""
         pieces = self._pieces

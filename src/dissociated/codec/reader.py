@@ -17,6 +17,7 @@ from dissociated.errors import (
     StoreError,
     TransportError,
 )
+from dissociated.exit import hold_at_exit, section
 from dissociated.format.encapsulated import FILE_MAGIC, encapsulate
 
 T = TypeVar("T")
@@ -173,7 +174,9 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
 
     error_type: ClassVar[type[DissociatedError]] = FormatError
 
+    @section
     def __init__(self, source: Any, options: ReadOptions | None = None) -> None:
+        hold_at_exit()
         options = check_options(options, ReadOptions)
         with arrow_errors(self.error_type):
             super().__init__(source, options=options.to_pyarrow(), memory_pool=options.memory_pool)
@@ -183,8 +186,10 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
         self._begin()
         return self
 
+    @section
     def read_next_batch(self) -> pa.RecordBatch:
         """The next batch. Raises StopIteration at the end."""
+        hold_at_exit()
         try:
             return super().read_next_batch()
         except StopIteration:
@@ -193,8 +198,10 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.error_type) from None
 
+    @section
     def read_next_batch_with_custom_metadata(self) -> tuple[pa.RecordBatch, pa.KeyValueMetadata | None]:
         """The next batch, and the metadata that its message carries. Raises StopIteration at the end."""
+        hold_at_exit()
         try:
             both: tuple[pa.RecordBatch, pa.KeyValueMetadata | None] = super().read_next_batch_with_custom_metadata()
             return both
@@ -204,8 +211,10 @@ class StreamReader(ReadOnce, pa.ipc.RecordBatchStreamReader):  # type: ignore[mi
         except _CONTENT_ERRORS as error:
             raise _translated(error, self.error_type) from None
 
+    @section
     def read_all(self) -> pa.Table:
         """All batches that are left, as one table."""
+        hold_at_exit()
         self._begin()
         try:
             table: pa.Table = super().read_all()

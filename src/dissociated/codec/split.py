@@ -19,7 +19,7 @@ from dissociated.codec.nesting import contains, has_children
 from dissociated.codec.options import WriteOptions, check_options
 from dissociated.codec.packing import Packing
 from dissociated.codec.writable import Writable
-from dissociated.errors import FormatError, SourceError
+from dissociated.errors import FormatError, OptionError, SourceError
 from dissociated.format.encapsulated import CONTINUATION, encapsulate, encode_footer, encode_magic
 from dissociated.format.message import Header, parse_header
 
@@ -154,7 +154,10 @@ class Splitter:
         """The messages of `batch`: the dictionaries that it needs and are new or changed, then the batch.
 
         Raises SourceError for a batch whose lengths and offsets contradict each other: on those libarrow would abort.
+        Raises OptionError for metadata with metadata version V4, which libarrow would write and could not read.
         """
+        if metadata and self.options.metadata_version is pa.ipc.MetadataVersion.V4:
+            raise OptionError("libarrow reads custom metadata of a batch with metadata version V5 only")
         batch = self._validator.check(batch)
         try:
             self._writer.write_batch(batch, custom_metadata=metadata)

@@ -69,13 +69,16 @@ class RecordBatchWriter(ABC):
     def write_table(self, table: pa.Table, max_chunksize: int | None = None) -> None:
         """Write a table in batches: its chunks, those of more than `max_chunksize` rows in pieces.
 
-        Raises FormatError and SourceError, and OptionError for a `max_chunksize` that is no number of rows.
+        None and -1 are no maximum. Raises FormatError and SourceError, and OptionError for a `max_chunksize` that is no
+        number of rows.
         """
         self._check_open()
         if not isinstance(table, pa.Table):
             raise FormatError(f"a {type(table).__name__} is no table")
+        if max_chunksize == -1:
+            max_chunksize = None
         if max_chunksize is not None and not (isinstance(max_chunksize, int) and max_chunksize > 0):
-            raise OptionError(f"max_chunksize is a number of rows, 1 or more, not {max_chunksize!r}")
+            raise OptionError(f"max_chunksize is a number of rows, 1 or more, not {max_chunksize!r}; -1 is no maximum")
         for batch in table.to_batches(max_chunksize):
             self.write_batch(batch)
 

@@ -14,7 +14,13 @@ from dissociated.ipc.listener import CollectListener, Listener
 from dissociated.ipc.tensors import read_tensor, write_tensor
 
 if TYPE_CHECKING:
-    from dissociated.ipc.asynchronous import AsyncFileReader, AsyncStreamReader, async_batches, open_async
+    from dissociated.ipc.asynchronous import (
+        AsyncFileReader,
+        AsyncStreamReader,
+        async_batches,
+        open_async,
+        open_either_async,
+    )
     from dissociated.ipc.readahead import AsyncBatches
 
 __all__ = [
@@ -37,6 +43,7 @@ __all__ = [
     "WriteStats",
     "async_batches",
     "open_async",
+    "open_either_async",
     "open_file",
     "open_stream",
     "read_tensor",

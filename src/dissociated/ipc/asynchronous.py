@@ -21,7 +21,7 @@ from dissociated.codec.options import ReadOptions
 from dissociated.codec.split import BatchAndMetadata
 from dissociated.codec.stats import ReadStats
 from dissociated.errors import StoreError
-from dissociated.ipc.files import FileReader, open_either
+from dissociated.ipc.files import FileReader, open_either, open_file
 from dissociated.ipc.readahead import (
     READAHEAD,
     READAHEAD_BYTES,
@@ -177,7 +177,7 @@ def _steps_of(file: FileReader, cache: pa.CacheOptions | None, most: int) -> Ite
 
 
 class AsyncStreamReader(_AsyncReader):
-    """Reads a stream, once, without blocking the event loop; made by `open_async` and `open_stream_async`.
+    """Reads a stream, once, without blocking the event loop; made by `open_either_async` and `open_stream_async`.
 
     With a `device`, batches lie there. Raises what the reader raises that it is made of.
     """
@@ -255,16 +255,32 @@ async def open_async(
     memory_map: bool = True,
     options: ReadOptions | None = None,
     executor: Executor | None = None,
+) -> AsyncFileReader:
+    """Open an IPC file: what `open_file` takes, and raises, without blocking the loop.
+
+    Any data may precede the file. Reads are done in up to 4 threads that end with the reader, or in `executor`, which
+    stays the caller's.
+    """
+    threads = Threads(_THREADS, executor)
+
+    def opened() -> AsyncFileReader:
+        reader = open_file(source, footer_offset=footer_offset, memory_map=memory_map, options=options)
+        return AsyncFileReader(reader, threads)
+
+    return await _opened(threads, opened)
+
+
+async def open_either_async(
+    source: Any, *, memory_map: bool = True, options: ReadOptions | None = None, executor: Executor | None = None
 ) -> AsyncFileReader | AsyncStreamReader:
     """Open an IPC file or stream: what `open_file` or `open_stream` takes, and raises, without blocking the loop.
 
-    It is taken for a file if it begins or ends with the magic; `footer_offset` says that it is one. Reads are done in
-    up to 4 threads that end with the reader, or in `executor`, which stays the caller's.
+    A source that begins or ends with the magic of a file is opened as a file. Threads are those of `open_async`.
     """
     threads = Threads(_THREADS, executor)
 
     def opened() -> AsyncFileReader | AsyncStreamReader:
-        reader = open_either(source, footer_offset=footer_offset, memory_map=memory_map, options=options)
+        reader = open_either(source, memory_map=memory_map, options=options)
         return (AsyncFileReader if isinstance(reader, FileReader) else AsyncStreamReader)(reader, threads)
 
     return await _opened(threads, opened)

@@ -19,8 +19,9 @@ from dissociated.codec.join import Messages, join
 from dissociated.codec.options import ReadOptions, check_options
 from dissociated.codec.reader import StreamReader
 from dissociated.codec.stats import ReadStats
-from dissociated.errors import DissociatedError, FormatError
+from dissociated.errors import DissociatedError, FormatError, RemoteProtocolError
 from dissociated.format.encapsulated import encapsulate
+from dissociated.format.layout import dictionary_of
 from dissociated.format.message import HeaderType
 from dissociated.ipc.listener import Listener
 
@@ -50,14 +51,18 @@ class Decoding:
         self._reader: StreamReader | None = None
         self._waiting: deque[tuple[Buffer, Buffer | None]] = deque()
         self._waiting_bytes = 0
-        self._stats = _NOTHING_READ
+        self._stats = self._waiting_stats = _NOTHING_READ  # the second of dictionaries that wait
+        self._dictionaries: set[int] = set()  # the ids of those that came
         #: The schema that the batches have; None until it is decoded.
         self.schema: pa.Schema | None = None
 
     @property
     def stats(self) -> ReadStats:
         """What has been decoded so far."""
-        return self._stats if self._reader is None else self._reader.stats
+        if self._reader is None:
+            return self._stats
+        decoded, waiting = self._reader.stats, self._waiting_stats
+        return ReadStats(*(sum(both) for both in zip(decoded, waiting, strict=True)))
 
     def add(self, type_: HeaderType | None, header: Buffer, body: Buffer | None, body_length: int) -> None:
         """Take the next message, and tell the listener what can be decoded now.
@@ -69,6 +74,7 @@ class Decoding:
         if self._reader is None:
             self._begin(header)
         elif type_ is HeaderType.DICTIONARY_BATCH:
+            self._count_dictionary(bytes(header))
             self._waiting_bytes += len(header) + body_length
             if self._waiting_bytes > self._max_waiting:
                 raise self._error_type(
@@ -77,6 +83,7 @@ class Decoding:
                 )
         else:
             decoded = self._read()
+            self._waiting_stats = _NOTHING_READ
             if decoded is None:
                 raise self._error_type("libarrow cannot read this: it takes a message for the end of the stream")
             self._waiting_bytes = 0
@@ -88,6 +95,7 @@ class Decoding:
             raise self._error_type("the stream ended before its schema")
         if self._read() is not None:
             raise self._error_type("libarrow cannot read this: it has a batch after the last message")
+        self._waiting_stats = _NOTHING_READ
         self.drop()
         self._listener.on_eos()
 
@@ -95,7 +103,25 @@ class Decoding:
         """Let go of what was decoded and of what waits; `schema` and `stats` stay."""
         self._stats = self.stats
         self._reader = None
+        self._waiting_stats = _NOTHING_READ
         self._waiting.clear()
+
+    def _count_dictionary(self, header: bytes) -> None:
+        """Count a dictionary when it comes, as C++ does, and not when libarrow is asked for the batch after it."""
+        try:
+            id_, is_delta = dictionary_of(header)
+        except RemoteProtocolError:
+            return  # libarrow will say what is wrong with it
+        replaces = id_ in self._dictionaries and not is_delta
+        self._dictionaries.add(id_)
+        stats = self._waiting_stats
+        self._waiting_stats = ReadStats(
+            num_messages=stats.num_messages + 1,
+            num_record_batches=0,
+            num_dictionary_batches=stats.num_dictionary_batches + 1,
+            num_dictionary_deltas=stats.num_dictionary_deltas + is_delta,
+            num_replaced_dictionaries=stats.num_replaced_dictionaries + replaces,
+        )
 
     def _begin(self, header: Buffer) -> None:
         options = self._options
@@ -153,7 +179,7 @@ class Decoder(ABC):
 
     @property
     def stats(self) -> ReadStats:
-        """What has been decoded of this stream so far. A dictionary counts when the batch after it is decoded."""
+        """What has been decoded of this stream so far. A dictionary counts when it has come."""
         return self._decoding.stats
 
     def reset(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 from weakref import finalize
@@ -27,14 +27,23 @@ class Ledger:
 
     def __init__(self) -> None:
         self._held: Counter[int] = Counter()
+        self._sends = 0  # of the addresses that are held, each as often as it was sent
+        self._empty = 0  # buffers without bytes that were sent, and that the client may give back, too
 
     def __len__(self) -> int:
         """How many addresses are held."""
         return len(self._held)
 
-    def hold(self, addresses: Iterable[int]) -> None:
-        """These addresses are being sent, each once more."""
+    @property
+    def max_freed(self) -> int:
+        """How many addresses the client may still free: that many may be in one message."""
+        return self._sends + self._empty
+
+    def hold(self, addresses: Collection[int], empty: int = 0) -> None:
+        """Account for `addresses` that are being sent, each once more, beside so many `empty` buffers."""
         self._held.update(addresses)
+        self._sends += len(addresses)
+        self._empty += empty
 
     def release(self, addresses: Sequence[int]) -> list[int]:
         """The peer freed these. Returns those that nobody holds any more.
@@ -45,6 +54,7 @@ class Ledger:
         """
         counts = self._held
         released = []
+        zeros = 0
         for address in addresses:
             count = counts.get(address, 0)
             if count > 1:
@@ -54,12 +64,17 @@ class Ledger:
                 released.append(address)
             elif address:
                 raise RemoteProtocolError(f"the client freed the address {address:#x}, which it does not hold")
+            else:
+                zeros += 1
+        self._sends -= len(addresses) - zeros
+        self._empty = max(0, self._empty - zeros)
         return released
 
     def release_all(self) -> list[int]:
         """The peer is gone: everything it held is free."""
         released = list(self._held)
         self._held.clear()
+        self._sends = self._empty = 0
         return released
 
 

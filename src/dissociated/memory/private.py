@@ -12,6 +12,8 @@ import resource
 import weakref
 from bisect import bisect_right
 
+from dissociated.exit import keep_at_exit
+
 _MAX_MAPPINGS = 64  # that are there at once: each takes a descriptor
 _KEPT_PART = 4  # files are kept open among the first of so many parts of what descriptors there may be
 _MAX_CLAIMED = 1 << 25  # bytes of one mapping, which are memory of this process's own if all of them are written to
@@ -44,6 +46,7 @@ class SharedFile:
             return None
         mapping.source, mapping.claims = source, Claims()
         _mappings.add(mapping)
+        keep_at_exit(mapping)
         return mapping
 
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from dissociated.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
+from dissociated.exit import keep_at_exit
 from dissociated.oserrors import store_errors
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -78,7 +79,9 @@ def map_read_only(descriptor: int, size: int) -> pa.Buffer:
     """Map `size` bytes. The buffer owns the mapping; the descriptor stays the caller's. 0 bytes need no mapping."""
     if not size:
         return pa.py_buffer(b"")
-    return pa.py_buffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+    mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    keep_at_exit(mapping)
+    return pa.py_buffer(mapping)
 
 
 def map_received(descriptor: int, size: int, backing: int) -> pa.Buffer:

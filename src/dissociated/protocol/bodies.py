@@ -1,8 +1,8 @@
 """Bodies of kind 1 and what comes back for them: lists of little-endian uint64.
 
 An address list ("Data Stream Sequence"): total size of all buffers, number of buffers, then for each buffer of
-the message, in order, its address and its length. An absent or empty buffer is (0, 0) as we send it; any address with
-the length 0 is taken for that. So is a total that counts padding.
+the message, in order, its address and its length. An absent or empty buffer is (0, 0) as we send it. A peer may send
+an address with the length 0: that address is given back like any other. A total may count padding.
 
 A free_data list: one or more addresses that the client no longer needs. 0 in it means nothing.
 """
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from dissociated.errors import LocalProtocolError, RemoteProtocolError
 
-_UINT64 = 8
+#: Bytes of an address on the wire.
+ADDRESS_SIZE = 8
 _MOST_ALIGNED = 64  # "Buffers [...] should be padded to a multiple of 8 or 64 bytes"
 _HEAD = struct.Struct("<QQ")
 
@@ -34,10 +35,15 @@ class AddressList(NamedTuple):
 
     @property
     def leased(self) -> tuple[int, ...]:
-        """The addresses that must be given back: those of buffers that have bytes."""
+        """The addresses that must be given back: of buffers that have bytes, and of empty ones that have an address."""
         if all(self.lengths):
             return self.addresses
-        return tuple(address for address, length in zip(self.addresses, self.lengths, strict=True) if length)
+        return tuple(address for address, length in zip(self.addresses, self.lengths, strict=True) if length or address)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no buffer has bytes."""
+        return not any(self.lengths)
 
 
 def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
@@ -51,7 +57,7 @@ def encode_addresses(extents: Iterable[tuple[int, int]]) -> bytes:
 
 
 def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
-    """Take a body of kind 1 apart. An address of an empty buffer means nothing, and is 0 here.
+    """Return the addresses and lengths in a body of kind 1.
 
     Its total may count padding, up to the `body_length` that the metadata announced, or that of each buffer up to a
     multiple of 64 bytes. Raises RemoteProtocolError where it is neither that nor the sum, or the count disagrees.
@@ -67,8 +73,6 @@ def parse_addresses(body: bytes, body_length: int = 0) -> AddressList:
         raise RemoteProtocolError(
             f"the peer sent an address list whose total is {total} bytes, but its buffers have {sum(lengths)}"
         )
-    if not all(lengths):
-        addresses = tuple(address if length else 0 for address, length in zip(addresses, lengths, strict=True))
     return AddressList(addresses, lengths)
 
 
@@ -88,6 +92,6 @@ def encode_free(addresses: Sequence[int]) -> bytes:
 
 def parse_free(body: bytes) -> tuple[int, ...]:
     """The addresses in a free_data message. Raises RemoteProtocolError for an empty or ragged one."""
-    if not body or len(body) % _UINT64:
+    if not body or len(body) % ADDRESS_SIZE:
         raise RemoteProtocolError(f"the peer sent a free_data message of {len(body)} bytes, not one or more uint64")
-    return _uint64s(len(body) // _UINT64).unpack(body)
+    return _uint64s(len(body) // ADDRESS_SIZE).unpack(body)

@@ -85,6 +85,8 @@ def _shared(
     if max(int(part.max(initial=0)) for part in (body_length, buffers, lists)) >= _MAX_ADDRESS:
         return None
     present = lengths > 0
+    if addresses[~present].any():  # which must be given back, too: message by message
+        return None
     body_at = np.where(present, addresses - offsets, 0).max(axis=1, initial=0)
     agrees = (
         (addresses >= offsets)[present].all()  # no sum may wrap around

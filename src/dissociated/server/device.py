@@ -26,7 +26,7 @@ class DeviceSending(Sending):
             body = Body(BodyKind.PACKED, ()) if message.parsed.has_body else None
             if extents is not None:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
-                self._ledger.hold(address for address, length in extents if length)
+                self._hold([address for address, length in extents if length], len(extents))
             with self._stats.sending(self._connection, message.parsed.body_length):
                 self._connection.send(self._sender.send(message.header, body), self._limits.stall_timeout)
             self._stats.messages += 1

@@ -33,6 +33,8 @@ class MessageGroup(NamedTuple):
     messages: int
     #: The addresses that they lease.
     addresses: Sequence[int]
+    #: How many pairs of an address and a length they are sent in, those of empty buffers included.
+    pairs: int
     #: Bytes of the bodies.
     nbytes: int
     #: Everything below this address must be written before they are sent.
@@ -77,6 +79,7 @@ def _encode(
         first = sender.sequence
         outgoing: list[Message] = []
         leased: list[int] = []
+        pairs = 0
         group = _group(messages, at, group_bytes)
         at += len(group)
         for message in group:
@@ -84,6 +87,7 @@ def _encode(
             if mapped and message.extents is not None and message.parsed.body_length > inline_limit:
                 body = Body(BodyKind.ADDRESSES, (encode_addresses(message.extents),))
                 leased += (address for address, length in message.extents if length)
+                pairs += len(message.extents)
             elif message.packed is not None:
                 body = Body(BodyKind.PACKED, message.packed)
             outgoing += sender.send(message.header, body)
@@ -91,7 +95,8 @@ def _encode(
         nbytes = sum(message.parsed.body_length for message in group) if bodies else 0
         ends = (address + length for message in group for address, length in message.extents or ())
         end = max(ends, default=0) if mapped else 0
-        yield MessageGroup(connection.prepare(outgoing), first, len(group), leased if bodies else (), nbytes, end)
+        held, pairs = (leased, pairs) if bodies else ((), 0)
+        yield MessageGroup(connection.prepare(outgoing), first, len(group), held, pairs, nbytes, end)
 
 
 def _group(messages: Sequence[StaticMessage], first: int, most: int) -> Sequence[StaticMessage]:

@@ -21,7 +21,6 @@ from dissociated.protocol.message import Message, Run
 from dissociated.protocol.sender import Body
 from dissociated.protocol.tags import BodyKind
 from dissociated.server.coalescer import COALESCE_INTERVAL, Coalescer
-from dissociated.server.requests import receive
 from dissociated.server.sending import ClientRequest, Sending
 
 _MAX_WAIT = 3600.0  # seconds; what is waited for tells when it comes
@@ -80,7 +79,7 @@ class _LiveSending(Sending):
 
     def _lease_body(self, extents: Sequence[tuple[int, int]]) -> Body:
         """A body by address, which the client holds from now on."""
-        self._ledger.hold(address for address, length in extents if length)
+        self._hold([address for address, length in extents if length], len(extents))
         return Body(BodyKind.ADDRESSES, (encode_addresses(extents),))
 
 
@@ -160,7 +159,7 @@ class StreamedSending(_LiveSending):
             if self._out_of_room:
                 return None
             try:
-                incoming = receive(self._connection, _ROOM_TIMEOUT)
+                incoming = self._receive(_ROOM_TIMEOUT)
             except DeadlineExceeded:
                 self._out_of_room = True
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dissociated.buffers import Buffer
 from dissociated.errors import RemoteProtocolError
+from dissociated.protocol.bodies import ADDRESS_SIZE
 from dissociated.protocol.events import Streams
 from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.request import MAX_IDENTIFIER
@@ -17,8 +18,6 @@ _PACKED = 4
 _DEVICE = 8
 #: The tag of free_data.
 FREE_DATA = _WANT | 0x100
-
-_MAX_MESSAGE = MAX_IDENTIFIER  # bytes
 
 
 def want_tag(streams: Streams, packed: bool, device: bool = False) -> int:
@@ -48,12 +47,21 @@ TAGS = Tags(
 )
 
 
-def receive(connection: Connection, timeout: float) -> Incoming | Run | None:
-    """What the client says next, None at its end. Raises as `Connection.receive` does, and for what is too long."""
-    return connection.receive(timeout, _allocate)
+def max_message(max_freed: int) -> int:
+    """Return how many bytes a message may have of a client that may free so many addresses."""
+    return max(MAX_IDENTIFIER, max_freed * ADDRESS_SIZE)
 
 
-def _allocate(tag: int | None, length: int) -> Buffer:
-    if length > _MAX_MESSAGE:
-        raise RemoteProtocolError(f"the client sent a message of {length} bytes; at most {_MAX_MESSAGE} are taken")
-    return bytearray(length)
+def receive(connection: Connection, timeout: float, max_freed: int = 0) -> Incoming | Run | None:
+    """Return the next message of the client, None at its end.
+
+    Raises as `Connection.receive` does, and RemoteProtocolError if the message has more bytes than `max_message`.
+    """
+    limit = max_message(max_freed)
+
+    def allocate(tag: int | None, length: int) -> Buffer:
+        if length > limit:
+            raise RemoteProtocolError(f"the client sent a message of {length} bytes; at most {limit} are taken")
+        return bytearray(length)
+
+    return connection.receive(timeout, allocate)

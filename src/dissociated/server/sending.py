@@ -17,7 +17,7 @@ from dissociated.protocol.message import Incoming, Run
 from dissociated.protocol.sender import Sender
 from dissociated.server.admission import Admission, Limits
 from dissociated.server.encoding import encode_groups
-from dissociated.server.requests import receive
+from dissociated.server.requests import max_message, receive
 from dissociated.transport.base import Connection
 
 
@@ -66,7 +66,7 @@ class Sending(ABC):
         without a word while it held memory, and RemoteProtocolError.
         """
         while len(self._ledger):
-            incoming = receive(self._connection, timeout)
+            incoming = self._receive(timeout)
             if incoming is None:
                 if self._connection.shares_memory and not self._half_closed and self._connection.peer_closed():
                     raise ConnectionClosed(f"the client went while it held {len(self._ledger)} addresses")
@@ -108,9 +108,20 @@ class Sending(ABC):
     def _on_freed(self, addresses: Collection[int]) -> None:
         """The client holds these no more."""
 
+    def _hold(self, addresses: Collection[int], pairs: int) -> None:
+        """Account for addresses that are about to be sent, in so many pairs of an address and a length.
+
+        The client may free all that it holds in one message, also while this side sends.
+        """
+        self._ledger.hold(addresses, pairs - len(addresses))
+        self._connection.limit_tagged(max_message(self._ledger.max_freed))
+
+    def _receive(self, timeout: float) -> Incoming | Run | None:
+        return receive(self._connection, timeout, self._ledger.max_freed)
+
     def _take_frees(self) -> None:
         while self._connection.arrived():
-            incoming = receive(self._connection, self._limits.stall_timeout)
+            incoming = self._receive(self._limits.stall_timeout)
             if incoming is None:
                 self._client_ended()
                 return
@@ -188,7 +199,7 @@ class StaticSending(Sending):
         ):
             if growing is not None:
                 growing.wait(group.end)
-            self._ledger.hold(group.addresses)  # first: of a group that is cut off, some may have arrived
+            self._hold(group.addresses, group.pairs)  # first: of a group that is cut off, some may have arrived
             with self._stats.sending(connection, group.nbytes):
                 connection.send(group.encoded, self._limits.stall_timeout)
             self._sender.sent(group.first, group.messages)

@@ -22,6 +22,7 @@ from dissociated.datasets.sources import make_dataset
 from dissociated.datasets.static import SegmentsDataset
 from dissociated.display import count, html, html_table, size
 from dissociated.errors import DissociatedError
+from dissociated.exit import act_at_exit
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.host import host_name
 from dissociated.monitoring.activity import Activity
@@ -89,6 +90,7 @@ class Server:
             self.close()
             raise
         self._connections.accept()
+        act_at_exit()  # first, so that it is done last: a server may read as a client does
         atexit.register(self.close)  # threads that outlive the interpreter could bring it down
         bind_to_process(self)
 

@@ -99,6 +99,12 @@ class Connection(ABC):
         Media that allocate nothing for what is announced may ignore this.
         """
 
+    def limit_tagged(self, length: int) -> None:
+        """Keep tagged messages of up to so many bytes that arrive while this side sends, beside what it always keeps.
+
+        Media that allocate nothing then may ignore this.
+        """
+
     def keep_files(self) -> None:
         """From now on, keep open what regions are mapped from, on media that share files.
 

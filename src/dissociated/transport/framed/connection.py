@@ -92,6 +92,7 @@ class SocketConnection(Connection):
         self._interrupted = False
         self._arrived: deque[Frame] = deque()
         self._arrived_bytes = 0
+        self._max_tagged = 0  # bytes of a tagged message that may arrive while this side sends
         self._ended = False  # whether the peer will send no more
         self._end_received = False  # whether `receive` has said so
         self._wake_descriptor: int | None = None  # an eventfd, of connections that are waited for
@@ -107,6 +108,9 @@ class SocketConnection(Connection):
 
     def limit_untagged(self, length: int) -> None:
         self._reader.limit_untagged(length)
+
+    def limit_tagged(self, length: int) -> None:
+        self._max_tagged = length
 
     def prepare(self, messages: Sequence[Message | Run]) -> EncodedFrames:
         return EncodedFrames(encode_frames_with_runs(messages))
@@ -259,14 +263,20 @@ class SocketConnection(Connection):
             self._socket.send(b"", _SEND_FLAGS)  # poll does not tell that a Unix peer has stopped receiving; this does
         event = events[0][1]
         if event & select.POLLIN and not event & select.POLLOUT:
-            frame = self._reader.read(timeout, _refuse)
+            frame = self._reader.read(timeout, self._keep)
             if frame is None:
                 self._ended = True  # which does not mean that it takes no more: that shows by sending
                 return
             self._arrived.append(frame)
             self._arrived_bytes += _OVERHEAD + len(frame.payload)
-            if self._arrived_bytes > _MAX_ARRIVED:
+            if self._arrived_bytes > _MAX_ARRIVED + self._max_tagged:
                 raise RemoteProtocolError(f"{self._peer} sends and does not receive")
+
+    def _keep(self, tag: int | None, length: int) -> Buffer:
+        """Allocate for what arrives while this side sends."""
+        if length > self._max_tagged:
+            raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
+        return bytearray(length)
 
     def _read_into(self, memory: memoryview, timeout: float) -> int:
         self._set_receive_timeout(self._time_left(timeout))
@@ -294,10 +304,6 @@ def abort_frame(reason: str) -> bytes:
 
 def _after(part: Buffer, offset: int) -> Buffer:
     return memoryview(part).cast("B")[offset:] if offset else part
-
-
-def _refuse(tag: int | None, length: int) -> Buffer:
-    raise RemoteProtocolError(f"the peer sent a message of {length} bytes while it should be receiving")
 
 
 class SocketListener(Listener):

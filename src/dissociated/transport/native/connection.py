@@ -77,6 +77,10 @@ class NativeConnection(ProgressConnection):
     def limit_untagged(self, length: int) -> None:
         self._max_untagged = length
 
+    def limit_tagged(self, length: int) -> None:
+        if self._accepted:
+            self._max_unread = _MAX_FROM_CLIENT + length
+
     # What a medium does
 
     @abstractmethod

@@ -1,0 +1,151 @@
+"""The exit of the interpreter, and the threads that are still reading then.
+
+Before Python 3.14, a daemon thread that asks for the GIL while the interpreter is finalizing is ended wherever it is.
+Below a frame of libarrow's that ends the process: its destructors run without the GIL, and abort. So this module acts
+before finalization. It stops the threads of this library and waits for them. The user's own threads are held where they
+read: they wait for a lock that nobody releases, and never ask for the GIL again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, Protocol, TypeVar, cast
+
+from dissociated.errors import TransportError
+from dissociated.once import once
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TIMEOUT = 5.0  # seconds that threads may take to end, or to be held
+_POLL_INTERVAL = 0.002  # seconds
+
+_exiting_thread: int | None = None
+_kept: list[object] = []
+_keepable: weakref.WeakSet[Any] = weakref.WeakSet()
+_stoppable: weakref.WeakSet[Stoppable] = weakref.WeakSet()
+_sections: set[CodeType] = set()
+_lock = threading.Lock()  # of the two sets of weak references
+_never_released = threading.Lock()
+_never_released.acquire()
+
+
+class Stoppable(Protocol):
+    """An object that another thread may be blocked in."""
+
+    def stop(self) -> None:
+        """Make that thread return. Called from another thread."""
+
+
+class StreamThread(threading.Thread):
+    """A thread of a stream, which is stopped and waited for at the exit of the interpreter."""
+
+    def __init__(self, owner: Stoppable, run: Callable[..., None], arguments: tuple[Any, ...], name: str) -> None:
+        super().__init__(target=run, args=arguments, name=name, daemon=True)
+        act_at_exit()
+        self._owner = weakref.ref(owner)
+
+    def start(self) -> None:
+        """Start it. Raises TransportError if the system has no more threads."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            raise TransportError(f"to {self.name} takes a thread: {error}") from None
+
+    def stop(self) -> None:
+        """Have the owner stop it, if the owner still exists."""
+        owner = self._owner()
+        if owner is not None:
+            owner.stop()
+
+
+@once
+def act_at_exit() -> None:
+    """Have this module act at exit: after whatever is registered with `atexit` from now on, as servers are."""
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    atexit.register(_exit)
+
+
+def stop_at_exit(stoppable: Stoppable) -> None:
+    """Stop `stoppable` at exit, so that a thread which is blocked in it can be held."""
+    act_at_exit()
+    with _lock:
+        _stoppable.add(stoppable)
+
+
+def keep_at_exit(value: Any) -> None:
+    """Keep `value` from exit on, so that no thread deallocates it: that would release the GIL below libarrow."""
+    act_at_exit()
+    with _lock:
+        _keepable.add(value)
+
+
+def section(function: F) -> F:
+    """Mark a function, or generator, that libarrow calls or that calls libarrow. At exit, no thread may be within it.
+
+    It must call `hold_at_exit` wherever it begins, or has waited.
+    """
+    _sections.add(cast("Any", function).__code__)
+    return function
+
+
+def hold_at_exit() -> None:
+    """Hold this thread for ever if the interpreter is exiting, unless it is the one that exits, or of this library."""
+    if _exiting_thread is None or _exiting_thread == threading.get_ident():
+        return
+    if not isinstance(threading.current_thread(), StreamThread):
+        _hold()
+
+
+def _hold() -> None:
+    _never_released.acquire()
+
+
+def _is_held(frame: FrameType) -> bool:
+    """Whether a thread with this innermost frame waits in `_hold`. On the line of `def` it may not have begun to."""
+    return frame.f_code is _hold.__code__ and frame.f_lineno > _hold.__code__.co_firstlineno
+
+
+def _in_section(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code in _sections:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _stream_threads() -> list[StreamThread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, StreamThread)]
+
+
+def _exit() -> None:
+    global _exiting_thread
+    _exiting_thread = threading.get_ident()
+    with _lock:
+        _kept.extend(_keepable)
+    deadline = time.monotonic() + _TIMEOUT
+    while True:
+        own = {_exiting_thread, *(thread.ident for thread in _stream_threads())}
+        others = [frame for thread, frame in sys._current_frames().items() if thread not in own]
+        if not others:
+            break
+        with _lock:
+            stoppables = [*_stoppable]
+        for stoppable in stoppables:
+            stoppable.stop()
+        time.sleep(_POLL_INTERVAL)  # also a thread that unmaps memory now, which no frame shows, has then done so
+        frames = [frame for thread, frame in sys._current_frames().items() if thread not in own]
+        if time.monotonic() > deadline or all(_is_held(frame) or not _in_section(frame) for frame in frames):
+            break
+    threads = _stream_threads()
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        if thread.ident is not None:  # another thread may have been about to start it
+            thread.join(max(0.0, deadline - time.monotonic()))
