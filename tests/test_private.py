@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 
 from dissociated.errors import NotPrivate
 from dissociated.private import (
+    claim_private_file,
     open_private_directory,
     open_private_file,
     read_private_file,
@@ -72,6 +76,30 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(tmp_path: Path) -> 
         mine.chmod(0o775)
         with pytest.raises(NotPrivate, match="is open to other users"):
             open_private_directory(mine, readable=True)
+
+
+def test_a_file_is_claimed_without_being_opened(tmp_path: Path) -> None:
+    """A process that closes a database which SQLite has open loses its locks."""
+    database = tmp_path / "db"
+    claim_private_file(database, create=True)
+    assert mode(database) == 0o600
+    database.write_text("rows")
+    database.chmod(0o644)
+    database_lock = database.open("r+")
+    with database_lock:
+        fcntl.lockf(database_lock, fcntl.LOCK_EX)
+        claim_private_file(database, create=True)
+        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        blocked = subprocess.run([sys.executable, "-c", other, database], capture_output=True, text=True)
+    assert "BlockingIOError" in blocked.stderr
+    assert mode(database) == 0o600
+    assert database.read_text() == "rows"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "missing")
+    with pytest.raises(NotPrivate, match=f"{link} is a symbolic link"):
+        claim_private_file(link, create=True)
+    with pytest.raises(FileNotFoundError):
+        claim_private_file(tmp_path / "missing")
 
 
 @pytest.mark.needs("root")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import secrets
 import stat
 from collections.abc import Collection
 from contextlib import suppress
@@ -116,16 +115,38 @@ def open_private_file(path: _Name, flags: int = os.O_RDONLY, *, within: int | No
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
-    # What it is shows before it is opened: to open a FIFO could take for ever, and to open a device do anything.
+    place = _find_file(path, within, close=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+    try:
+        return os.open(f"/proc/self/fd/{place}", flags & ~os.O_CREAT | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
+def claim_private_file(path: _Name, *, create: bool = False) -> None:
+    """Check a file as `open_private_file` does for writing, or create an empty one, without opening it.
+
+    SQLite needs this: a process that opens and closes a database a second time loses its locks on it. Raises as
+    `open_private_file` does.
+    """
+    if create:
+        with suppress(FileExistsError):
+            os.mknod(path, stat.S_IFREG | 0o600)
+    os.close(_find_file(path, None, close=True))
+
+
+def _find_file(path: _Name, within: int | None, close: bool) -> int:
+    """Return a descriptor of a file that was checked, and which it does not open. `close` it to other users."""
+    # To open a FIFO could take for ever, and to open a device do anything.
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         status = os.fstat(place)
         _check_file(status, path)
-        if flags & (os.O_WRONLY | os.O_RDWR) and status.st_mode & 0o077 and status.st_uid == os.geteuid():
+        if close and status.st_mode & 0o077 and status.st_uid == os.geteuid():
             os.chmod(f"/proc/self/fd/{place}", 0o600)
-        return os.open(f"/proc/self/fd/{place}", flags & ~os.O_CREAT | os.O_CLOEXEC)
-    finally:
+    except BaseException:
         os.close(place)
+        raise
+    return place
 
 
 def _check_file(status: os.stat_result, path: _Name) -> None:
@@ -138,8 +159,8 @@ def _check_file(status: os.stat_result, path: _Name) -> None:
         )
     if status.st_mode & 0o022:
         raise NotPrivate(
-            f"other users can write to {os.fspath(path)} (mode {stat.S_IMODE(status.st_mode):04o}): close it to them "
-            "(chmod 600), or remove it"
+            f"other users can write to {os.fspath(path)} (mode {stat.S_IMODE(status.st_mode):04o}): if its content is "
+            "right, chmod 600"
         )
 
 
@@ -150,22 +171,25 @@ def read_private_file(path: _Name, *, within: int | None = None) -> bytes:
 
 
 def write_private_file(path: _Name, content: bytes, *, within: int | None = None) -> None:
-    """Write a file of mode 0600, which appears as a whole or not at all. It replaces what had its name.
+    """Write a file of mode 0600, which appears as a whole or not at all. It replaces the file that had its name.
 
-    It is there after a loss of power, too, if the caller syncs its directory. Raises OSError.
+    It is there after a loss of power, too, if the caller syncs its directory. Of several callers, all but one may fail.
+    Raises NotPrivate and OSError.
     """
-    draft = f"{os.fspath(path)}.{secrets.token_hex(4)}.draft"
-    descriptor = open_private_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within)
+    draft = f"{os.fspath(path)}.draft"
+    descriptor = open_private_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, within=within)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+        os.fsync(descriptor)
         os.rename(draft, path, src_dir_fd=within, dst_dir_fd=within)
     except BaseException:
         with suppress(OSError):
             os.unlink(draft, dir_fd=within)
         raise
+    finally:
+        os.close(descriptor)
 
 
 def _type_error(path: _Name, mode: int, expected: str) -> str:
