@@ -289,7 +289,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path.write_text("precious " * 1000)
     with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: file is not a database"):
         Database(str(path))
-    with leaving_nothing(), pytest.raises(CatalogError, match="unable to open"):
+    with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: No such file or directory"):
         Database(str(tmp_path / "no" / "catalog.db"))
 
 
