@@ -65,12 +65,17 @@ def test_only_what_lies_in_the_stage_can_be_named(tmp_path: Path, name: str) -> 
 
 def test_what_a_dead_server_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
     home = tmp_path / f"dissociated-{os.geteuid()}"
-    abandoned = home / "1-abandoned"
-    abandoned.mkdir(parents=True)
-    (abandoned / "segment").write_text("x")
+    abandoned, other_directory, link = home / "1-0123abcd", home / "website", home / "2-0123abcd"
+    home.mkdir(mode=0o700)
+    for directory in (abandoned, other_directory):
+        directory.mkdir(mode=0o700)
+        (directory / "segment").write_text("x")
+    link.symlink_to(other_directory)
     with closing(Stage(tmp_path)) as living:
         write(living, "a", 1)
         assert not abandoned.exists()
+        assert (other_directory / "segment").exists()  # which no stage has made
+        assert link.is_symlink()
         with closing(Stage(tmp_path)) as other:
             assert other.directory != living.directory
             assert (living.directory / "a").exists()
