@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import StoreError
+from dissociated.errors import NotPrivate, StoreError
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.stage import Stage
 
@@ -79,6 +79,20 @@ def test_what_a_dead_server_left_is_removed_and_what_a_living_one_has_is_not(tmp
         with closing(Stage(tmp_path)) as other:
             assert other.directory != living.directory
             assert (living.directory / "a").exists()
+
+
+def test_a_directory_that_is_not_this_users_alone_is_not_used(tmp_path: Path) -> None:
+    home, other = tmp_path / f"dissociated-{os.geteuid()}", tmp_path / "other"
+    other.mkdir(mode=0o700)
+    home.symlink_to(other)
+    with pytest.raises(NotPrivate, match=f"{home} is a symbolic link"):
+        _ = Stage(tmp_path).directory
+    home.unlink()
+    home.mkdir()
+    home.chmod(0o777)
+    with pytest.raises(NotPrivate, match=f"{home} is open to other users"):
+        _ = Stage(tmp_path).directory
+    assert [*home.iterdir()] == [*other.iterdir()] == []
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -313,9 +313,15 @@ def _locked(directory: Path) -> Iterator[Path]:
 
 
 def runtime_directory() -> Path:
-    """Where this user's sockets lie: below XDG_RUNTIME_DIR, or else a private directory for temporary files."""
+    """Where this user's sockets lie: below XDG_RUNTIME_DIR, or else a private directory for temporary files.
+
+    After `su`, XDG_RUNTIME_DIR may be that of another user, who could replace a directory in it.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(base) / "dissociated" if base else Path(tempfile.gettempdir()) / f"dissociated-{os.geteuid()}"
+    if base and _is_private(base):
+        directory = Path(base) / "dissociated"
+    else:
+        directory = Path(tempfile.gettempdir()) / f"dissociated-{os.geteuid()}"
     try:
         os.close(open_private_directory(directory, create=True))
     except NotPrivate as error:
@@ -323,6 +329,14 @@ def runtime_directory() -> Path:
     except OSError as error:
         raise TransportError(f"cannot make the directory {directory} for sockets: {error.strerror}") from error
     return directory
+
+
+def _is_private(directory: str) -> bool:
+    try:
+        os.close(open_private_directory(directory))
+    except (NotPrivate, OSError):
+        return False
+    return True
 
 
 def _remove_stale(path: str) -> None:
