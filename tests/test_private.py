@@ -1,4 +1,4 @@
-"""Private directories and files: what is refused, and that nothing is touched before it is checked."""
+"""Private directories and files: others are refused, and nothing is touched before it is checked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def umask() -> Iterator[None]:
-    """One that closes nothing, as a service may have."""
+    """A umask that closes nothing, as a service may have."""
     before = os.umask(0)
     yield
     os.umask(before)

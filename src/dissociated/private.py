@@ -94,12 +94,12 @@ def check_private(descriptor: int, path: _Name, *, owners: Collection[int] = (),
 def open_private_file(path: _Name, flags: int = os.O_RDONLY, *, within: int | None = None) -> int:
     """Open a regular file that belongs to this user, or to root, and that nobody else can write to.
 
-    It is truncated only after these checks, and a file that is created has mode 0600. One of this user that is opened
-    for writing gets that mode, too.
+    It is truncated only after these checks. A new file has mode 0600, and this user's file gets that mode if it is
+    opened for writing.
 
     Args:
         path: Its path, or its name in the directory that `within` has open.
-        flags: Those of `os.open`.
+        flags: The flags of `os.open`.
         within: The descriptor of the directory that `path` is relative to.
 
     Returns:

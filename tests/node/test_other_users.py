@@ -111,7 +111,7 @@ def test_a_directory_that_another_user_made_first_is_refused(common: Path, mine:
 
 
 def open_to_others(directory: Path) -> list[str]:
-    """What of a directory another user can use: a segment is read-only, everything else only its owner's."""
+    """The entries below a directory that another user may use, if not for the directories above them."""
     return [
         f"{path.relative_to(directory)} {stat.filemode(path.lstat().st_mode)}"
         for path in directory.rglob("*")

@@ -20,7 +20,7 @@ ROWS = pa.record_batch({"n": pa.array(range(1 << 15), pa.int64())})
 
 
 def files(directory: Path) -> dict[str, str]:
-    """What lies below a directory: files and their contents, and empty directories."""
+    """The files below a directory with their contents, and its directories."""
     return {
         str(path.relative_to(directory)): path.read_text() if path.is_file() else ""
         for path in sorted(directory.rglob("*"))

@@ -18,7 +18,7 @@ from dissociated.store.layout import STAGING, store_id
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where writers put segments, and on which host that is: as a catalog says, which may lie.
+    """The directory where writers put segments, and its host. The catalog that names it may lie.
 
     A process writes only where `open` leads: into the staging directory of that node, which belongs to this user.
 

@@ -36,10 +36,10 @@ class NodeAddress:
 
 
 def default_store() -> Path:
-    """Where a node that nobody told otherwise keeps its segments: in memory, private to this user.
+    """Return the directory of the default store: in memory, private to this user.
 
-    Anybody may create that directory in /dev/shm first: whoever uses it opens it by `open_private_directory`, which
-    refuses it then. $XDG_RUNTIME_DIR would be nobody else's, but is no place for data: systemd gives it a tenth of the
+    Anybody may create that directory in /dev/shm first, so it is always opened by `open_private_directory`, which then
+    refuses it. $XDG_RUNTIME_DIR would be nobody else's, but is no place for data: systemd gives it a tenth of the
     memory, shares that with the sockets of the session, and empties it when the user logs out.
     """
     return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
@@ -133,7 +133,7 @@ def ensure(
 
 @contextlib.contextmanager
 def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
-    """One process at a time starts a node."""
+    """Let one process at a time start a node."""
     with (
         store_errors(f"starting a node for {store}"),
         os.fdopen(open_private_file(START_LOCK, os.O_WRONLY | os.O_CREAT, within=opened), "w") as lock,

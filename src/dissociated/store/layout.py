@@ -18,10 +18,10 @@ SEGMENTS = "segments"
 TRASH = "trash"
 #: Locked by the process that starts a node.
 START_LOCK = "starting"
-#: What a node prints that was started in the background.
+#: The output of a node that was started in the background.
 NODE_LOG = "node.log"
 _ID = "id"
-#: What may be there before the id is.
+#: The files that may be made before the id is.
 _BEFORE_ID = {START_LOCK, NODE_LOG, f"{_ID}.draft"}
 _ID_FORMAT = re.compile(r"[0-9a-f]{16}")
 _VERSION = r"\d+-[0-9a-f]+"
