@@ -138,7 +138,7 @@ def _close_to_others(path: Path) -> None:
     """Make sure that a database, which is created if it is missing, is this user's alone. Raises CatalogError."""
     try:
         # Whoever can create a log beside the database can have SQLite read anything from it.
-        os.close(open_private_directory(path.absolute().parent, owners=[0], readable=True))
+        os.close(open_private_directory(path.absolute().parent.resolve(), owners=[0], readable=True))
         claim_private_file(path, create=True)  # SQLite gives its logs the same mode
         for log in ("-wal", "-shm", "-journal"):
             with suppress(FileNotFoundError):
