@@ -49,7 +49,7 @@ def open_private_directory(
         _make(name, within)
     place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
-        check_private(place, name, owners=owners, readable=readable)
+        _check_directory(place, name, owners=owners, readable=readable)
         return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         os.close(place)
@@ -74,7 +74,7 @@ def _make(name: str, within: int | None) -> None:
             os.mkdir(directory, 0o700, dir_fd=within)
 
 
-def check_private(descriptor: int, path: _Name, *, owners: Collection[int] = (), readable: bool = False) -> None:
+def _check_directory(descriptor: int, path: _Name, *, owners: Collection[int] = (), readable: bool = False) -> None:
     """Raise NotPrivate, which calls it `path`, unless an open directory is as `open_private_directory` demands."""
     status = os.fstat(descriptor)
     if not stat.S_ISDIR(status.st_mode):
