@@ -32,8 +32,11 @@ def host_name() -> str:
     return os.environ.get(_HOST) or socket.gethostname()
 
 
-def directory_id(path: str | os.PathLike[str]) -> str:
-    """Tells a directory from every other of this boot, since in another container its path may be another's."""
+def directory_id(path: str | os.PathLike[str] | int) -> str:
+    """Tell a directory, by its path or descriptor, from every other of this boot.
+
+    In another container, its path may be another directory's.
+    """
     status = os.stat(path)
     return f"{status.st_dev}:{status.st_ino}"
 

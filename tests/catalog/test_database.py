@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -18,7 +20,7 @@ from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.catalog.tables import Tables
 from dissociated.errors import CatalogError, DatasetNotFound
-from helpers import leaving_nothing, rest_of
+from helpers import case, leaving_nothing, rest_of
 
 A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
 B = NodeRecord("b", "host-b", "boot-b", "grpc://b:1", ("tcp://b:2?want_data=1",))
@@ -289,8 +291,50 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     path.write_text("precious " * 1000)
     with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: file is not a database"):
         Database(str(path))
-    with leaving_nothing(), pytest.raises(CatalogError, match="unable to open"):
+    with leaving_nothing(), pytest.raises(CatalogError, match=r"catalog.db: No such file or directory"):
         Database(str(tmp_path / "no" / "catalog.db"))
+
+
+def test_a_database_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    """As older libraries made it."""
+    path = tmp_path / "catalog.db"
+    umask = os.umask(0)
+    try:
+        Database(str(path)).close()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        for left in (path, tmp_path / "catalog.db-wal"):
+            left.touch()
+            left.chmod(0o644)
+        database = Database(str(path))
+        database.register(A, [], "", FOREVER)
+        for entry in tmp_path.iterdir():
+            with case(entry):
+                assert stat.S_IMODE(entry.stat().st_mode) == 0o600
+        database.close()
+    finally:
+        os.umask(umask)
+
+
+def test_a_database_that_others_could_write_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    Database(str(path)).close()
+    for entry, mode, refused in (
+        (path, 0o660, f"other users can write to {path}"),
+        (tmp_path, 0o777, f"{tmp_path} is open to other users"),
+        (tmp_path, 0o1777, f"{tmp_path} is open to other users"),
+    ):
+        before = stat.S_IMODE(entry.stat().st_mode)
+        entry.chmod(mode)
+        with case(entry), pytest.raises(CatalogError, match=refused):
+            Database(str(path))
+        entry.chmod(before)
+    link, log = tmp_path / "link.db", tmp_path / "catalog.db-wal"
+    link.symlink_to(path)
+    with pytest.raises(CatalogError, match=r"link\.db is a symbolic link"):
+        Database(str(link))
+    log.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CatalogError, match=r"catalog\.db-wal is a symbolic link"):
+        Database(str(path))
 
 
 COMMITTER = """

@@ -136,7 +136,9 @@ def look(changing: Changing) -> None:
 
 def test_of_a_node(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changing = Changing(monkeypatch)
-    with Node(Store(memory)) as node:
+    # Without a heartbeat meanwhile: SQLite's lock is waited for with the GIL where the handler is set, and the handler
+    # that runs in another thread needs the GIL.
+    with Node(Store(memory), heartbeat_interval=600) as node:
         changing.use(node.service, node)
         look(changing)
 

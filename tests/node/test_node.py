@@ -331,9 +331,11 @@ def test_a_node_whose_starter_was_killed_runs_on(memory: Path) -> None:
 
 
 def test_a_node_that_cannot_start_says_why(memory: Path) -> None:
-    (memory / "store").mkdir(0o700)
+    with Store(memory / "store"):
+        pass
+    (memory / "store" / "segments").rmdir()
     (memory / "store" / "segments").write_text("in the way")
-    with pytest.raises(StoreError, match=r"no node could be started for .*: dissociated: the store .*File exists"):
+    with pytest.raises(StoreError, match=r"no node could be started for .*: dissociated: segments is no directory"):
         ensure(memory / "store")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dissociated.errors import StoreError
+from dissociated.errors import NotPrivate, StoreError
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.stage import Stage
 
@@ -65,15 +65,34 @@ def test_only_what_lies_in_the_stage_can_be_named(tmp_path: Path, name: str) -> 
 
 def test_what_a_dead_server_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
     home = tmp_path / f"dissociated-{os.geteuid()}"
-    abandoned = home / "1-abandoned"
-    abandoned.mkdir(parents=True)
-    (abandoned / "segment").write_text("x")
+    abandoned, other_directory, link = home / "1-0123abcd", home / "website", home / "2-0123abcd"
+    home.mkdir(mode=0o700)
+    for directory in (abandoned, other_directory):
+        directory.mkdir(mode=0o700)
+        (directory / "segment").write_text("x")
+    link.symlink_to(other_directory)
     with closing(Stage(tmp_path)) as living:
         write(living, "a", 1)
         assert not abandoned.exists()
+        assert (other_directory / "segment").exists()  # which no stage has made
+        assert link.is_symlink()
         with closing(Stage(tmp_path)) as other:
             assert other.directory != living.directory
             assert (living.directory / "a").exists()
+
+
+def test_a_directory_that_is_not_this_users_alone_is_not_used(tmp_path: Path) -> None:
+    home, other = tmp_path / f"dissociated-{os.geteuid()}", tmp_path / "other"
+    other.mkdir(mode=0o700)
+    home.symlink_to(other)
+    with pytest.raises(NotPrivate, match=f"{home} is a symbolic link"):
+        _ = Stage(tmp_path).directory
+    home.unlink()
+    home.mkdir()
+    home.chmod(0o777)
+    with pytest.raises(NotPrivate, match=f"{home} is open to other users"):
+        _ = Stage(tmp_path).directory
+    assert [*home.iterdir()] == [*other.iterdir()] == []
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

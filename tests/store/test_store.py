@@ -495,8 +495,8 @@ def test_a_version_whose_mover_was_killed_is_there_once(memory: Path) -> None:
     home, disk = memory / "store", memory / "store-disk"
     with Store(home) as store:
         version = put(store, "a", 1, 2)
-    for directory in (disk, disk / "segments", disk / "staging"):
-        directory.mkdir(0o700)
+    with Store(disk):
+        pass
     shutil.copytree(home / "segments" / version.id, disk / "segments" / version.id)  # all but the removal is done
     with Store(home, policy=Policy.SPILL, spill=disk) as store:
         assert store.versions() == [version]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -84,7 +83,7 @@ class Put:
         """Write it into the stage of a node on this host, as a segment. Returns the number of rows."""
         validator = Validator(self.schema)
         with ExitStack() as stack:
-            path = Path(place.directory, segment)
+            path = stack.enter_context(place.open()) / segment
             reserve_all = None if reserve is None else self._reserve_all(reserve)
             writer = stack.enter_context(SegmentWriter(path, self.schema, reserve=reserve_all))
             for batch, metadata in self.pairs():

@@ -19,8 +19,8 @@ class StageBackend(Backend):
     """Segments in memory alone: gone with the server, however it ends."""
 
     def __init__(self) -> None:
-        self.id = secrets.token_hex(8)
         self._stage = Stage()
+        self.id = self._stage.id
 
     @property
     def directory(self) -> Path:

@@ -12,14 +12,17 @@ unsettled      the parts that were all of a version and are not any more, until 
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from dissociated.errors import CatalogError
+from dissociated.errors import CatalogError, NotPrivate
 from dissociated.fork import bind_to_process, invalidate, leak
+from dissociated.private import claim_private_file, open_private_directory
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -66,12 +69,16 @@ INSERT OR IGNORE INTO unused SELECT id FROM parts WHERE id NOT IN (SELECT part F
 class Tables:
     """The tables in the file `path`, which is locked until `close`. Whatever is run is within a `transaction`.
 
+    The file is this user's alone, since the tickets in it are as good as the data. Others may read its directory.
+
     Raises CatalogError where the file cannot be used, or another catalog uses it.
     """
 
     def __init__(self, path: str) -> None:
         self._lock = threading.RLock()
         self._path = path
+        if path != ":memory:":
+            _close_to_others(Path(path))
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
             self._connection.row_factory = sqlite3.Row
@@ -125,3 +132,18 @@ class Tables:
                 self._connection.execute("COMMIT")
             except sqlite3.Error as error:
                 raise CatalogError(f"the catalog's database {self._path}: {error}") from None
+
+
+def _close_to_others(path: Path) -> None:
+    """Make sure that a database, which is created if it is missing, is this user's alone. Raises CatalogError."""
+    try:
+        # Whoever can create a log beside the database can have SQLite read anything from it.
+        os.close(open_private_directory(path.absolute().parent.resolve(), owners=[0], readable=True))
+        claim_private_file(path, create=True)  # SQLite gives its logs the same mode
+        for log in ("-wal", "-shm", "-journal"):
+            with suppress(FileNotFoundError):
+                claim_private_file(f"{path}{log}")
+    except NotPrivate as error:
+        raise CatalogError(f"the catalog's database {path}: {error}") from None
+    except OSError as error:
+        raise CatalogError(f"the catalog's database {path}: {error.strerror}") from None

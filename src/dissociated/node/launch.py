@@ -18,12 +18,12 @@ from typing import IO
 from dissociated.catalog.client import CatalogClient
 from dissociated.errors import AccessDenied, DissociatedError, StoreError
 from dissociated.oserrors import store_errors
-from dissociated.store.directory import store_id
+from dissociated.private import open_private_directory, open_private_file, read_private_file
 from dissociated.store.eviction import Policy
+from dissociated.store.layout import NODE_LOG, START_LOCK, known_id, store_id
 
 #: The file in a store that says where its node answers.
 ADDRESS_FILE = "node.json"
-_LOG_FILE = "node.log"
 _ANSWER_TIMEOUT = 5.0  # seconds, for a node that is there to say so
 
 
@@ -36,15 +36,34 @@ class NodeAddress:
 
 
 def default_store() -> Path:
-    """Where a node that nobody told otherwise keeps its segments: in memory, private to this user."""
+    """Return the directory of the default store: in memory, private to this user.
+
+    Anybody may create that directory in /dev/shm first, so it is always opened by `open_private_directory`, which then
+    refuses it. $XDG_RUNTIME_DIR would be nobody else's, but is no place for data: systemd gives it a tenth of the
+    memory, shares that with the sockets of the session, and empties it when the user logs out.
+    """
     return Path("/dev/shm") / f"dissociated-store-{os.geteuid()}"
 
 
 def running(directory: str | os.PathLike[str], timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:
-    """The node that owns the store in `directory` and answers within so many seconds, if there is one."""
+    """The node that owns the store in `directory` and answers within so many seconds, if there is one.
+
+    Raises NotPrivate if the directory is not this user's alone.
+    """
     try:
-        address = NodeAddress(**json.loads((Path(directory) / ADDRESS_FILE).read_text()))
-        id = store_id(Path(directory))
+        store = open_private_directory(directory)
+    except OSError:
+        return None
+    try:
+        return _running(store, Path(directory), timeout)
+    finally:
+        os.close(store)
+
+
+def _running(store: int, directory: Path, timeout: float = _ANSWER_TIMEOUT) -> NodeAddress | None:
+    try:
+        address = NodeAddress(**json.loads(read_private_file(ADDRESS_FILE, within=store)))
+        id = store_id(store, directory)
     except (OSError, ValueError, TypeError):
         return None
     try:
@@ -101,16 +120,24 @@ def ensure(
     arguments += options
     deadline = time.monotonic() + timeout
     with store_errors(f"the store {store}"):
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _start_lock(store, deadline):
-        found = running(store)
-        return found if found is not None else _start(store, arguments, deadline, starter)
+        opened = open_private_directory(store, create=True)
+    try:
+        with store_errors(f"the store {store}"):
+            known_id(opened, store)  # raises for a directory that is no store, before anything is made there
+        with _start_lock(opened, store, deadline):
+            found = _running(opened, store)
+            return found if found is not None else _start(opened, store, arguments, deadline, starter)
+    finally:
+        os.close(opened)
 
 
 @contextlib.contextmanager
-def _start_lock(store: Path, deadline: float) -> Iterator[None]:
-    """One process at a time starts a node."""
-    with store_errors(f"starting a node for {store}"), (store / "starting").open("w") as lock:
+def _start_lock(opened: int, store: Path, deadline: float) -> Iterator[None]:
+    """Let one process at a time start a node."""
+    with (
+        store_errors(f"starting a node for {store}"),
+        os.fdopen(open_private_file(START_LOCK, os.O_WRONLY | os.O_CREAT, within=opened), "w") as lock,
+    ):
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,14 +149,14 @@ def _start_lock(store: Path, deadline: float) -> Iterator[None]:
         yield
 
 
-def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> NodeAddress:
-    log = store / _LOG_FILE
+def _start(opened: int, store: Path, arguments: Sequence[str], deadline: float, starter: int | None) -> NodeAddress:
     if starter is not None:
         arguments = [*arguments, "--starter-fd", str(starter)]
     read, write = os.pipe()
     with os.fdopen(read) as pipe:
         try:
-            with log.open("w") as output:
+            log = open_private_file(NODE_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, within=opened)
+            with os.fdopen(log, "w") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "dissociated", "node", *arguments, "--ready-fd", str(write)],
                     stdin=subprocess.DEVNULL,
@@ -144,9 +171,9 @@ def _start(store: Path, arguments: Sequence[str], deadline: float, starter: int 
             os.close(write)
         process.returncode = 0  # it is on its own from here: nobody waits for it
         line = _line(pipe, deadline)
-    found = running(store) if line else None
+    found = _running(opened, store) if line else None
     if found is None:
-        log_lines = log.read_text(errors="replace").strip().splitlines()
+        log_lines = read_private_file(NODE_LOG, within=opened).decode(errors="replace").strip().splitlines()
         raise StoreError(
             f"no node could be started for {store}: {log_lines[-1] if log_lines else 'it did not answer in time'}"
         )

@@ -18,6 +18,7 @@ from dissociated.catalog.store_backend import StoreBackend
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.oserrors import store_errors
+from dissociated.private import open_private_directory, write_private_file
 from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store
@@ -115,10 +116,8 @@ class Node:
         invalidate(self)
 
     def _tell_address(self) -> None:
-        address = self.store.directory / ADDRESS_FILE
-        draft = address.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(NodeAddress(self.service.uri, os.getpid()))))
-        draft.rename(address)
+        address = json.dumps(asdict(NodeAddress(self.service.uri, os.getpid())))
+        write_private_file(self.store.directory / ADDRESS_FILE, address.encode())
 
     def _listen_uri(self, uri: str) -> str:
         return f"shm://{self._socket(_SHM_SOCKET)}" if uri == "shm:" else uri
@@ -128,7 +127,8 @@ class Node:
         path = self.store.directory / "run" / name
         if len(os.fsencode(path)) > _PATH_MAX:
             return runtime_directory() / f"{self.store.id}.{name}"
-        path.parent.mkdir(mode=0o700, exist_ok=True)  # of its own: who listens there locks it for a moment
+        with store_errors(f"the directory {path.parent}"):  # of its own: who listens there locks it for a moment
+            os.close(open_private_directory(path.parent, create=True))
         return path
 
     @property

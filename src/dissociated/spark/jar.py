@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dissociated.errors import JarNotMade
+from dissociated.errors import JarNotMade, NotPrivate
+from dissociated.private import open_private_file
 from dissociated.spark.cache import private_directory
 from dissociated.spark.java import java_home
 
@@ -45,9 +46,9 @@ def jar() -> Path:
     for source in (*sources, Path(__file__)):  # which says what else is in the jar
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     path = private_directory() / f"spark-{version}-{digest.hexdigest()[:16]}.jar"
-    if not path.is_file():
+    if not _is_made(path):
         with _lock(path.parent / "jars.lock"):
-            if not path.is_file():
+            if not _is_made(path):
                 _make(path, version, jars, sources)
     return path
 
@@ -66,9 +67,18 @@ def _version(jars: Path) -> str:
     raise JarNotMade(f"there is no Spark for Scala 2.13 in {jars}")
 
 
+def _is_made(path: Path) -> bool:
+    """Whether there is a jar that nobody else can have written."""
+    try:
+        os.close(open_private_file(path))
+    except (FileNotFoundError, NotPrivate):
+        return False
+    return True
+
+
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_private_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -87,6 +97,7 @@ def _make(path: Path, version: str, jars: Path, sources: list[Path]) -> None:
                 archive.write(compiled, compiled.relative_to(draft))
             for name, content in {**_SERVICES, _VERSION_ENTRY: version}.items():
                 archive.writestr(name, content)
+        packed.chmod(0o600)
         packed.rename(path)  # whole or not at all
     except OSError as error:
         raise JarNotMade(f"{path} cannot be written: {error}") from error

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -103,9 +102,9 @@ class _StagedSegment:
     def __init__(self, catalog: CatalogConfig, segment: str) -> None:
         stage = wait_for_catalog(lambda: stage_here(catalog.uri, catalog.connect))
         self.node = stage.node
-        place = Path(stage.directory, segment)
-        self._what = f"writing {place}"
-        with ExitStack() as stack, store_errors(f"creating {place}"):
+        self._what = f"writing {stage.directory}/{segment}"
+        with stage.open() as staging, ExitStack() as stack, store_errors(self._what):
+            place = staging / segment
             self._file = (
                 StagedFile(place, stack.enter_context(catalog.connect(stage.flight)).reserve)
                 if stage.limited

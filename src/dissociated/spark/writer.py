@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -69,7 +68,8 @@ def write_segment(catalog: CatalogConfig, key: str, fitting: Fitting, iterator: 
     segment = f"{key}-{partition:06}-{context.taskAttemptId()}.arrows"
     with ExitStack() as stack:
         reserve = stack.enter_context(catalog.connect(stage.flight)).reserve if stage.limited else None
-        writer = stack.enter_context(SegmentWriter(Path(stage.directory, segment), fitting.schema, reserve=reserve))
+        place = stack.enter_context(stage.open()) / segment
+        writer = stack.enter_context(SegmentWriter(place, fitting.schema, reserve=reserve))
         writer.write(fitting.conform(first))
         for batch in batches:
             writer.write(fitting.conform(batch))

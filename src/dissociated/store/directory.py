@@ -6,8 +6,8 @@ import base64
 import fcntl
 import json
 import os
-import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,17 +19,13 @@ from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
+from dissociated.private import open_private_directory, open_private_file
 from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
+from dissociated.store.layout import SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
-_ID = "id"
-
-
-def store_id(directory: Path) -> str:
-    """What tells the store in a directory from every other, its node too. Raises OSError where none has been there."""
-    return (directory / _ID).read_text()
 
 
 def file_name(index: int) -> str:
@@ -71,25 +67,22 @@ class Version:
 
 
 class Directory:
-    """The directory: locked by one process for as long as the `with` lasts.
+    """The directory: locked by one process for as long as the `with` lasts. It is made if it is missing.
 
-    Raises StoreError where another process has it, or it cannot be used.
+    Raises StoreError if another process has it, if it cannot be used, is not this user's alone, or has something in it
+    and is no store.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self.staging = self.path / "staging"
-        self.segments = self.path / "segments"
-        self.trash = self.path / "trash"
+        self.staging = self.path / STAGING
+        self.segments = self.path / SEGMENTS
+        self.trash = self.path / TRASH
         self.id = ""
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.path.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise StoreError(f"{self.path} must belong to this user and be closed to others (chmod 700)")
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock = open_private_directory(self.path, create=True)
             try:
                 self._own()
             except BaseException:
@@ -109,14 +102,14 @@ class Directory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(f"the store {self.path} belongs to another process, which still runs") from None
-        for directory in (self.staging, self.segments, self.trash):
-            directory.mkdir(mode=0o700, exist_ok=True)
-        known = self.path / _ID
-        if not known.exists():
-            _write_atomically(known, secrets.token_hex(8).encode())
-        self.id = store_id(self.path)
+        known = known_id(self._lock, self.path)
+        self.id = known or new_id()
+        if known is None:
+            write_id(self._lock, self.id)
+        for name in (STAGING, SEGMENTS, TRASH):
+            os.close(open_private_directory(name, within=self._lock, create=True))
         probe = self.trash / "probe"
-        probe.touch(0o600)
+        os.close(open_private_file(probe, os.O_WRONLY | os.O_CREAT))
         descriptor = claim_unused(probe)
         self._leases = descriptor is not None  # without them nobody could tell when trash is not read any more
         if descriptor is not None:
@@ -210,9 +203,12 @@ class Directory:
         shutil.rmtree(removed, ignore_errors=True)
 
     def sweep(self, forgotten: float) -> None:
-        """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds."""
+        """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds.
+
+        Other directories are left alone.
+        """
         oldest = time.time() - forgotten
-        drafts = [path for path in self.staging.iterdir() if path.is_dir()]
+        drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first: what they link to has not been committed
             if path.suffix == ".gone":
                 self._move_to_trash(path)
@@ -221,9 +217,15 @@ class Directory:
         for path in self.staging.iterdir():
             with suppress(FileNotFoundError):
                 status = path.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    continue
                 committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
                 if is_abandoned(path) if path.suffix == PARTIAL_SUFFIX else committed_or_never:
                     path.unlink()
+
+
+def _is_directory(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode)
 
 
 def sizes(directory: Path) -> dict[int, int]:

@@ -8,11 +8,14 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.errors import StoreError
 from dissociated.memory.shared import is_unused
+from dissociated.private import open_private_directory
+from dissociated.store.layout import TRASH, is_removed_segment, store_id
 
 #: What a file is called that is being written.
 PARTIAL_SUFFIX = ".part"
@@ -27,21 +30,26 @@ Reserve: TypeAlias = Callable[[str, int, int], int]
 class NewFile:
     """A file without a name until `commit`: where its writer is killed, nothing is left.
 
-    Raises OSError, FileExistsError too, where it cannot be created.
+    It belongs to the directory that `path` leads to now, whatever becomes of that path. Raises OSError,
+    FileExistsError too, where it cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         self._named = False
+        self.descriptor = -1
+        self._directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self.descriptor = os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # some file systems know no files without a name
-                raise
-            self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._named = True
+            if _exists(path.name, self._directory):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self.descriptor = self._create()
+        except BaseException:
+            self.close()
+            raise
+
+    def _create(self) -> int:
+        descriptor, self._named = _create(self.path.name, self._directory)
+        return descriptor
 
     def reserve(self, end: int) -> int:
         """Make sure that bytes up to `end` can be written. Returns up to where they can, at least.
@@ -52,28 +60,25 @@ class NewFile:
 
     def commit(self, size: int) -> None:
         """Give the file, which has `size` bytes, its name, and close it."""
-        self.name()
-        self.close()
-
-    def name(self) -> None:
-        """Give the file its name."""
         if not self._named:
-            # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
-            source = f"/proc/self/fd/{self.descriptor}"
-            os.link(source, self.path, src_dir_fd=self.descriptor, follow_symlinks=True)
+            _link(self.descriptor, self.path.name, self._directory)
             self._named = True
+        self.close()
 
     def close(self) -> None:
         """Close it, once: who is interrupted within `commit` calls `abort`, and the number may be another file's."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            os.close(directory)
 
     def abort(self) -> None:
         """Close and remove it."""
+        if self._named and self._directory >= 0:
+            _unlink(self.path.name, self._directory)
         self.close()
-        if self._named:
-            self.path.unlink(missing_ok=True)
 
 
 class StagedFile(NewFile):
@@ -86,39 +91,61 @@ class StagedFile(NewFile):
     """
 
     def __init__(self, path: Path, reserve: Reserve) -> None:
-        self.path = path
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        self._partial = path.name + PARTIAL_SUFFIX
         self._reserve = reserve
-        recycled = self._recycled(path.parent.parent / "trash")
-        self.descriptor = self._created() if recycled is None else recycled
+        super().__init__(path)
         self._reserved = os.fstat(self.descriptor).st_size
         self._granule = _GRANULE
 
-    def _created(self) -> int:
-        nameless = NewFile(self._partial)  # locked before anybody can see it
-        fcntl.flock(nameless.descriptor, fcntl.LOCK_EX)
-        nameless.name()
-        return nameless.descriptor
+    def _create(self) -> int:
+        recycled = self._recycle()
+        if recycled is not None:
+            return recycled
+        descriptor, named = _create(self._partial, self._directory)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see it
+            if not named:
+                _link(descriptor, self._partial, self._directory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
-    def _recycled(self, trash: Path) -> int | None:
-        for entry in trash.iterdir():
-            descriptor = claim_unused(entry)
+    def _recycle(self) -> int | None:
+        """Take a file from the trash of the store, if there is one: a directory that is no store has no trash."""
+        try:
+            store = open_private_directory("..", within=self._directory)
+        except (OSError, StoreError):
+            return None
+        try:
+            store_id(store, self.path.parent.parent)
+            trash = open_private_directory(TRASH, within=store)
+        except (OSError, StoreError):
+            return None
+        finally:
+            os.close(store)
+        try:
+            return self._take_from(trash)
+        finally:
+            os.close(trash)
+
+    def _take_from(self, trash: int) -> int | None:
+        for name in os.listdir(trash):
+            descriptor = claim_unused(name, trash) if is_removed_segment(name) else None
             if descriptor is not None:
-                try:
-                    os.link(entry, self._partial)  # unlike a rename, it replaces nothing
+                try:  # unlike a rename, a link replaces nothing
+                    os.link(name, self._partial, src_dir_fd=trash, dst_dir_fd=self._directory, follow_symlinks=False)
                 except BaseException:
                     os.close(descriptor)
                     raise
-                entry.unlink()
+                os.unlink(name, dir_fd=trash)
                 return descriptor
         return None
 
     def reserve(self, end: int) -> int:
         """Reserve room in the store, and some more ahead: see `NewFile.reserve`."""
         if end > self._reserved:
-            self._reserved = self._reserve(self._partial.name, end, end + self._granule)
+            self._reserved = self._reserve(self._partial, end, end + self._granule)
             self._granule = min(2 * self._granule, _MAX_GRANULE)
         return self._reserved
 
@@ -126,22 +153,54 @@ class StagedFile(NewFile):
         """Give the file its name, for good: it is there after a loss of power, too."""
         os.ftruncate(self.descriptor, size)
         os.fsync(self.descriptor)
-        os.rename(self._partial, self.path)
+        os.rename(self._partial, self.path.name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self.close()
 
     def abort(self) -> None:
         """Remove and close it."""
-        self._partial.unlink(missing_ok=True)
+        if self._directory >= 0:
+            _unlink(self._partial, self._directory)
         self.close()
 
 
-def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False) -> int:
+def _exists(name: str, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _create(name: str, directory: int) -> tuple[int, bool]:
+    """Create a file in an open directory. Returns its descriptor, and whether it has its name already."""
+    try:
+        return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=directory), False
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # some file systems know no files without a name
+            raise
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory), True
+
+
+def _link(descriptor: int, name: str, directory: int) -> None:
+    """Give a file its name in an open directory. It replaces nothing."""
+    # src_dir_fd, which an absolute path ignores, makes Python call linkat, which follows the link
+    source = f"/proc/self/fd/{descriptor}"
+    os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
+
+
+def _unlink(name: str, directory: int) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False, within: int | None = None) -> int:
     """Open what must be a regular file, and no symbolic link unless `follow`. The caller owns the descriptor.
 
     What it is shows before it is opened: to open a FIFO could take for ever, and to open a device do anything.
-    Raises StoreError where it is something else, and OSError.
+    `within` is the descriptor of the directory that `path` is relative to. Raises StoreError where it is something
+    else, and OSError.
     """
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), dir_fd=within)
     try:
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode):
@@ -152,18 +211,20 @@ def open_regular(path: str | os.PathLike[str], flags: int, follow: bool = False)
         os.close(place)
 
 
-def claim_unused(path: Path) -> int | None:
+def claim_unused(path: str | os.PathLike[str], within: int | None = None) -> int | None:
     """The file open for writing and locked, if it has one name only and nobody else has it open or mapped.
 
-    The kernel knows, of all processes: it grants a lease for writing to nobody else. The caller owns the descriptor.
+    The kernel knows, of all processes: it grants a lease for writing to nobody else. A file of another user is left
+    alone. `within` is the descriptor of the directory that `path` is relative to. The caller owns the descriptor.
     """
     try:
-        descriptor = open_regular(path, os.O_WRONLY)
+        descriptor = open_regular(path, os.O_WRONLY, within=within)
     except (OSError, StoreError):
         return None  # somebody else was first, or it is none of ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink == 1 and is_unused(descriptor):
+        status = os.fstat(descriptor)
+        if status.st_nlink == 1 and status.st_uid == os.geteuid() and is_unused(descriptor):
             return descriptor
     except OSError:
         pass  # somebody else claims it

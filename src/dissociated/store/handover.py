@@ -47,7 +47,8 @@ class HandoverListener:
         self._take = take
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            path.unlink(missing_ok=True)  # of a node that was killed: the store belongs to this one
+            if path.is_socket():
+                path.unlink()  # of a node that was killed: the store belongs to this one
             os.fchmod(self._socket.fileno(), 0o600)
             self._socket.bind(str(path))
             self._socket.listen(128)

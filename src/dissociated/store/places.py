@@ -154,7 +154,7 @@ class Places:
         self.directory.sweep(forgotten)
         self.memfds.sweep(forgotten)
         if self.disk is not None:
-            self.disk.sweep(0)
+            self.disk.sweep(forgotten)
         self.empty_trash(self._reuse_bytes)
 
     def empty_trash(self, keep: int = 0) -> None:
@@ -162,8 +162,7 @@ class Places:
         self.memfds.empty_trash()
         trash.empty(self.directory.trash, keep)
         if self.disk is not None:
-            for path in self.disk.trash.iterdir():
-                path.unlink()
+            trash.empty(self.disk.trash, 0)
 
     def usage(self, limit: int | None) -> Usage:
         """What all of it takes now, and the limit."""

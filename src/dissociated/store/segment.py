@@ -218,10 +218,11 @@ class _File(Sink):
     """A new file at `path`; see `dissociated.store.files`."""
 
     def __init__(self, path: Path, reserve: Reserve | None) -> None:
-        self._what = f"writing {path}"
+        place = path.parent.resolve() / path.name  # it may be named by a descriptor
+        self._what = f"writing {place}"
         self._written = 0
         self._open = True
-        with store_errors(f"creating {path}"):
+        with store_errors(f"creating {place}"):
             self._file = NewFile(path) if reserve is None else StagedFile(path, reserve)
         bind_to_process(self)
 

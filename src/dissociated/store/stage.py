@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -14,19 +15,26 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.oserrors import store_errors
+from dissociated.private import open_private_directory
+from dissociated.store.layout import STAGING, new_id, write_id
 from dissociated.store.segment import Segment
 
 _MEMORY = Path("/dev/shm")
+_NAME = re.compile(r"\d+-[0-9a-f]{8}")  # of the directory of one stage
 
 
 class Stage:
     """A directory for segments that are being written, made on first use and removed with `close`.
+
+    It lies as the staging directory of a store does, beside a file with the id, by which writers know it.
 
     What is committed is opened and unlinked, so its memory is held by whoever serves it and by nothing else: a
     server that is killed leaves behind only what was never committed, and the next one removes that.
     """
 
     def __init__(self, base: Path | None = None) -> None:
+        #: Tells it from every other stage and store.
+        self.id = new_id()
         self._base = base
         self._directory: Path | None = None
         self._lock: int | None = None  # a descriptor
@@ -43,19 +51,22 @@ class Stage:
         base = self._base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
         home = base / f"dissociated-{os.geteuid()}"
         with store_errors(f"the staging directory below {home}"):
-            home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if home.lstat().st_uid != os.geteuid():
-                raise StoreError(f"{home} belongs to somebody else")
-            lock = _lock(home, wait=True)  # so that nobody takes what is being made for abandoned
+            opened = open_private_directory(home, create=True)
             try:
-                _remove_abandoned(home)
-                directory = home / f"{os.getpid()}-{secrets.token_hex(4)}"
-                directory.mkdir(mode=0o700)
-                self._lock = _lock(directory)
+                fcntl.flock(opened, fcntl.LOCK_EX)  # so that nobody takes what is being made for abandoned
+                _remove_abandoned(home, opened)
+                name = f"{os.getpid()}-{secrets.token_hex(4)}"
+                self._lock = open_private_directory(name, within=opened, create=True)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                write_id(self._lock, self.id)
+                os.close(open_private_directory(STAGING, within=self._lock, create=True))
+            except BaseException:
+                self._unlock()  # what was made is abandoned
+                raise
             finally:
-                os.close(lock)
-        self._directory = directory
-        return directory
+                os.close(opened)
+        self._directory = home / name / STAGING
+        return self._directory
 
     def take(self, names: list[str], max_metadata: int = MAX_METADATA) -> list[Segment]:
         """Open these finished segments and unlink their files. Nothing is unlinked where one cannot be served.
@@ -89,7 +100,7 @@ class Stage:
     def close(self) -> None:
         """Remove the directory and what is in it."""
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self._directory.parent, ignore_errors=True)
             self._directory = None
             self._unlock()
 
@@ -103,23 +114,20 @@ class Stage:
         invalidate(self)
 
 
-def _lock(directory: Path, wait: bool = False) -> int:
-    """Lock a directory, for as long as the descriptor is open. Raises BlockingIOError if somebody else has."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _remove_abandoned(home: Path) -> None:
+def _remove_abandoned(home: Path, opened: int) -> None:
     # A lock, not a process id, tells the living from the dead: containers that share /dev/shm may not share those.
-    for entry in home.iterdir():
+    for name in os.listdir(opened):
+        if not _NAME.fullmatch(name):
+            continue  # it is no stage
         try:
-            lock = _lock(entry)
-        except OSError:
-            continue  # somebody lives there
-        shutil.rmtree(entry, ignore_errors=True)
-        os.close(lock)
+            lock = open_private_directory(name, within=opened)
+        except (OSError, StoreError):
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # its server lives
+        else:
+            shutil.rmtree(home / name, ignore_errors=True)
+        finally:
+            os.close(lock)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dissociated.host import machine_memory
 from dissociated.store.files import claim_unused
+from dissociated.store.layout import is_removed_segment
 
 #: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
 _REUSE_SHARE = 1 / 8
@@ -25,11 +26,14 @@ def reuse_bytes(store: Path, limit: int | None) -> int:
 
 
 def empty(trash: Path, keep: int) -> None:
-    """Remove the files that nobody has open or mapped. `keep` bytes of them may stay for a while."""
+    """Remove the segments that nobody has open or mapped. `keep` bytes of them may stay for a while.
+
+    Anything else that lies there is left alone.
+    """
     files = _REUSE_FILES
     oldest = time.time() - _REUSE_SECONDS
     for path in trash.iterdir():
-        descriptor = claim_unused(path)
+        descriptor = claim_unused(path) if is_removed_segment(path.name) else None
         if descriptor is None:
             continue
         status = os.fstat(descriptor)

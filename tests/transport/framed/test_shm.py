@@ -56,6 +56,22 @@ def test_without_a_runtime_directory_there_is_a_private_one(tmp_path: Path, monk
     assert mode(runtime_directory()) == 0o700
 
 
+def test_a_runtime_directory_that_is_not_this_users_alone_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, link, missing = tmp_path / "given", tmp_path / "link", tmp_path / "missing"
+    given.mkdir(mode=0o700)
+    link.symlink_to(given)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(given))
+    assert runtime_directory() == given / "dissociated"
+    given.chmod(0o770)
+    for refused in (given, link, missing):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(refused))
+        assert runtime_directory() == tmp_path / f"dissociated-{os.geteuid()}"
+    assert not missing.exists()
+
+
 def test_a_directory_that_is_open_to_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "dissociated").mkdir()
