@@ -104,6 +104,10 @@ class Backend(ABC):
         """Everything that outlives the process, in the order in which it was committed."""
         return []
 
+    def named(self, name: str) -> list[Version]:
+        """See Store.named."""
+        return []
+
     def unconfirmed(self) -> list[Version]:
         """See Store.prepared."""
         return []
@@ -135,6 +139,10 @@ class Backend(ABC):
     @abstractmethod
     def remove(self, ids: Iterable[str]) -> None:
         """What was prepared under these is not wanted any more. Whoever reads it is undisturbed."""
+
+    def refuse(self, id: str) -> None:
+        """What was prepared under this id is not published after all: remove it now, or else with a `sweep`."""
+        self.remove([id])
 
     @abstractmethod
     def confirm(self, published: Mapping[str, bool]) -> None:

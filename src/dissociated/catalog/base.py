@@ -244,7 +244,8 @@ class Catalog(ABC):
             try:
                 step()
             except (DissociatedError, OSError) as error:
-                _log.warning("%s: %s; it is tried again", self.node.flight, error)
+                # Its text alone: a handler that keeps the record would keep the traceback, and so what that has mapped.
+                _log.warning("%s: %s; it is tried again", self.node.flight, str(error))
             except Exception:
                 _log.exception("%s: what is over was not looked at", self.node.flight)
 

@@ -108,9 +108,11 @@ class Holdings:
         )
 
     def delete_parts(self, parts: Sequence[str]) -> None:
-        """Serve these parts no more, and keep them no more."""
-        self.registry.withdraw_parts(parts)
-        self.backend.remove(parts)
+        """Keep these parts no more, and serve no part that is gone. Raises StoreError if one cannot be removed."""
+        try:
+            self.backend.remove(parts)
+        finally:
+            self.registry.withdraw_parts([part for part in parts if self.backend.version(part) is None])
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """A reader over what a ticket is for, or a selection of that, for Flight.

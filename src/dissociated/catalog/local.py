@@ -114,7 +114,16 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
-        self._database.drop(name)
+        with self._publishing:
+            self._database.find(name)
+            # First what a restart would find: then what was dropped stays so, or the caller is told that it was not.
+            stored = [version.id for version in self._backend.named(name)]
+            try:
+                self.holdings.delete_parts(stored)
+            except BaseException:
+                self._forget_deleted(stored)
+                raise
+            self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
 
     def abort(self, key: str) -> None:
@@ -178,7 +187,13 @@ class LocalCatalog(Catalog):
                 request = replace(request, previous=previous, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(request)
         self.holdings.serve(prepared, named=True)
-        self._publish(request, prepared, before)
+        try:
+            self._publish(request, prepared, before)
+        except BaseException:
+            if self._database.version_of(prepared.id) is None:  # else a restart would publish it
+                self._registry.withdraw_parts([prepared.id])
+                self._backend.refuse(prepared.id)
+            raise
 
     def _publish(
         self,
@@ -321,8 +336,14 @@ class LocalCatalog(Catalog):
         announced = self.holdings.describe_versions(self._backend.unconfirmed())
         unreferenced = self._database.unreferenced_parts(self.node.id, announced)
         if unreferenced:
-            self.holdings.delete_parts(unreferenced)
-            self._database.delete_parts(unreferenced)
+            try:
+                self.holdings.delete_parts(unreferenced)
+            finally:
+                self._forget_deleted(unreferenced)
+
+    def _forget_deleted(self, parts: Sequence[str]) -> None:
+        """Remove from the database those of these parts that are in the store no more."""
+        self._database.delete_parts([part for part in parts if self._backend.version(part) is None])
 
     def _version_number(self, part: str) -> int | None:
         return self._database.version_of(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
 from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
+
+_log = logging.getLogger(__name__)
 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
@@ -82,6 +85,7 @@ class Directory:
         self.segments = self.path / "segments"
         self.trash = self.path / "trash"
         self.id = ""
+        self._refused: list[Version] = []
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -148,6 +152,10 @@ class Directory:
                     raise StoreError(f"{directory / MANIFEST} is damaged ({error!r}): remove {directory}") from None
         return found
 
+    def holds(self, version: Version) -> bool:
+        """Return whether a version lies here, or its removal has not come to its end."""
+        return (self.segments / version.id).exists() or (self.staging / f"{version.id}.gone").exists()
+
     def sizes(self, version: Version) -> dict[int, int]:
         """What the segments of a version take, in bytes, by their inodes."""
         return sizes(self.segments / version.id)
@@ -168,7 +176,7 @@ class Directory:
         self.describe(version, self.segments / version.id)
 
     def _publish(self, version: Version, draft: Path) -> None:
-        """Make a draft a version: the one step that counts is the rename."""
+        """Make a draft a version: the one step that counts is the rename. Raises OSError, and then it is none."""
         self.describe(version, draft)
         for path in draft.iterdir():
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -177,12 +185,29 @@ class Directory:
             finally:
                 os.close(descriptor)
         sync_directory(draft)
-        draft.rename(self.segments / version.id)
-        sync_directory(self.segments)
+        committed = self.segments / version.id
+        draft.rename(committed)
+        try:
+            sync_directory(self.segments)
+        except OSError:
+            self._refused.append(version)
+            self._remove_refused()
+            raise
+
+    def _remove_refused(self) -> None:
+        """Remove versions that were committed on disk and refused to their writers. Raises OSError."""
+        while self._refused:
+            self.remove(self._refused[0])
+            self._refused.pop(0)
 
     @contextmanager
     def draft(self, version: Version) -> Iterator[Path]:
-        """A directory for the segments of a version, which is published at the end of the `with`, or removed."""
+        """A directory for the segments of a version, which is published at the end of the `with`, or removed.
+
+        Raises OSError, also as long as an earlier version that was refused cannot be removed: its writer may try again
+        with the same key, and must not find two.
+        """
+        self._remove_refused()
         draft = self.staging / f"{version.id}.new"
         draft.mkdir(mode=0o700)
         try:
@@ -193,21 +218,36 @@ class Directory:
             raise
 
     def remove(self, version: Version) -> None:
-        """Make a version disappear in one step, then move its segments to the trash."""
-        removed = self.staging / f"{version.id}.gone"
-        (self.segments / version.id).rename(removed)
-        sync_directory(self.segments)
+        """Make a version disappear in one step, for good, then move its segments to the trash.
+
+        Raises OSError if that step fails. The version is then still there, unless the disk refuses even to take the
+        step back; in both cases a repeated call goes on. A version that is not there is removed already.
+        """
+        committed, removed = self.segments / version.id, self.staging / f"{version.id}.gone"
+        with suppress(FileNotFoundError):
+            committed.rename(removed)
+        try:
+            sync_directory(self.segments)
+        except OSError:
+            with suppress(OSError):
+                removed.rename(committed)
+            raise
         self._move_to_trash(removed)
 
     def _move_to_trash(self, removed: Path) -> None:
-        for path in removed.glob("*.arrows"):
-            if path.stat().st_nlink > 1 or not self._leases:
-                path.unlink()
-            else:
-                os.utime(path)
-                os.chmod(path, 0o600)
-                path.rename(self.trash / f"{removed.stem}-{path.name}")
-        shutil.rmtree(removed, ignore_errors=True)
+        """Move the segments of a removed version to the trash. What fails is logged, and `sweep` tries it again."""
+        try:
+            for path in removed.glob("*.arrows"):
+                if path.stat().st_nlink > 1 or not self._leases:
+                    path.unlink()
+                else:
+                    os.utime(path)
+                    os.chmod(path, 0o600)
+                    path.rename(self.trash / f"{removed.stem}-{path.name}")
+        except OSError as error:
+            _log.warning("moving to the trash failed, it is tried again: path=%s error=%s", removed, str(error))
+        else:
+            shutil.rmtree(removed, ignore_errors=True)
 
     def sweep(self, forgotten: float) -> None:
         """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds."""
@@ -219,11 +259,15 @@ class Directory:
             else:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.staging.iterdir():
-            with suppress(FileNotFoundError):
+            try:
                 status = path.lstat()
                 committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
                 if is_abandoned(path) if path.suffix == PARTIAL_SUFFIX else committed_or_never:
                     path.unlink()
+            except FileNotFoundError:
+                pass
+            except OSError as error:  # which shall not keep the rest
+                _log.warning("removing a leftover failed, it is tried again: path=%s error=%s", path, str(error))
 
 
 def sizes(directory: Path) -> dict[int, int]:
@@ -268,9 +312,10 @@ def _write_atomically(path: Path, content: bytes) -> None:
     try:
         write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
         os.fsync(descriptor)
+        draft.rename(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
         raise
     finally:
         os.close(descriptor)
-    draft.rename(path)

@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -70,10 +71,11 @@ class NewFile:
             os.close(descriptor)
 
     def abort(self) -> None:
-        """Close and remove it."""
+        """Close and remove it. Raises nothing, so that nobody is told of this in place of the reason for it."""
         self.close()
         if self._named:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.unlink()
 
 
 class StagedFile(NewFile):
@@ -98,8 +100,12 @@ class StagedFile(NewFile):
 
     def _created(self) -> int:
         nameless = NewFile(self._partial)  # locked before anybody can see it
-        fcntl.flock(nameless.descriptor, fcntl.LOCK_EX)
-        nameless.name()
+        try:
+            fcntl.flock(nameless.descriptor, fcntl.LOCK_EX)
+            nameless.name()
+        except BaseException:
+            nameless.abort()
+            raise
         return nameless.descriptor
 
     def _recycled(self, trash: Path) -> int | None:
@@ -130,8 +136,9 @@ class StagedFile(NewFile):
         self.close()
 
     def abort(self) -> None:
-        """Remove and close it."""
-        self._partial.unlink(missing_ok=True)
+        """Remove and close it. A part that cannot be removed has no writer any more, and is a leftover."""
+        with suppress(OSError):
+            self._partial.unlink()
         self.close()
 
 

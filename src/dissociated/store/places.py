@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +21,8 @@ from dissociated.store.directory import Directory, Version, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
 from dissociated.store.segment_cache import SegmentCache
+
+_log = logging.getLogger(__name__)
 
 Place: TypeAlias = Directory | Memfds
 
@@ -64,7 +68,11 @@ class Places:
         if self.disk is not None:
             for version in self.disk.committed():
                 if version.id in found:  # it has moved to disk, and its mover was killed before the last step
-                    self.directory.remove(version)
+                    try:
+                        self.directory.remove(version)
+                    except OSError as error:
+                        _log.warning("finishing a move to disk failed: version=%s error=%s", version.id, str(error))
+                        continue
                 found[version.id] = version, self.disk
         for version, place in sorted(found.values(), key=lambda one: one[0].number):
             self.put(version, place)
@@ -121,28 +129,56 @@ class Places:
         self.put(version, self.directory)
 
     def remove(self, *versions: Version) -> None:
-        """Make versions disappear, those that are still there. The one that is named last goes last."""
+        """Make versions disappear for good, those that are still there. The one that is named last goes last.
+
+        Raises StoreError if one cannot be removed. It is still there then, and so are those of its name that were
+        named after it: an older version shall not be the last of its name. All others are gone.
+        """
+        failed: dict[str, StoreError] = {}
         for version in versions:
-            found = self.contents.pop(version.id)
-            if found is not None:
-                self.cache.pop(version.id)
-                with store_errors(f"removing {version.name!r} from {self.directory.path}"):
-                    self._take_from(found[1], version)
+            found = self.contents.get(version.id)
+            if found is None or version.name in failed:
+                continue
+            try:
+                self._remove(version, found[1])
+            except StoreError as error:
+                failed[version.name] = error
         self.empty_trash(self._reuse_bytes)
+        for error in failed.values():
+            raise error
+
+    def _remove(self, version: Version, place: Place) -> None:
+        with store_errors(f"removing {version.name!r} from {self.directory.path}"):
+            for other in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
+                if other is not None and other is not place and other.holds(version):
+                    other.remove(version)
+            self._take_from(place, version)
+        self.contents.pop(version.id)
+        self.cache.pop(version.id)
 
     def spill(self, version: Version) -> None:
-        """Move a version to disk. It is there as a whole before it goes from its place."""
+        """Move a version to disk. It is there as a whole before it goes from its place.
+
+        Raises StoreError if one of the two steps fails. The version is then where it was.
+        """
         assert self.disk is not None
         _, place = self.find(version)
         with store_errors(f"moving {version.name!r} to {self.disk.path}"):
+            if self.disk.holds(version):  # left by an earlier attempt
+                self.disk.remove(version)
             with self.disk.draft(version) as draft:
                 for index, path in enumerate(place.files(version)):
                     file = draft / file_name(index)
                     copy_file(path, file)
                     os.chmod(file, 0o400)
+            try:
+                self._take_from(place, version)
+            except OSError:
+                with suppress(OSError):  # else it goes with the next attempt, or with the version
+                    self.disk.remove(version)
+                raise
             self.put(version, self.disk)
             self.cache.pop(version.id)
-            self._take_from(place, version)
 
     def _take_from(self, place: Place, version: Version) -> None:
         files = place.sizes(version)
@@ -162,8 +198,7 @@ class Places:
         self.memfds.empty_trash()
         trash.empty(self.directory.trash, keep)
         if self.disk is not None:
-            for path in self.disk.trash.iterdir():
-                path.unlink()
+            trash.empty(self.disk.trash, 0)
 
     def usage(self, limit: int | None) -> Usage:
         """What all of it takes now, and the limit."""

@@ -5,12 +5,15 @@ What nobody has any more may stay a little longer: writing over pages that are t
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
 
 from dissociated.host import machine_memory
 from dissociated.store.files import claim_unused
+
+_log = logging.getLogger(__name__)
 
 #: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
 _REUSE_SHARE = 1 / 8
@@ -28,18 +31,23 @@ def empty(trash: Path, keep: int) -> None:
     """Remove the files that nobody has open or mapped. `keep` bytes of them may stay for a while."""
     files = _REUSE_FILES
     oldest = time.time() - _REUSE_SECONDS
-    for path in trash.iterdir():
-        descriptor = claim_unused(path)
-        if descriptor is None:
-            continue
-        status = os.fstat(descriptor)
-        recent = status.st_ctime >= oldest  # since when it is in the trash
-        if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
-            keep -= status.st_size
-            files -= 1
-        else:
-            path.unlink()
-        os.close(descriptor)
+    try:
+        for path in trash.iterdir():
+            descriptor = claim_unused(path)
+            if descriptor is None:
+                continue
+            try:
+                status = os.fstat(descriptor)
+                recent = status.st_ctime >= oldest  # since when it is in the trash
+                if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
+                    keep -= status.st_size
+                    files -= 1
+                else:
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+    except OSError as error:  # what was removed is removed: it only takes memory until the next time
+        _log.warning("emptying the trash failed, it is tried again: error=%s", str(error))
 
 
 def _in_memory(directory: Path) -> bool:
