@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from support.faults import arm_from_environment
+from support.injection import arm_from_environment
 
 #: What every test of processes is likely to need.
 _LOADED = (

@@ -22,7 +22,7 @@ from dissociated.store.eviction import Policy
 from dissociated.store.store import FORGOTTEN, Store
 from helpers import PATIENCE, case, files_below, wait_until
 from processes import Fork
-from support.faults import Fault
+from support.injection import Fault
 
 from .steps import SCHEMA, STEPS, State, after, node, served, take
 

@@ -1,5 +1,5 @@
-"""What Python imports when it starts, if this directory is on its path: see `faults.py`."""
+"""What Python imports when it starts, if this directory is on its path: see `injection.py`."""
 
-from faults import arm_from_environment
+from support.injection import arm_from_environment
 
 arm_from_environment()

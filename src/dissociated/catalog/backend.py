@@ -18,7 +18,7 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, StoreError
-from dissociated.store.directory import Version
+from dissociated.store.directory import SetAside, Version
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 
@@ -127,6 +127,10 @@ class Backend(ABC):
     def usage(self) -> Usage | None:
         """See Store.usage. None where there is no store."""
         return None
+
+    def set_aside(self) -> Sequence[SetAside]:
+        """See Store.set_aside."""
+        return ()
 
     @abstractmethod
     def staged(self) -> list[str]:

@@ -273,11 +273,10 @@ class Catalog(ABC):
         for version in self._backend.versions():
             try:
                 prepared = self._backend.load_version(version)
+                self.holdings.serve(prepared)
+                self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error("%s is in the store and cannot be served: %s", version.name, error)
-                continue
-            self.holdings.serve(prepared)
-            self._restore(version, prepared)
 
     @abstractmethod
     def _restore(self, version: Version, prepared: Prepared) -> None:

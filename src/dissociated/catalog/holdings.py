@@ -137,4 +137,5 @@ class Holdings:
     def store_status(self) -> StoreStatus | None:
         """What the store holds, if there is one."""
         usage = self.backend.usage()
-        return None if usage is None else StoreStatus(usage.total, usage.limit)
+        aside = tuple(str(one) for one in self.backend.set_aside())
+        return None if usage is None else StoreStatus(usage.total, usage.limit, aside)

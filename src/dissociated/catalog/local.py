@@ -314,6 +314,8 @@ class LocalCatalog(Catalog):
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
             return
+        if any(one.replaces(version) for one in self._backend.set_aside()):
+            raise CatalogError("a later version of it is set aside, and must not be taken for this one")
         self._publish(version, prepared, version.before, version.created)
         replaced = self._latest[version.name]
         if replaced > version.created and replaced + self.retain > time.time():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
-from dissociated.store.directory import Version
+from dissociated.store.directory import SetAside, Version
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
@@ -147,6 +147,9 @@ class StoreBackend(Backend):
 
     def usage(self) -> Usage:
         return self._store.usage()
+
+    def set_aside(self) -> Sequence[SetAside]:
+        return self._store.set_aside
 
     def hand_over(self, descriptor: int) -> str:
         """See Store.hand_over."""

@@ -7,20 +7,32 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
+
+import pyarrow as pa
 
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
-from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
+from dissociated.store.files import (
+    PARTIAL_SUFFIX,
+    claim_unused,
+    is_abandoned,
+    is_used,
+    open_regular,
+    sync_directory,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +40,10 @@ _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
 _ID = "id"
+_NUMBER = re.compile(r"[0-9]{14,19}")  # that a version's id begins with
+#: What reading a damaged manifest may raise, the schema in it included.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
+_MAX_SECONDS = 1e11  # since the epoch: a date that can be shown
 
 
 def store_id(directory: Path) -> str:
@@ -71,6 +87,39 @@ class Version:
     staged: str = ""
     #: As Arrow serialises it, so that it is known without opening a segment. Empty where an older library wrote this.
     schema: bytes = b""
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """An entry among the versions that is none, or cannot be read: nothing is served of it, and nothing is changed."""
+
+    path: Path
+    reason: str
+    #: The number that its name tells, or else its manifest, 0 if none of them does: it is not used again.
+    number: int
+    #: As much as can be read of its manifest.
+    manifest: Mapping[str, Any]
+    #: What its files take, in bytes, by their inodes.
+    sizes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, path: Path, reason: str, manifest: bytes) -> SetAside:
+        """Look at an entry."""
+        try:
+            plain = json.loads(manifest)
+        except _DAMAGE:
+            plain = None
+        plain = plain if isinstance(plain, dict) else {}
+        name = path.name.partition("-")[0]
+        number = int(name) if _NUMBER.fullmatch(name) else plain.get("number")
+        return cls(path, reason, number if _is_count(number) else 0, plain, sizes(path))
+
+    def replaces(self, version: Version) -> bool:
+        """Return whether its manifest still tells that it came after `version`, under the same name."""
+        return self.manifest.get("name") == version.name and self.number > version.number
+
+    def __str__(self) -> str:
+        return f"{os.fspath(self.path)!r} is set aside: {self.reason}"  # its name may be no text that can be shown
 
 
 class Directory:
@@ -141,16 +190,27 @@ class Directory:
         """The paths of the segments of a version, in order."""
         return sorted((self.segments / version.id).glob("*.arrows"))
 
-    def committed(self) -> list[Version]:
-        """Every version that is committed here, in any order. Raises StoreError where a manifest is damaged."""
-        found = []
-        for directory in self.segments.iterdir():
-            with store_errors(f"reading {directory}"):
-                try:
-                    found.append(_decoded((directory / MANIFEST).read_bytes()))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise StoreError(f"{directory / MANIFEST} is damaged ({error!r}): remove {directory}") from None
-        return found
+    def committed(self) -> tuple[list[Version], list[SetAside]]:
+        """Return every version that is committed here, in any order, and the entries that are no versions."""
+        versions, others = [], []
+        with store_errors(f"reading {self.segments}"):
+            entries = [*self.segments.iterdir()]
+        for entry in entries:
+            manifest = b""
+            try:
+                manifest = _read_manifest(entry)
+                version = _decoded(manifest)
+                if version.id != entry.name:
+                    raise StoreError(f"its {MANIFEST} is that of {version.id!r}")
+            except StoreError as error:
+                others.append(SetAside.of(entry, str(error), manifest))
+            except OSError as error:
+                others.append(SetAside.of(entry, f"its {MANIFEST} cannot be read: {error.strerror}", manifest))
+            except _DAMAGE as error:
+                others.append(SetAside.of(entry, f"its {MANIFEST} is damaged ({error!r})", manifest))
+            else:
+                versions.append(version)
+        return versions, others
 
     def holds(self, version: Version) -> bool:
         """Return whether a version lies here, or its removal has not come to its end."""
@@ -293,16 +353,59 @@ def _encoded(version: Version) -> bytes:
     return json.dumps(plain, indent=1).encode()
 
 
+def _read_manifest(entry: Path) -> bytes:
+    """Read the manifest of an entry. Raises OSError, and StoreError if the entry or the manifest is something else."""
+    if not stat.S_ISDIR(entry.lstat().st_mode):
+        raise StoreError("it is no directory")
+    try:
+        descriptor = open_regular(entry / MANIFEST, os.O_RDONLY)
+    except FileNotFoundError:
+        raise StoreError(f"it has no {MANIFEST}") from None
+    except StoreError:
+        raise StoreError(f"its {MANIFEST} is no regular file") from None
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
 def _decoded(manifest: bytes) -> Version:
-    plain: dict[str, Any] = json.loads(manifest)
-    if plain.pop("format") != _MANIFEST_VERSION:
-        raise ValueError("written by another version of this library")
-    return replace(
+    """Read a manifest, so that nobody later doubts the types of its values.
+
+    Raises StoreError for one of a later library, and one of `_DAMAGE`.
+    """
+    plain = json.loads(manifest)
+    written = plain.pop("format") if isinstance(plain, dict) else None
+    if _is_count(written) and written > _MANIFEST_VERSION:
+        raise StoreError(f"a later version of this library wrote it (format {written}): use that one to read it")
+    if written != _MANIFEST_VERSION:
+        raise ValueError(f"format {written!r}")
+    version = replace(
         Version(**plain),
-        ticket=base64.b64decode(plain["ticket"]),
-        schema=base64.b64decode(plain.get("schema", "")),
+        ticket=base64.b64decode(plain["ticket"], validate=True),
+        schema=base64.b64decode(plain.get("schema", ""), validate=True),
         before=tuple(plain.get("before", ())),
     )
+    texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
+    if not (
+        all(isinstance(one, str) and one.encode() is not None for one in texts)  # which a lone surrogate cannot be
+        and all(_is_count(one) for one in (version.number, version.rows, version.nbytes))
+        and all(isinstance(one, bool) for one in (version.prepared, version.whole))
+        and _is_seconds(version.created)
+        and (version.ttl is None or _is_seconds(version.ttl))
+        and isinstance(plain.get("before", []), list)
+    ):
+        raise TypeError("a value of another type")
+    if version.schema:
+        pa.ipc.read_schema(pa.py_buffer(version.schema))
+    return version
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an integer from 0 on, which a database can hold."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= _MAX_SECONDS
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,7 +18,7 @@ from dissociated.errors import StoreError
 from dissociated.oserrors import store_errors
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
-from dissociated.store.directory import Directory, Version, file_name, sizes
+from dissociated.store.directory import Directory, SetAside, Version, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
 from dissociated.store.segment_cache import SegmentCache
@@ -36,11 +37,13 @@ class Usage:
     staged: int
     trash: int
     spilled: int
+    #: Of entries that are set aside.
+    aside: int = 0
 
     @property
     def total(self) -> int:
         """What counts against the limit."""
-        return self.committed + self.staged + self.trash
+        return self.committed + self.staged + self.trash + self.aside
 
 
 class Places:
@@ -58,15 +61,20 @@ class Places:
         #: The bytes that are committed in each place.
         self.blocks: dict[Place, BlockCounter] = defaultdict(BlockCounter)
         self.cache = SegmentCache()
+        #: The entries among the versions that are none.
+        self.set_aside: Sequence[SetAside] = ()
+        self._aside_sizes: dict[int, int] = {}  # of those that take memory
         self._reuse_bytes = reuse_bytes
 
     def load(self) -> None:
         """Find what was committed before."""
-        found: dict[str, tuple[Version, Directory]] = {
-            one.id: (one, self.directory) for one in self.directory.committed()
-        }
+        versions, others = self.directory.committed()
+        found: dict[str, tuple[Version, Directory]] = {one.id: (one, self.directory) for one in versions}
+        self._aside_sizes = dict(chain.from_iterable(other.sizes.items() for other in others))
         if self.disk is not None:
-            for version in self.disk.committed():
+            versions, on_disk = self.disk.committed()
+            others += on_disk
+            for version in versions:
                 if version.id in found:  # it has moved to disk, and its mover was killed before the last step
                     try:
                         self.directory.remove(version)
@@ -76,6 +84,10 @@ class Places:
                 found[version.id] = version, self.disk
         for version, place in sorted(found.values(), key=lambda one: one[0].number):
             self.put(version, place)
+        for other in others:
+            self.contents.last = max(self.contents.last, other.number)
+            _log.error("%s. Nothing of it is served or deleted; move it elsewhere when you have looked at it", other)
+        self.set_aside = tuple(others)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """What is known of a version now, and its place. Raises StoreError where it is gone."""
@@ -134,18 +146,18 @@ class Places:
         Raises StoreError if one cannot be removed. It is still there then, and so are those of its name that were
         named after it: an older version shall not be the last of its name. All others are gone.
         """
-        failed: dict[str, StoreError] = {}
+        failures: dict[str, StoreError] = {}
         for version in versions:
             found = self.contents.get(version.id)
-            if found is None or version.name in failed:
+            if found is None or version.name in failures:
                 continue
             try:
                 self._remove(version, found[1])
             except StoreError as error:
-                failed[version.name] = error
+                failures[version.name] = error
         self.empty_trash(self._reuse_bytes)
-        for error in failed.values():
-            raise error
+        for failure in failures.values():
+            raise failure
 
     def _remove(self, version: Version, place: Place) -> None:
         with store_errors(f"removing {version.name!r} from {self.directory.path}"):
@@ -214,6 +226,7 @@ class Places:
             sum(staged.values()) + memfds_staged,
             sum(removed.values()) + memfds_removed,
             self.blocks[self.disk].total if self.disk else 0,
+            sum(size for inode, size in self._aside_sizes.items() if inode not in committed),
         )
 
     def free(self) -> int:

@@ -5,7 +5,8 @@
         staging/NAME.part       is being written, and locked by its writer
         staging/NAME            is whole, and waits to be committed
         staging/VERSION.new/    is being committed
-        segments/VERSION/       is committed: 0000.arrows, 0001.arrows ... and manifest.json
+        segments/VERSION/       is committed: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
+                                manifest that can be read is set aside: it stays, and nothing of it is served
         trash/                  was removed; somebody may still read it
 
 All segments of a version become visible by one rename. Whatever the moment at which a process is killed, opening the
@@ -40,7 +41,7 @@ from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.oserrors import store_errors
 from dissociated.store.admission import Quota
-from dissociated.store.directory import Directory, Version
+from dissociated.store.directory import Directory, SetAside, Version
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import Reserve
 from dissociated.store.memfds import Memfds
@@ -181,6 +182,11 @@ class Store:
                     raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
                 self._cache.put(version.id, opened)
             return opened
+
+    @property
+    def set_aside(self) -> Sequence[SetAside]:
+        """The entries among its versions that were none, or could not be read, when it was opened."""
+        return self._places.set_aside
 
     def usage(self) -> Usage:
         """What it takes now."""
