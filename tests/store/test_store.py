@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -205,9 +206,10 @@ def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served
     manifest = entry / "manifest.json"
     written = manifest.read_bytes()
     plain = json.loads(written)
-    damage = (
+    wrong: tuple[object, ...] = (None, [1], "\ud800", 10**30, -1, {"a": {}})
+    damage: tuple[Any, ...] = (
         *(b"", b"{}", b"[]", b"null", b"\xff", b"[" * 100_000, written[:-40], written[:200] + b"\0" + written[201:]),
-        *({**plain, name: value} for name in plain for value in (None, [1], "\ud800", 10**30, -1, {"a": {}})),
+        *({**plain, name: value} for name in plain for value in wrong),
         *({key: value for key, value in plain.items() if key != name} for name in ("id", "name", "ticket", "format")),
         {**plain, "schema": "AAAA"},
         {**plain, "unknown": 1},

@@ -364,12 +364,13 @@ class Store:
     def discard(self, names: Iterable[str]) -> None:
         """Remove these segments from the staging directory, as far as they exist. Raises StoreError."""
         with store_errors(f"removing segments from {self.staging}"):
-            self._unstage(names)
+            self._unstage([*names])
 
-    def _unstage(self, names: Iterable[str]) -> None:
+    def _unstage(self, names: Sequence[str]) -> None:
         for name in names:
             self._memfds.unstage(name)
             self._directory.staged(name).unlink(missing_ok=True)
+        self._quota.settle(names)
 
     def remove(self, *versions: Version) -> None:
         """Make versions disappear. Whoever reads them is undisturbed, and keeps their memory for so long.
