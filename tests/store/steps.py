@@ -28,9 +28,9 @@ STEPS: Sequence[Step] = (
 )
 
 
-def node(directory: Path, **options: Any) -> Node:
+def node(directory: Path, database: str = ":memory:", **options: Any) -> Node:
     """A node that keeps nothing that was replaced."""
-    return Node(Store(directory, **options), ["shm:"], retain=0.0)
+    return Node(Store(directory, **options), ["shm:"], database=database, retain=0.0)
 
 
 def take(client: dis.Client, step: Step) -> None:

@@ -64,10 +64,8 @@ class Fault:
 
     def environment(self) -> dict[str, str]:
         """The environment of a child that shall have this fault."""
-        here = Path(__file__).parent
-        path = (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
         told = {name: value for name, value in asdict(self).items() if name != "calls"}
-        return {**os.environ, _VARIABLE: json.dumps(told), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        return {**child_environment(), _VARIABLE: json.dumps(told)}
 
     def arm(self) -> None:
         """Have these calls fail from now on."""
@@ -133,6 +131,13 @@ def _path(descriptor: int) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return ""
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child that can import what tests can."""
+    here = Path(__file__).parent
+    path = (str(here), str(here.parent), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def arm_from_environment() -> None:
@@ -206,6 +211,15 @@ class SQLiteFault:
             return -1
 
         return call
+
+
+def sqlite_calls_can_fail() -> bool:
+    """Return whether `SQLiteFault` works here: a Python with SQLite built in may hide its functions."""
+    try:
+        _Vfs.find()
+    except (ImportError, AttributeError, OSError):
+        return False
+    return True
 
 
 class _Vfs:

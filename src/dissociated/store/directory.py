@@ -134,7 +134,8 @@ class Directory:
         self.segments = self.path / "segments"
         self.trash = self.path / "trash"
         self.id = ""
-        self._refused: list[Version] = []
+        self._refused: list[Version] = []  # whose commits failed after they were there
+        self._put_back: set[str] = set()  # ids of versions whose removals failed after they were gone
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -177,6 +178,8 @@ class Directory:
         probe.unlink()
 
     def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the last attempt
+            self._settle()
         self._owned = False
         os.close(self._lock)
 
@@ -251,14 +254,21 @@ class Directory:
             sync_directory(self.segments)
         except OSError:
             self._refused.append(version)
-            self._remove_refused()
+            self._settle()
             raise
 
-    def _remove_refused(self) -> None:
-        """Remove versions that were committed on disk and refused to their writers. Raises OSError."""
+    def _settle(self) -> None:
+        """Make the directory what callers were told, if the disk refused even to take a step back. Raises OSError."""
+        self._put_removed_back()
         while self._refused:
             self.remove(self._refused[0])
             self._refused.pop(0)
+
+    def _put_removed_back(self) -> None:
+        for id in sorted(self._put_back):
+            with suppress(FileNotFoundError):
+                (self.staging / f"{id}.gone").rename(self.segments / id)
+            self._put_back.remove(id)
 
     @contextmanager
     def draft(self, version: Version) -> Iterator[Path]:
@@ -267,7 +277,7 @@ class Directory:
         Raises OSError, also as long as an earlier version that was refused cannot be removed: its writer may try again
         with the same key, and must not find two.
         """
-        self._remove_refused()
+        self._settle()
         draft = self.staging / f"{version.id}.new"
         draft.mkdir(mode=0o700)
         try:
@@ -280,8 +290,8 @@ class Directory:
     def remove(self, version: Version) -> None:
         """Make a version disappear in one step, for good, then move its segments to the trash.
 
-        Raises OSError if that step fails. The version is then still there, unless the disk refuses even to take the
-        step back; in both cases a repeated call goes on. A version that is not there is removed already.
+        Raises OSError if that step fails. The version is then still there, or will be as soon as the disk lets the step
+        be taken back; in both cases a repeated call goes on. A version that is not there is removed already.
         """
         committed, removed = self.segments / version.id, self.staging / f"{version.id}.gone"
         with suppress(FileNotFoundError):
@@ -289,9 +299,11 @@ class Directory:
         try:
             sync_directory(self.segments)
         except OSError:
+            self._put_back.add(version.id)
             with suppress(OSError):
-                removed.rename(committed)
+                self._put_removed_back()
             raise
+        self._put_back.discard(version.id)
         self._move_to_trash(removed)
 
     def _move_to_trash(self, removed: Path) -> None:
@@ -311,9 +323,15 @@ class Directory:
 
     def sweep(self, forgotten: float) -> None:
         """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds."""
+        try:
+            self._settle()
+        except OSError as error:
+            _log.warning("taking a failed step back failed, it is tried again: error=%s", str(error))
         oldest = time.time() - forgotten
         drafts = [path for path in self.staging.iterdir() if path.is_dir()]
         for path in drafts:  # first: what they link to has not been committed
+            if path.stem in self._put_back:
+                continue
             if path.suffix == ".gone":
                 self._move_to_trash(path)
             else:
