@@ -23,7 +23,7 @@ from dissociated.store.eviction import Policy
 from dissociated.store.store import FORGOTTEN, Store
 from helpers import PATIENCE, case, files_below, wait_until
 from processes import Fork
-from support.injection import Fault
+from support.injection import Fault, clock_step
 
 from .steps import SCHEMA, STEPS, State, after, node, served, take
 
@@ -190,3 +190,14 @@ def test_a_drop_that_cannot_be_made_to_last_is_refused_and_can_be_repeated(memor
                 with pytest.raises(DatasetNotFound):
                     client.drop("a")
             assert restarted(memory / "store") == {}
+
+
+def test_a_clock_that_steps_back_brings_nothing_old_back(memory: Path) -> None:
+    with node(memory / "store") as first, dis.connect(first.uri) as client:
+        take(client, ("a", "overwrite", [1]))
+        with clock_step(-3600.0):
+            take(client, ("a", "overwrite", [2]))
+            take(client, ("b", "overwrite", [3]))
+            take(client, ("b", "drop", []))
+    with clock_step(-7200.0):
+        assert restarted(memory / "store") == {"a": [2]}

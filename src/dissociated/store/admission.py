@@ -129,7 +129,8 @@ class Quota:
             return ""
         told = ", ".join(map(repr, names[:_MAX_TOLD])) + (", and others" if len(names) > _MAX_TOLD else "")
         _log.warning("write refused after evictions: segment=%s evicted=%s", what, told)
-        return f". So far {len(names):,} dataset{'s'[: len(names) > 1]} had been evicted for it: {told}"
+        plural = "" if len(names) == 1 else "s"
+        return f". So far {len(names):,} dataset{plural} had been evicted for it: {told}"
 
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit

@@ -112,7 +112,8 @@ class SetAside:
         plain = plain if isinstance(plain, dict) else {}
         name = path.name.partition("-")[0]
         number = int(name) if _NUMBER.fullmatch(name) else plain.get("number")
-        return cls(path, reason, number if _is_count(number) else 0, plain, sizes(path))
+        held = {} if path.is_symlink() else sizes(path)
+        return cls(path, reason, number if _is_count(number) else 0, plain, held)
 
     def replaces(self, version: Version) -> bool:
         """Return whether its manifest still tells that it came after `version`, under the same name."""

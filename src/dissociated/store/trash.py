@@ -31,23 +31,28 @@ def empty(trash: Path, keep: int) -> None:
     """Remove the files that nobody has open or mapped. `keep` bytes of them may stay for a while."""
     files = _REUSE_FILES
     oldest = time.time() - _REUSE_SECONDS
+    # Errors are logged: a removed segment is removed, and only takes memory until the next time.
     try:
-        for path in trash.iterdir():
-            descriptor = claim_unused(path)
-            if descriptor is None:
-                continue
-            try:
-                status = os.fstat(descriptor)
-                recent = status.st_ctime >= oldest  # since when it is in the trash
-                if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
-                    keep -= status.st_size
-                    files -= 1
-                else:
-                    path.unlink()
-            finally:
-                os.close(descriptor)
-    except OSError as error:  # what was removed is removed: it only takes memory until the next time
+        paths = [*trash.iterdir()]
+    except OSError as error:
         _log.warning("emptying the trash failed, it is tried again: error=%s", str(error))
+        return
+    for path in paths:
+        descriptor = claim_unused(path)
+        if descriptor is None:
+            continue
+        try:
+            status = os.fstat(descriptor)
+            recent = status.st_ctime >= oldest  # since when it is in the trash
+            if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
+                keep -= status.st_size
+                files -= 1
+            else:
+                path.unlink()
+        except OSError as error:
+            _log.warning("removing from the trash failed, it is tried again: error=%s", str(error))
+        finally:
+            os.close(descriptor)
 
 
 def _in_memory(directory: Path) -> bool:
