@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from support.injection import arm_from_environment
+
 #: What every test of processes is likely to need.
 _LOADED = (
     "dissociated.catalog.flight",
@@ -124,6 +126,7 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    arm_from_environment()
     option, *rest = arguments
     first = {"-c": "", "-m": cwd}.get(option, str(Path(option).parent))
     sys.path[0:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

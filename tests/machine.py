@@ -19,6 +19,7 @@ from dissociated.errors import JavaNotFound, TransportError
 from dissociated.transport.native.fabric._ofi import ofi
 from dissociated.transport.native.ucx import worker
 from dissociated.transport.native.ucx._ucp import ucp
+from support.injection import sqlite_calls_can_fail
 
 #: Where Arrow's golden files are: the directory `data` of apache/arrow-testing.
 ARROW_TEST_DATA = Path(os.environ["ARROW_TEST_DATA"]) if os.environ.get("ARROW_TEST_DATA") else None
@@ -98,6 +99,11 @@ def _browser() -> str | None:
     return None if BROWSER else "there is no Chromium on this machine"
 
 
+@cache
+def _sqlite_calls() -> str | None:
+    return None if sqlite_calls_can_fail() else "the library of Python's sqlite3 shows none of its own functions"
+
+
 def _golden_files() -> str | None:
     return (
         "ARROW_TEST_DATA is not set: it is the directory `data` of apache/arrow-testing"
@@ -114,6 +120,7 @@ _MISSING: dict[str, Callable[[], str | None]] = {
     "java": _java,
     "root": _root,
     "tmpfs": _tmpfs,
+    "SQLite's calls": _sqlite_calls,
     "golden files": _golden_files,
     "browser": _browser,
 }

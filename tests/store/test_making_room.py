@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import dissociated as dis
 from dissociated.catalog.service import CatalogService
-from dissociated.errors import CatalogError, DissociatedError, StoreError
+from dissociated.errors import CatalogError, DissociatedError, StoreError, StoreFull
 from dissociated.node.node import Node
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
+from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
 from helpers import case, connections_left, wait_until
 from machine import media
@@ -156,11 +160,69 @@ def test_a_put_of_unknown_size_takes_no_more_than_it_has_come_to_need(memory: Pa
     with Node(Store(memory / "store", 15 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
         for name in "abc":
             client.put(name, pa.Table.from_batches([rows] * 4))
-        for count, last, left in ((2, None, "abc"), (2, twenty, "abc"), (4, None, "bc"), (6, twenty, "bc")):
-            with pytest.raises(DissociatedError, match="never fit" if last else "no more comes|broke off"):
+        for count, last, left, why in (
+            (2, None, "abc", "no more comes|broke off"),
+            (2, twenty, "abc", "it would never fit$"),
+            (4, None, "bc", "no more comes|broke off"),
+            (6, twenty, "bc", "it would never fit$"),
+            (8, twenty, "c", r"it would never fit\. So far 1 dataset had been evicted for it: 'b'$"),
+        ):
+            with pytest.raises(DissociatedError, match=why):
                 client.put("d", source(count, last))
             assert [info.name for info in client.list()] == [*left]
             assert list(node.store.staging.iterdir()) == []
+
+
+def write_in_turns(tasks: Sequence[SegmentWriter], batch: pa.RecordBatch) -> None:
+    for task in itertools.cycle(tasks):
+        task.write(batch)
+
+
+def test_the_tasks_of_one_write_are_told_what_was_evicted_for_all_of_them(memory: Path) -> None:
+    """As Spark writes: no task knows how much there will be."""
+    with Store(memory / "store", 14 * MIB, Policy.EVICT) as store:
+        for name in "abc":
+            put(store, name, 4)
+        tasks = [store.writer(f"key-{number:06}-{number}.arrows", SCHEMA) for number in range(3)]
+        batch = pa.record_batch({"n": pa.array([7] * (MIB // 8), pa.int64())})
+        with pytest.raises(StoreFull, match=r"So far 3 datasets had been evicted for it: 'a', 'b', 'c'$"):
+            write_in_turns(tasks, batch)
+        for task in tasks:
+            task.abort()
+        store.discard(f"key-{number:06}-{number}.arrows" for number in range(3))
+        (store.staging / "key-3").touch(0o600)
+        with pytest.raises(StoreError, match=r"it would never fit$"):
+            store.reserve("key-3", 15 * MIB)
+
+
+def test_footers_of_parquet_tell_no_more_than_there_is(tmp_path: Path) -> None:
+    """Of whatever types, encodings and sizes of groups."""
+    rows = 20_000
+    columns: dict[str, pa.Array] = {
+        "small": pa.array([number % 100 for number in range(rows)], pa.int8()),
+        "flags": pa.array([number % 3 == 0 for number in range(rows)]),
+        "few words": pa.array(["one", "two", None, "four"] * (rows // 4)),
+        "words": pa.array([f"{number * 7919}" for number in range(rows)]),
+        "dictionary": pa.array(["a long word that is said again", "b"] * (rows // 2)).dictionary_encode(),
+        "lists": pa.array([[number] * (number % 3) for number in range(rows)]),
+        "structs": pa.array([{"a": number, "b": f"{number}"} for number in range(rows)]),
+        "vectors": pa.array([[1.0, 2.0]] * rows, pa.list_(pa.float32(), 2)),
+        "decimals": pa.array([Decimal(number) for number in range(rows)], pa.decimal128(9, 2)),
+        "nulls": pa.nulls(rows, pa.string()),
+        "times": pa.array(range(rows), pa.timestamp("ns")),
+    }
+    with dis.Server([]) as server:
+        for name, column in columns.items():
+            for options in ({}, {"use_dictionary": False}, {"row_group_size": 50}, {"data_page_version": "2.0"}):
+                with case((name, options)):
+                    table = pa.table({name: column})
+                    pq.write_table(table, tmp_path / "some.parquet", **options)
+                    server.publish("d", tmp_path / "some.parquet")
+                    dataset = server.dataset("d")
+                    least = dataset.min_packed_size
+                    assert least is not None
+                    assert least <= sum(batch.get_total_buffer_size() for batch in dataset.open_reader())
+                    assert name not in ("words", "times") or least > rows
 
 
 @pytest.mark.needs("tmpfs")
@@ -182,17 +244,24 @@ def test_what_is_larger_than_its_file_system_removes_nothing(tmp_path: Path, sta
 
 
 def test_a_put_that_can_never_fit_removes_nothing(memory: Path, tmp_path: Path) -> None:
-    """Whoever puts what lies in memory or in an IPC file knows how much there will be."""
+    """Whoever puts what lies in memory or in an IPC file knows how much there will be, of Parquet how much at least."""
     rows = MIB // 8
+    words = pa.table({"word": [f"{number:0100}" for number in range(300_000)]})  # 30 MB
     large = pa.Table.from_batches([pa.record_batch({"n": pa.array(range(rows), pa.int64())})] * 20)
     with pa.ipc.new_file(tmp_path / "large.arrow", SCHEMA) as writer:
         writer.write_table(large)
+    pq.write_table(large, tmp_path / "large.parquet", row_group_size=rows)
+    pq.write_table(words, tmp_path / "words.parquet", row_group_size=rows)
+    (tmp_path / "large").mkdir()
+    for number in range(4):
+        pq.write_table(large.slice(number * 5 * rows, 5 * rows), tmp_path / "large" / f"{number}.parquet")
     with Node(Store(memory / "store", 14 * MIB, Policy.EVICT), ["shm:"]) as node, dis.connect(node.uri) as client:
         client.put("a", large.slice(0, 5 * rows))
         client.put("b", large.slice(0, 5 * rows))
-        for source in (large, tmp_path / "large.arrow"):
-            with pytest.raises(DissociatedError, match="never fit"):
-                client.put("c", source)
+        for source in (large, *sorted(tmp_path.iterdir())):
+            for transport in ("shm", "grpc"):
+                with case((source, transport)), pytest.raises(DissociatedError, match=r"it would never fit$"):
+                    client.put("c", source, transport=transport)
         assert [info.name for info in client.list()] == ["a", "b"]
         assert list(node.store.staging.iterdir()) == []
         client.put("c", large.slice(0, 9 * rows))

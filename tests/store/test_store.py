@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -9,20 +10,25 @@ import stat
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
+import dissociated as dis
+from dissociated.cli import main
 from dissociated.errors import StoreError
+from dissociated.node.node import Node
 from dissociated.store.directory import Version
 from dissociated.store.eviction import Policy
 from dissociated.store.files import NewFile, StagedFile, claim_unused
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
-from helpers import PATIENCE, descriptors, leaving_nothing
+from helpers import PATIENCE, case, descriptors, leaving_nothing
 from nodes import kill, small_file_system, spawn
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -193,15 +199,106 @@ def test_only_what_lies_in_the_staging_directory_can_be_named(memory: Path, name
                 act()
 
 
-def test_a_manifest_that_is_damaged_is_named(memory: Path) -> None:
+def test_an_entry_that_is_damaged_or_foreign_is_set_aside_and_the_rest_is_served(memory: Path) -> None:
     with Store(memory) as store:
-        version = put(store, "some", 1)
-    manifest = memory / "segments" / version.id / "manifest.json"
-    manifest.chmod(0o600)
-    for content in (b"", b"{}", b"[]", b'{"format": 99}', b"\xff"):
-        manifest.write_bytes(content)
-        with leaving_nothing(), pytest.raises(StoreError, match=f"{manifest} is damaged"):
-            Store(memory)
+        good, other = put(store, "good", 1), put(store, "other", 2)
+    entry = memory / "segments" / other.id
+    manifest = entry / "manifest.json"
+    written = manifest.read_bytes()
+    plain = json.loads(written)
+    wrong: tuple[object, ...] = (None, [1], "\ud800", 10**30, -1, {"a": {}})
+    damage: tuple[Any, ...] = (
+        *(b"", b"{}", b"[]", b"null", b"\xff", b"[" * 100_000, written[:-40], written[:200] + b"\0" + written[201:]),
+        *({**plain, name: value} for name in plain for value in wrong),
+        *({key: value for key, value in plain.items() if key != name} for name in ("id", "name", "ticket", "format")),
+        {**plain, "schema": "AAAA"},
+        {**plain, "unknown": 1},
+    )
+    for content in damage:
+        if content == plain:
+            continue  # as it is
+        manifest.chmod(0o600)
+        manifest.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        before = files(memory)
+        with case(content if isinstance(content, bytes) else json.dumps(content)):
+            with Store(memory) as store:
+                assert store.versions() == [good]
+                assert numbers(store, good) == [1]
+                (aside,) = store.set_aside
+                assert str(aside).startswith(f"{str(entry)!r} is set aside: its manifest.json is damaged")
+                assert aside.number == other.number
+                assert store.usage().aside > 0
+                late = put(store, "late", 3)
+                assert late.number > other.number
+                store.remove(late)
+            assert files(memory) == before
+    manifest.write_bytes(written)
+    with Store(memory) as store:
+        assert (store.versions(), store.set_aside) == ([good, other], ())
+
+
+def test_what_is_no_version_is_set_aside_with_the_reason(memory: Path) -> None:
+    with Store(memory) as store:
+        good = put(store, "good", 1)
+    written = memory / "segments" / good.id
+    later = f"{1 << 50:014}-{'0' * 12}"
+    os.mkdir(memory / "segments" / later)
+    manifest = json.loads((written / "manifest.json").read_bytes())
+    (memory / "segments" / later / "manifest.json").write_text(json.dumps({**manifest, "format": 2, "new": [1]}))
+    (memory / "segments" / "empty").mkdir()
+    (memory / "segments" / "file\x1b\udcff").write_text("notes")
+    os.mkfifo(memory / "segments" / "pipe")
+    (memory / "segments" / "link").symlink_to(written)
+    (memory / "segments" / "pipe inside").mkdir()
+    os.mkfifo(memory / "segments" / "pipe inside" / "manifest.json")
+    shutil.copytree(written, memory / "segments" / "copy")
+    reasons = {
+        later: "a later version of this library wrote it (format 2): use that one to read it",
+        "empty": "it has no manifest.json",
+        "file\x1b\udcff": "it is no directory",
+        "pipe": "it is no directory",
+        "link": "it is no directory",
+        "pipe inside": "its manifest.json is no regular file",
+        "copy": f"its manifest.json is that of {good.id!r}",
+    }
+    before = sorted(os.listdir(memory / "segments"))
+    with leaving_nothing(), Store(memory) as store:
+        assert store.versions() == [good]
+        assert {one.path.name: one.reason for one in store.set_aside} == reasons
+        assert all(str(one).isprintable() and "remove" not in str(one) for one in store.set_aside)
+        store.sweep()
+        assert put(store, "next", 2).number > 1 << 50
+        assert {*before} < {*os.listdir(memory / "segments")}
+
+
+def test_a_version_that_was_replaced_is_not_served_in_place_of_one_that_is_set_aside(memory: Path) -> None:
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        for name in ("a", "b", "a"):
+            client.put(name, pa.table({"n": [1]}))
+        latest = node.store.versions()[-1]
+    manifest = memory / "segments" / latest.id / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "format": 2}))
+    with Node(Store(memory), ["shm:"]) as node, dis.connect(node.uri) as client:
+        assert [info.name for info in client.list()] == ["b"]
+        client.put("a", pa.table({"n": [2]}))
+        assert client.read("a").read_all()["n"].to_pylist() == [2]
+
+
+def test_the_status_the_metrics_and_the_log_tell_what_is_set_aside(
+    memory: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store(memory):
+        (memory / "segments" / "letters").mkdir()
+    sentence = f"'{memory}/segments/letters' is set aside: it has no manifest.json"
+    with Node(Store(memory), ["shm:"], metrics="127.0.0.1:0") as node, dis.connect(node.uri) as client:
+        status = client.status()
+        assert status.store is not None
+        assert status.store.set_aside == (sentence,)
+        main(["status", node.uri, "--once"])
+        assert sentence in capsys.readouterr().out.splitlines()
+        assert sentence in caplog.text
+        with urllib.request.urlopen(node.server.metrics_uri) as answer:
+            assert b"\ndissociated_store_set_aside 1.0\n" in answer.read()
 
 
 def test_a_manifest_that_there_is_no_room_for_is_not_written_in_part(memory: Path) -> None:

@@ -18,7 +18,7 @@ from dissociated.buffers import MAX_METADATA
 from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, StoreError
-from dissociated.store.directory import Version
+from dissociated.store.directory import SetAside, Version
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 
@@ -104,6 +104,10 @@ class Backend(ABC):
         """Everything that outlives the process, in the order in which it was committed."""
         return []
 
+    def named(self, name: str) -> list[Version]:
+        """See Store.named."""
+        return []
+
     def unconfirmed(self) -> list[Version]:
         """See Store.prepared."""
         return []
@@ -124,6 +128,10 @@ class Backend(ABC):
         """See Store.usage. None where there is no store."""
         return None
 
+    def set_aside(self) -> Sequence[SetAside]:
+        """See Store.set_aside."""
+        return ()
+
     @abstractmethod
     def staged(self) -> list[str]:
         """The segments in the directory, those too that are still written."""
@@ -135,6 +143,10 @@ class Backend(ABC):
     @abstractmethod
     def remove(self, ids: Iterable[str]) -> None:
         """What was prepared under these is not wanted any more. Whoever reads it is undisturbed."""
+
+    def refuse(self, id: str) -> None:
+        """What was prepared under this id is not published after all: remove it now, or else with a `sweep`."""
+        self.remove([id])
 
     @abstractmethod
     def confirm(self, published: Mapping[str, bool]) -> None:

@@ -244,7 +244,8 @@ class Catalog(ABC):
             try:
                 step()
             except (DissociatedError, OSError) as error:
-                _log.warning("%s: %s; it is tried again", self.node.flight, error)
+                # Its text alone: a handler that keeps the record would keep the traceback, and so what that has mapped.
+                _log.warning("%s: %s; it is tried again", self.node.flight, str(error))
             except Exception:
                 _log.exception("%s: what is over was not looked at", self.node.flight)
 
@@ -272,11 +273,10 @@ class Catalog(ABC):
         for version in self._backend.versions():
             try:
                 prepared = self._backend.load_version(version)
+                self.holdings.serve(prepared)
+                self._restore(version, prepared)
             except DissociatedError as error:
                 _log.error("%s is in the store and cannot be served: %s", version.name, error)
-                continue
-            self.holdings.serve(prepared)
-            self._restore(version, prepared)
 
     @abstractmethod
     def _restore(self, version: Version, prepared: Prepared) -> None:

@@ -31,6 +31,8 @@ class Database:
 
     def __init__(self, path: str = ":memory:", clock: Callable[[], float] = time.time) -> None:
         self.on_change: Callable[[Change], None] = lambda change: None
+        #: Whether it outlives this process.
+        self.is_durable = path != ":memory:"
         self._clock = clock
         self._tables = Tables(path)
 

@@ -108,9 +108,11 @@ class Holdings:
         )
 
     def delete_parts(self, parts: Sequence[str]) -> None:
-        """Serve these parts no more, and keep them no more."""
-        self.registry.withdraw_parts(parts)
-        self.backend.remove(parts)
+        """Keep these parts no more, and serve no part that is gone. Raises StoreError if one cannot be removed."""
+        try:
+            self.backend.remove(parts)
+        finally:
+            self.registry.withdraw_parts([part for part in parts if self.backend.version(part) is None])
 
     def open(self, ticket: bytes) -> pa.RecordBatchReader:
         """A reader over what a ticket is for, or a selection of that, for Flight.
@@ -135,4 +137,5 @@ class Holdings:
     def store_status(self) -> StoreStatus | None:
         """What the store holds, if there is one."""
         usage = self.backend.usage()
-        return None if usage is None else StoreStatus(usage.total, usage.limit)
+        aside = tuple(str(one) for one in self.backend.set_aside())
+        return None if usage is None else StoreStatus(usage.total, usage.limit, aside)

@@ -114,7 +114,17 @@ class LocalCatalog(Catalog):
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
-        self._database.drop(name)
+        with self._publishing:
+            if not self._database.is_durable:
+                # A restart goes by the store: it must have let go before the caller is told that this was dropped.
+                self._database.find(name)
+                stored = [version.id for version in self._backend.named(name)]
+                try:
+                    self.holdings.delete_parts(stored)
+                except BaseException:
+                    self._forget_deleted(stored)
+                    raise
+            self._database.drop(name)
         self._clean_up(self._delete_unreferenced)
 
     def abort(self, key: str) -> None:
@@ -178,7 +188,13 @@ class LocalCatalog(Catalog):
                 request = replace(request, previous=previous, tags=tags, ttl=ttl)
         prepared = self._backend.prepare(request)
         self.holdings.serve(prepared, named=True)
-        self._publish(request, prepared, before)
+        try:
+            self._publish(request, prepared, before)
+        except BaseException:
+            if self._database.version_of(prepared.id) is None:  # else a restart would publish it
+                self._registry.withdraw_parts([prepared.id])
+                self._backend.refuse(prepared.id)
+            raise
 
     def _publish(
         self,
@@ -299,6 +315,8 @@ class LocalCatalog(Catalog):
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
             return
+        if any(one.replaces(version) for one in self._backend.set_aside()):
+            raise CatalogError("a later version of it is set aside, and must not be taken for this one")
         self._publish(version, prepared, version.before, version.created)
         replaced = self._latest[version.name]
         if replaced > version.created and replaced + self.retain > time.time():
@@ -321,8 +339,14 @@ class LocalCatalog(Catalog):
         announced = self.holdings.describe_versions(self._backend.unconfirmed())
         unreferenced = self._database.unreferenced_parts(self.node.id, announced)
         if unreferenced:
-            self.holdings.delete_parts(unreferenced)
-            self._database.delete_parts(unreferenced)
+            try:
+                self.holdings.delete_parts(unreferenced)
+            finally:
+                self._forget_deleted(unreferenced)
+
+    def _forget_deleted(self, parts: Sequence[str]) -> None:
+        """Remove from the database those of these parts that are in the store no more."""
+        self._database.delete_parts([part for part in parts if self._backend.version(part) is None])
 
     def _version_number(self, part: str) -> int | None:
         return self._database.version_of(part)

@@ -39,8 +39,8 @@ class Put:
         self.rows = 0
         #: Whether everything was read: what was not is not published.
         self.complete = False
-        #: Bytes of all bodies, where that is known: then a node makes room for all of it, or for nothing.
-        self.nbytes = self._measure() if self.source.repeatable else None
+        #: Bytes of all bodies, or as many as are certain: a node makes room for so much at first, or for nothing.
+        self.nbytes = self._measure() if self.source.repeatable else self.source.min_packed_size
 
     def _measure(self) -> int | None:
         with source_errors(self.publication.name):

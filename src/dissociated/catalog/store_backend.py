@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
-from dissociated.store.directory import Version
+from dissociated.store.directory import SetAside, Version
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,6 +35,7 @@ class StoreBackend(Backend):
         self.id = store.id
         self._store = store
         self._registry = registry
+        self._refused: set[str] = set()  # ids of versions that are to be removed
         store.eviction.in_use = self._in_use
         store.eviction.is_exposed = self._is_exposed
         store.eviction.withdraw = self._withdraw
@@ -83,8 +87,9 @@ class StoreBackend(Backend):
             self._open_version(version)  # nothing is published that nobody could read
         except DissociatedError:
             if version != committed:
-                self._store.remove(version)
+                self.refuse(version.id)
             raise
+        self._refused.discard(version.id)
         return self.load_version(version)
 
     def load_version(self, version: Version) -> Prepared:
@@ -121,6 +126,9 @@ class StoreBackend(Backend):
     def versions(self) -> list[Version]:
         return self._store.versions()
 
+    def named(self, name: str) -> list[Version]:
+        return self._store.named(name)
+
     def unconfirmed(self) -> list[Version]:
         return self._store.prepared()
 
@@ -140,6 +148,9 @@ class StoreBackend(Backend):
     def usage(self) -> Usage:
         return self._store.usage()
 
+    def set_aside(self) -> Sequence[SetAside]:
+        return self._store.set_aside
+
     def hand_over(self, descriptor: int) -> str:
         """See Store.hand_over."""
         return self._retry_when_full(lambda: self._store.hand_over(descriptor))
@@ -154,6 +165,13 @@ class StoreBackend(Backend):
         versions = (self._store.version(id) for id in {*ids})
         self._store.remove(*sorted((one for one in versions if one is not None), key=lambda one: one.number))
 
+    def refuse(self, id: str) -> None:
+        try:
+            self.remove([id])
+        except StoreError as error:
+            _log.warning("removing a refused version failed, it is tried again: version=%s error=%s", id, str(error))
+            self._refused.add(id)
+
     def confirm(self, published: Mapping[str, bool]) -> None:
         for id, whole in published.items():
             version = self._store.version(id)
@@ -162,6 +180,9 @@ class StoreBackend(Backend):
 
     def sweep(self) -> None:
         self._store.sweep()
+        refused = {*self._refused}
+        self.remove(refused)
+        self._refused -= refused
 
     def _in_use(self, version: Version) -> bool:
         dataset = self._registry.lookup_part(version.id)

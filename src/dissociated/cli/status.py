@@ -103,6 +103,7 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
     if now.store is not None:
         limit = "" if now.store.limit is None else f" of at most {text.size(now.store.limit)}"
         lines.append(f"the store holds {text.size(now.store.held)}{limit}")
+        lines += now.store.set_aside
     lines.append("")
     listeners = [(one.uri, f"{one.open:,}", f"{one.accepted:,}", f"{one.refused:,}") for one in now.listeners]
     lines += _table(("LISTENING AT", "OPEN", "ACCEPTED", "TURNED AWAY"), listeners, (1, 2, 3))

@@ -114,6 +114,11 @@ class Dataset(ABC):
         return None
 
     @property
+    def min_packed_size(self) -> int | None:
+        """Bytes that all bodies have at least, as far as that is known before they are read."""
+        return self.packed_size
+
+    @property
     def readers(self) -> int:
         """How many connections are sent it, or hold leases of it."""
         return self._readers

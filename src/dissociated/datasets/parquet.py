@@ -15,7 +15,7 @@ import pyarrow as pa
 from dissociated.codec.columns import even_batches, select_columns, select_fields
 from dissociated.codec.difference import schema_difference
 from dissociated.codec.options import WriteOptions
-from dissociated.datasets.base import Dataset
+from dissociated.datasets.base import Dataset, OpenColumns, OpenReader
 from dissociated.datasets.file import FileState, file_state
 from dissociated.datasets.source_errors import source_errors
 from dissociated.datasets.streamed import LiveDataset
@@ -23,6 +23,7 @@ from dissociated.errors import SourceError
 
 #: Rows of a batch that is read, and bytes of its largest column, about.
 _ROWS, _BYTES = 1 << 16, 1 << 30
+_CHUNK_HEADERS = 1 << 9  # bytes of a column chunk that may be of no value
 _BUFFER_SIZE = 1 << 20  # bytes of a column that are read at once
 _DIRECTORY = "it is a directory, and a dataset is made of files: name them, or one that has Parquet files alone"
 
@@ -39,17 +40,39 @@ def is_parquet(path: Path) -> bool:
 def parquet_file(name: str, path: Path, options: WriteOptions | None) -> Dataset:
     """A dataset of one file. Raises SourceError where it cannot be read."""
     try:
-        rows = _Reading(path).rows
-        dataset = LiveDataset(
+        reading = _Reading(path)
+        rows = reading.rows
+        return _ParquetDataset(
             name,
             lambda: _Reading(path, rows).reader(),
             options,
-            open_columns=lambda indices: _Reading(path, rows).reader(indices),
+            lambda indices: _Reading(path, rows).reader(indices),
+            rows,
+            reading.min_size,
         )
     except (OSError, pa.ArrowInvalid) as error:
         raise SourceError(f"cannot read {path}: {error}") from error
-    dataset.rows = rows
-    return dataset
+
+
+class _ParquetDataset(LiveDataset):
+    """Parquet files with so many `rows`, which as Arrow take `min_size` bytes at least."""
+
+    def __init__(
+        self,
+        name: str,
+        open_reader: OpenReader,
+        options: WriteOptions | None,
+        open_columns: OpenColumns | None,
+        rows: int,
+        min_size: int,
+    ) -> None:
+        super().__init__(name, open_reader, options, open_columns=open_columns)
+        self.rows = rows
+        self._min_size = min_size
+
+    @property
+    def min_packed_size(self) -> int:
+        return self._min_size
 
 
 class _Reading:
@@ -63,6 +86,7 @@ class _Reading:
         self._opened = self._state()
         self._file = pyarrow.parquet.ParquetFile(self._source, buffer_size=_BUFFER_SIZE)
         self.rows: int = self._file.metadata.num_rows
+        self.min_size = _min_size(self._file.schema_arrow, self._file.metadata)
         _check_rows(path, self.rows, rows)
 
     def reader(self, indices: Sequence[int] | None = None) -> pa.RecordBatchReader:
@@ -107,7 +131,7 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             [str(file) for file in files], schema, "parquet", partitioning="hive", partition_base_dir=str(path)
         )
 
-    def inspect() -> tuple[pa.Schema, int]:
+    def inspect() -> tuple[pa.Schema, int, int]:
         inspected = open_files()
         fragments = [*inspected.get_fragments()]
         common = fragments[0].physical_schema
@@ -115,12 +139,13 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             if not fragment.physical_schema.equals(common):
                 difference = schema_difference(common, fragment.physical_schema)
                 raise SourceError(f"{file} is not of one dataset with {files[0]}: {difference}")
-        return inspected.schema, sum(fragment.metadata.num_rows for fragment in fragments)
+        rows = sum(fragment.metadata.num_rows for fragment in fragments)
+        return inspected.schema, rows, sum(_min_size(common, fragment.metadata) for fragment in fragments)
 
     def open_reader() -> pa.RecordBatchReader:
         with source_errors(name):
             opened = states()
-            schema, found = inspect()
+            schema, found, _ = inspect()
             _check_rows(path, found, rows)
             # Anew: what was inspected keeps where each file had its columns, and reads them there when it is replaced.
             reader = open_files(schema).scanner().to_reader()
@@ -128,10 +153,8 @@ def parquet_directory(name: str, path: Path, options: WriteOptions | None) -> Da
             return pa.RecordBatchReader.from_batches(reader.schema, unchanged)
 
     with source_errors(name):
-        _, rows = inspect()
-    dataset = LiveDataset(name, open_reader, options)
-    dataset.rows = rows
-    return dataset
+        _, rows, min_size = inspect()
+    return _ParquetDataset(name, open_reader, options, None, rows, min_size)
 
 
 def _parquet_files(directory: Path) -> Iterator[Path]:
@@ -178,6 +201,43 @@ def _is_true(is_unchanged: Callable[[], bool]) -> bool:
         return is_unchanged()
     except OSError:  # a file is gone
         return False
+
+
+def _min_size(schema: pa.Schema, metadata: Any) -> int:
+    """Return how many bytes a file takes as Arrow at least, by its footer.
+
+    Of text the footer tells how long it is encoded. Half of that is certain, but for a few bytes of each column chunk:
+    an encoding makes it no longer, and the headers and statistics of pages do not have the other half.
+    """
+    size = sum(_min_array_size(field.type, metadata.num_rows) for field in schema)
+    if metadata.num_columns != len(schema):
+        return size  # there are columns within columns
+    for number, field in enumerate(schema):
+        if _is_text(field.type):
+            groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+            chunks = (int(group.column(number).total_uncompressed_size) for group in groups)
+            size += sum(max(0, chunk - _CHUNK_HEADERS) // 2 for chunk in chunks)
+    return size
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return type_ in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def _min_array_size(type_: pa.DataType, rows: int) -> int:
+    """Return how many bytes so many rows of a type take at least, their text and lists left out."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return _min_array_size(type_.storage_type, rows)
+    if pa.types.is_dictionary(type_):
+        return _min_array_size(type_.index_type, rows)
+    if pa.types.is_struct(type_):
+        return sum(_min_array_size(field.type, rows) for field in type_)
+    if pa.types.is_fixed_size_list(type_):
+        return _min_array_size(type_.value_type, rows * type_.list_size)
+    try:
+        return int(type_.bit_width) * rows // 8
+    except ValueError:  # its values have no common width
+        return 0
 
 
 def _batch_rows(metadata: Any) -> int:

@@ -66,6 +66,7 @@ class _Collector:
             for name, text, value in (
                 ("store_bytes", "What the store of this node holds", now.store.held),
                 ("store_limit_bytes", "What it may hold, if it is limited", now.store.limit),
+                ("store_set_aside", "Entries of the store that cannot be served", len(now.store.set_aside)),
             ):
                 yield family(GaugeMetricFamily, name, text, [], ([], value))
         for field, name, text in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from dissociated.errors import FormatError
@@ -119,10 +119,15 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """What the store of a node holds, in bytes, and what it may; `limit` is None where there is none."""
+    """What the store of a node holds, in bytes, and what it may; `limit` is None if there is none.
+
+    `set_aside` has a sentence for each entry of the store that was no version, or could not be read, when the node
+    began: nothing of it is served.
+    """
 
     held: int
     limit: int | None
+    set_aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,8 @@ class ServerStatus:
             status = _from_plain(cls, plain)
             parts: dict[str, Any] = {"totals": _from_plain(Totals, plain["totals"])}
             if plain["store"] is not None:
-                parts["store"] = _from_plain(StoreStatus, plain["store"])
+                store = _from_plain(StoreStatus, plain["store"])
+                parts["store"] = replace(store, set_aside=tuple(store.set_aside))
             parts["changed"] = _from_plain(ChangeCounts, plain.get("changed", {}))
             for name, kind in (
                 ("listeners", ListenerStatus),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
+from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 from dissociated.errors import StoreError, StoreFull
@@ -14,6 +17,10 @@ from dissociated.store.eviction import Eviction, Missing, Policy
 from dissociated.store.files import PARTIAL_SUFFIX, copy_file, open_regular
 from dissociated.store.places import Places, Usage
 
+_log = logging.getLogger(__name__)
+
+_MAX_PURPOSES = 1 << 10  # writes of which it is known what was evicted for them
+_MAX_TOLD = 20  # names of evicted datasets in an error
 _LIMIT_TOLERANCE = 1 << 20  # bytes that a file system may take beside what it was asked for
 _ALL_USED = (
     "what is left is being read, or mapped by some process, or not committed yet: wait for that, or give it a higher "
@@ -36,6 +43,7 @@ class Quota:
         self.limit = limit
         self._places = places
         self._eviction = eviction
+        self._evicted: OrderedDict[str, list[str]] = OrderedDict()  # names of datasets, by what they were evicted for
 
     def usage(self) -> Usage:
         """What the store takes now."""
@@ -61,9 +69,14 @@ class Quota:
         with store_errors(f"making room in {self._places.directory.path}"):
             self.admit(repr(name), size, size, in_files=True)
             if size > self._places.free():
-                self._make_room(size, in_files=True)
+                self._make_room(repr(name), size, in_files=True)
             if size > self._places.free():
                 raise self._no_space(repr(name), size)
+
+    def settle(self, names: Iterable[str]) -> None:
+        """Forget what was evicted for these segments: they are committed or discarded."""
+        for name in names:
+            self._evicted.pop(_purpose(name), None)
 
     def copy(self, source: Path, target: Path) -> None:
         """Copy a segment to `target`, after room for it was reserved. Raises as `Store.reserve` does."""
@@ -83,11 +96,12 @@ class Quota:
         Raises StoreFull where there is none now, and StoreError where it would never fit.
         """
         if self.limit is not None and size > self.limit:
-            raise StoreError(f"{self._full(what, missing)}: it would never fit")
+            raise StoreError(f"{self._full(what, missing)}: it would never fit{self._tell_evicted(what)}")
         if not self._fits(missing):
-            self._make_room(missing, in_files)
+            self._make_room(what, missing, in_files)
         if not self._fits(missing):
-            raise StoreFull(f"{self._full(what, missing)}: {_WHEN_FULL[self._eviction.policy]}")
+            remedy = _WHEN_FULL[self._eviction.policy]
+            raise StoreFull(f"{self._full(what, missing)}: {remedy}{self._tell_evicted(what)}")
 
     def check(self, name: str) -> None:
         """Raise StoreError where somebody has written what was not reserved."""
@@ -97,12 +111,26 @@ class Quota:
                 f"limit is {self.limit:,}. Drop what is not needed; writers must reserve room before they write"
             )
 
-    def _make_room(self, missing: int, in_files: bool) -> None:
+    def _make_room(self, what: str, missing: int, in_files: bool) -> None:
+        evicted = self._evicted.setdefault(_purpose(what), [])
+        if len(self._evicted) > _MAX_PURPOSES:
+            self._evicted.popitem(last=False)
+
         def count_missing() -> Missing:
             over = 0 if self.limit is None else self.usage().total + missing - self.limit
             return Missing(over, missing - self._places.free() if in_files else 0)
 
-        self._eviction.make_room(count_missing)
+        self._eviction.make_room(count_missing, lambda version: evicted.append(version.name))
+
+    def _tell_evicted(self, what: str) -> str:
+        """Return the end of an error that says what was evicted for the same write, before there was no room."""
+        names = self._evicted.get(_purpose(what), [])
+        if not names:
+            return ""
+        told = ", ".join(map(repr, names[:_MAX_TOLD])) + (", and others" if len(names) > _MAX_TOLD else "")
+        _log.warning("write refused after evictions: segment=%s evicted=%s", what, told)
+        plural = "" if len(names) == 1 else "s"
+        return f". So far {len(names):,} dataset{plural} had been evicted for it: {told}"
 
     def _fits(self, missing: int) -> bool:
         return self.limit is None or missing <= 0 or self.usage().total + missing <= self.limit
@@ -110,7 +138,7 @@ class Quota:
     def _grow(self, descriptor: int, name: str, size: int, missing: int) -> None:
         self.admit(name, size, missing, in_files=True)
         if not _allocate(descriptor, size):
-            self._make_room(missing, in_files=True)
+            self._make_room(name, missing, in_files=True)
             if not _allocate(descriptor, size):
                 raise self._no_space(name, missing)
 
@@ -118,7 +146,7 @@ class Quota:
         return StoreFull(
             f"the file system of {self._places.directory.path} is full: {name} needs {missing:,} bytes more and "
             f"{self._places.free():,} are free: drop datasets that are not needed, enlarge it (in Docker, "
-            "--shm-size), or choose another directory"
+            f"--shm-size), or choose another directory{self._tell_evicted(name)}"
         )
 
     def _full(self, name: str, missing: int) -> str:
@@ -127,6 +155,12 @@ class Quota:
             f"the store {self._places.directory.path} is full: it holds {usage.total:,} bytes of at most "
             f"{self.limit:,}, and {name} needs {missing:,} more"
         )
+
+
+def _purpose(what: str) -> str:
+    """Return what tells the segments of one commit from all others: the key that their names begin with."""
+    key, dash, _ = what.partition("-")
+    return key if dash else what.removesuffix(PARTIAL_SUFFIX)
 
 
 def _allocate(descriptor: int, size: int) -> bool:

@@ -5,27 +5,45 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import logging
 import os
+import re
 import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
+
+import pyarrow as pa
 
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory, open_private_file
-from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
+from dissociated.store.files import (
+    PARTIAL_SUFFIX,
+    claim_unused,
+    is_abandoned,
+    is_used,
+    open_regular,
+    sync_directory,
+)
 from dissociated.store.layout import SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
+
+_log = logging.getLogger(__name__)
 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
+_NUMBER = re.compile(r"[0-9]{14,19}")  # that a version's id begins with
+#: What reading a damaged manifest may raise, the schema in it included.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
+_MAX_SECONDS = 1e11  # since the epoch: a date that can be shown
 
 
 def file_name(index: int) -> str:
@@ -66,6 +84,40 @@ class Version:
     schema: bytes = b""
 
 
+@dataclass(frozen=True)
+class SetAside:
+    """An entry among the versions that is none, or cannot be read: nothing is served of it, and nothing is changed."""
+
+    path: Path
+    reason: str
+    #: The number that its name tells, or else its manifest, 0 if none of them does: it is not used again.
+    number: int
+    #: As much as can be read of its manifest.
+    manifest: Mapping[str, Any]
+    #: What its files take, in bytes, by their inodes.
+    sizes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, path: Path, reason: str, manifest: bytes) -> SetAside:
+        """Look at an entry."""
+        try:
+            plain = json.loads(manifest)
+        except _DAMAGE:
+            plain = None
+        plain = plain if isinstance(plain, dict) else {}
+        name = path.name.partition("-")[0]
+        number = int(name) if _NUMBER.fullmatch(name) else plain.get("number")
+        held = {} if path.is_symlink() else sizes(path)
+        return cls(path, reason, number if _is_count(number) else 0, plain, held)
+
+    def replaces(self, version: Version) -> bool:
+        """Return whether its manifest still tells that it came after `version`, under the same name."""
+        return self.manifest.get("name") == version.name and self.number > version.number
+
+    def __str__(self) -> str:
+        return f"{os.fspath(self.path)!r} is set aside: {self.reason}"  # its name may be no text that can be shown
+
+
 class Directory:
     """The directory: locked by one process for as long as the `with` lasts. It is made if it is missing.
 
@@ -79,6 +131,8 @@ class Directory:
         self.segments = self.path / SEGMENTS
         self.trash = self.path / TRASH
         self.id = ""
+        self._refused: list[Version] = []  # whose commits failed after they were there
+        self._put_back: set[str] = set()  # ids of versions whose removals failed after they were gone
 
     def __enter__(self) -> Directory:
         with store_errors(f"the store {self.path}"):
@@ -117,6 +171,8 @@ class Directory:
         probe.unlink()
 
     def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the last attempt
+            self._settle()
         self._owned = False
         os.close(self._lock)
 
@@ -130,16 +186,31 @@ class Directory:
         """The paths of the segments of a version, in order."""
         return sorted((self.segments / version.id).glob("*.arrows"))
 
-    def committed(self) -> list[Version]:
-        """Every version that is committed here, in any order. Raises StoreError where a manifest is damaged."""
-        found = []
-        for directory in self.segments.iterdir():
-            with store_errors(f"reading {directory}"):
-                try:
-                    found.append(_decoded((directory / MANIFEST).read_bytes()))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise StoreError(f"{directory / MANIFEST} is damaged ({error!r}): remove {directory}") from None
-        return found
+    def committed(self) -> tuple[list[Version], list[SetAside]]:
+        """Return every version that is committed here, in any order, and the entries that are no versions."""
+        versions, others = [], []
+        with store_errors(f"reading {self.segments}"):
+            entries = [*self.segments.iterdir()]
+        for entry in entries:
+            manifest = b""
+            try:
+                manifest = _read_manifest(entry)
+                version = _decoded(manifest)
+                if version.id != entry.name:
+                    raise StoreError(f"its {MANIFEST} is that of {version.id!r}")
+            except StoreError as error:
+                others.append(SetAside.of(entry, str(error), manifest))
+            except OSError as error:
+                others.append(SetAside.of(entry, f"its {MANIFEST} cannot be read: {error.strerror}", manifest))
+            except _DAMAGE as error:
+                others.append(SetAside.of(entry, f"its {MANIFEST} is damaged ({error!r})", manifest))
+            else:
+                versions.append(version)
+        return versions, others
+
+    def holds(self, version: Version) -> bool:
+        """Return whether a version lies here, or its removal has not come to its end."""
+        return (self.segments / version.id).exists() or (self.staging / f"{version.id}.gone").exists()
 
     def sizes(self, version: Version) -> dict[int, int]:
         """What the segments of a version take, in bytes, by their inodes."""
@@ -161,7 +232,7 @@ class Directory:
         self.describe(version, self.segments / version.id)
 
     def _publish(self, version: Version, draft: Path) -> None:
-        """Make a draft a version: the one step that counts is the rename."""
+        """Make a draft a version: the one step that counts is the rename. Raises OSError, and then it is none."""
         self.describe(version, draft)
         for path in draft.iterdir():
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -170,12 +241,36 @@ class Directory:
             finally:
                 os.close(descriptor)
         sync_directory(draft)
-        draft.rename(self.segments / version.id)
-        sync_directory(self.segments)
+        committed = self.segments / version.id
+        draft.rename(committed)
+        try:
+            sync_directory(self.segments)
+        except OSError:
+            self._refused.append(version)
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Make the directory what callers were told, if the disk refused even to take a step back. Raises OSError."""
+        self._put_removed_back()
+        while self._refused:
+            self.remove(self._refused[0])
+            self._refused.pop(0)
+
+    def _put_removed_back(self) -> None:
+        for id in sorted(self._put_back):
+            with suppress(FileNotFoundError):
+                (self.staging / f"{id}.gone").rename(self.segments / id)
+            self._put_back.remove(id)
 
     @contextmanager
     def draft(self, version: Version) -> Iterator[Path]:
-        """A directory for the segments of a version, which is published at the end of the `with`, or removed."""
+        """A directory for the segments of a version, which is published at the end of the `with`, or removed.
+
+        Raises OSError, also as long as an earlier version that was refused cannot be removed: its writer may try again
+        with the same key, and must not find two.
+        """
+        self._settle()
         draft = self.staging / f"{version.id}.new"
         draft.mkdir(mode=0o700)
         try:
@@ -186,42 +281,69 @@ class Directory:
             raise
 
     def remove(self, version: Version) -> None:
-        """Make a version disappear in one step, then move its segments to the trash."""
-        removed = self.staging / f"{version.id}.gone"
-        (self.segments / version.id).rename(removed)
-        sync_directory(self.segments)
+        """Make a version disappear in one step, for good, then move its segments to the trash.
+
+        Raises OSError if that step fails. The version is then still there, or will be as soon as the disk lets the step
+        be taken back; in both cases a repeated call goes on. A version that is not there is removed already.
+        """
+        committed, removed = self.segments / version.id, self.staging / f"{version.id}.gone"
+        with suppress(FileNotFoundError):
+            committed.rename(removed)
+        try:
+            sync_directory(self.segments)
+        except OSError:
+            self._put_back.add(version.id)
+            with suppress(OSError):
+                self._put_removed_back()
+            raise
+        self._put_back.discard(version.id)
         self._move_to_trash(removed)
 
     def _move_to_trash(self, removed: Path) -> None:
-        for path in removed.glob("*.arrows"):
-            if path.stat().st_nlink > 1 or not self._leases:
-                path.unlink()
-            else:
-                os.utime(path)
-                os.chmod(path, 0o600)
-                path.rename(self.trash / f"{removed.stem}-{path.name}")
-        shutil.rmtree(removed, ignore_errors=True)
+        """Move the segments of a removed version to the trash. What fails is logged, and `sweep` tries it again."""
+        try:
+            for path in removed.glob("*.arrows"):
+                if path.stat().st_nlink > 1 or not self._leases:
+                    path.unlink()
+                else:
+                    os.utime(path)
+                    os.chmod(path, 0o600)
+                    path.rename(self.trash / f"{removed.stem}-{path.name}")
+        except OSError as error:
+            _log.warning("moving to the trash failed, it is tried again: path=%s error=%s", removed, str(error))
+        else:
+            shutil.rmtree(removed, ignore_errors=True)
 
     def sweep(self, forgotten: float) -> None:
         """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds.
 
         Other directories are left alone.
         """
+        try:
+            self._settle()
+        except OSError as error:
+            _log.warning("taking a failed step back failed, it is tried again: error=%s", str(error))
         oldest = time.time() - forgotten
         drafts = [path for path in self.staging.iterdir() if is_draft(path.name) and _is_directory(path)]
         for path in drafts:  # first: what they link to has not been committed
+            if path.stem in self._put_back:
+                continue
             if path.suffix == ".gone":
                 self._move_to_trash(path)
             else:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.staging.iterdir():
-            with suppress(FileNotFoundError):
+            try:
                 status = path.lstat()
                 if stat.S_ISDIR(status.st_mode):
                     continue
                 committed_or_never = status.st_nlink > 1 or status.st_mtime < oldest
                 if is_abandoned(path) if path.suffix == PARTIAL_SUFFIX else committed_or_never:
                     path.unlink()
+            except FileNotFoundError:
+                pass
+            except OSError as error:  # which shall not keep the rest
+                _log.warning("removing a leftover failed, it is tried again: path=%s error=%s", path, str(error))
 
 
 def _is_directory(path: Path) -> bool:
@@ -251,16 +373,59 @@ def _encoded(version: Version) -> bytes:
     return json.dumps(plain, indent=1).encode()
 
 
+def _read_manifest(entry: Path) -> bytes:
+    """Read the manifest of an entry. Raises OSError, and StoreError if the entry or the manifest is something else."""
+    if not stat.S_ISDIR(entry.lstat().st_mode):
+        raise StoreError("it is no directory")
+    try:
+        descriptor = open_regular(entry / MANIFEST, os.O_RDONLY)
+    except FileNotFoundError:
+        raise StoreError(f"it has no {MANIFEST}") from None
+    except StoreError:
+        raise StoreError(f"its {MANIFEST} is no regular file") from None
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
 def _decoded(manifest: bytes) -> Version:
-    plain: dict[str, Any] = json.loads(manifest)
-    if plain.pop("format") != _MANIFEST_VERSION:
-        raise ValueError("written by another version of this library")
-    return replace(
+    """Read a manifest, so that nobody later doubts the types of its values.
+
+    Raises StoreError for one of a later library, and one of `_DAMAGE`.
+    """
+    plain = json.loads(manifest)
+    written = plain.pop("format") if isinstance(plain, dict) else None
+    if _is_count(written) and written > _MANIFEST_VERSION:
+        raise StoreError(f"a later version of this library wrote it (format {written}): use that one to read it")
+    if written != _MANIFEST_VERSION:
+        raise ValueError(f"format {written!r}")
+    version = replace(
         Version(**plain),
-        ticket=base64.b64decode(plain["ticket"]),
-        schema=base64.b64decode(plain.get("schema", "")),
+        ticket=base64.b64decode(plain["ticket"], validate=True),
+        schema=base64.b64decode(plain.get("schema", ""), validate=True),
         before=tuple(plain.get("before", ())),
     )
+    texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
+    if not (
+        all(isinstance(one, str) and one.encode() is not None for one in texts)  # which a lone surrogate cannot be
+        and all(_is_count(one) for one in (version.number, version.rows, version.nbytes))
+        and all(isinstance(one, bool) for one in (version.prepared, version.whole))
+        and _is_seconds(version.created)
+        and (version.ttl is None or _is_seconds(version.ttl))
+        and isinstance(plain.get("before", []), list)
+    ):
+        raise TypeError("a value of another type")
+    if version.schema:
+        pa.ipc.read_schema(pa.py_buffer(version.schema))
+    return version
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Return whether `value` is an integer from 0 on, which a database can hold."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= cast(float, value) <= _MAX_SECONDS
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
@@ -270,9 +435,10 @@ def _write_atomically(path: Path, content: bytes) -> None:
     try:
         write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
         os.fsync(descriptor)
+        draft.rename(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
         raise
     finally:
         os.close(descriptor)
-    draft.rename(path)

@@ -50,20 +50,23 @@ class Eviction:
         self.policy = policy
         self._places = places
 
-    def make_room(self, count_missing: Callable[[], Missing]) -> None:
+    def make_room(self, count_missing: Callable[[], Missing], on_evicted: Callable[[Version], object]) -> None:
         """Give back as many bytes as are missing: what was replaced goes first, then what the policy allows.
 
-        Nothing goes where all that may go would not be enough. There is one round: what the kernel said would come
-        back and did not, another would not bring either.
+        Nothing goes if all that may go would not be enough. There is one round: what the kernel said would come back
+        and did not, another would not bring either. `on_evicted` is called with each dataset that is gone for that.
         """
         self._places.empty_trash()
         missing = count_missing()
         for version in self._choose_evictions(missing) if missing else ():
-            if self.policy is Policy.SPILL and not self._places.contents.is_replaced(version):
+            replaced = self._places.contents.is_replaced(version)
+            if self.policy is Policy.SPILL and not replaced:
                 self._places.spill(version)
                 self.on_spilled(version)
             else:
                 self.evict(version)
+                if not replaced:
+                    on_evicted(version)
         self._places.empty_trash()
 
     def evict(self, version: Version) -> None:

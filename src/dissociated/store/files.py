@@ -75,7 +75,7 @@ class NewFile:
             os.close(directory)
 
     def abort(self) -> None:
-        """Close and remove it."""
+        """Close and remove it. Raises nothing, so that nobody is told of this in place of the reason for it."""
         if self._named and self._directory >= 0:
             _unlink(self.path.name, self._directory)
         self.close()
@@ -135,10 +135,10 @@ class StagedFile(NewFile):
             if descriptor is not None:
                 try:  # unlike a rename, a link replaces nothing
                     os.link(name, self._partial, src_dir_fd=trash, dst_dir_fd=self._directory, follow_symlinks=False)
+                    os.unlink(name, dir_fd=trash)
                 except BaseException:
-                    os.close(descriptor)
+                    os.close(descriptor)  # a part that was linked is a leftover from here on
                     raise
-                os.unlink(name, dir_fd=trash)
                 return descriptor
         return None
 
@@ -157,7 +157,7 @@ class StagedFile(NewFile):
         self.close()
 
     def abort(self) -> None:
-        """Remove and close it."""
+        """Remove and close it. A part that cannot be removed has no writer any more, and is a leftover."""
         if self._directory >= 0:
             _unlink(self._partial, self._directory)
         self.close()
@@ -189,7 +189,8 @@ def _link(descriptor: int, name: str, directory: int) -> None:
 
 
 def _unlink(name: str, directory: int) -> None:
-    with suppress(FileNotFoundError):
+    """Remove a file that nobody needs, if it can be removed."""
+    with suppress(OSError):
         os.unlink(name, dir_fd=directory)
 
 

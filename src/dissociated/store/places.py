@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,10 +18,12 @@ from dissociated.errors import StoreError
 from dissociated.oserrors import store_errors
 from dissociated.store import trash
 from dissociated.store.contents import BlockCounter, Contents
-from dissociated.store.directory import Directory, Version, file_name, sizes
+from dissociated.store.directory import Directory, SetAside, Version, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
 from dissociated.store.segment_cache import SegmentCache
+
+_log = logging.getLogger(__name__)
 
 Place: TypeAlias = Directory | Memfds
 
@@ -32,11 +37,13 @@ class Usage:
     staged: int
     trash: int
     spilled: int
+    #: Of entries that are set aside.
+    aside: int = 0
 
     @property
     def total(self) -> int:
         """What counts against the limit."""
-        return self.committed + self.staged + self.trash
+        return self.committed + self.staged + self.trash + self.aside
 
 
 class Places:
@@ -54,20 +61,33 @@ class Places:
         #: The bytes that are committed in each place.
         self.blocks: dict[Place, BlockCounter] = defaultdict(BlockCounter)
         self.cache = SegmentCache()
+        #: The entries among the versions that are none.
+        self.set_aside: Sequence[SetAside] = ()
+        self._aside_sizes: dict[int, int] = {}  # of those that take memory
         self._reuse_bytes = reuse_bytes
 
     def load(self) -> None:
         """Find what was committed before."""
-        found: dict[str, tuple[Version, Directory]] = {
-            one.id: (one, self.directory) for one in self.directory.committed()
-        }
+        versions, others = self.directory.committed()
+        found: dict[str, tuple[Version, Directory]] = {one.id: (one, self.directory) for one in versions}
+        self._aside_sizes = dict(chain.from_iterable(other.sizes.items() for other in others))
         if self.disk is not None:
-            for version in self.disk.committed():
+            versions, on_disk = self.disk.committed()
+            others += on_disk
+            for version in versions:
                 if version.id in found:  # it has moved to disk, and its mover was killed before the last step
-                    self.directory.remove(version)
+                    try:
+                        self.directory.remove(version)
+                    except OSError as error:
+                        _log.warning("finishing a move to disk failed: version=%s error=%s", version.id, str(error))
+                        continue
                 found[version.id] = version, self.disk
         for version, place in sorted(found.values(), key=lambda one: one[0].number):
             self.put(version, place)
+        for other in others:
+            self.contents.last = max(self.contents.last, other.number)
+            _log.error("%s. Nothing of it is served or deleted; move it elsewhere when you have looked at it", other)
+        self.set_aside = tuple(others)
 
     def find(self, version: Version) -> tuple[Version, Place]:
         """What is known of a version now, and its place. Raises StoreError where it is gone."""
@@ -121,28 +141,56 @@ class Places:
         self.put(version, self.directory)
 
     def remove(self, *versions: Version) -> None:
-        """Make versions disappear, those that are still there. The one that is named last goes last."""
+        """Make versions disappear for good, those that are still there. The one that is named last goes last.
+
+        Raises StoreError if one cannot be removed. It is still there then, and so are those of its name that were
+        named after it: an older version shall not be the last of its name. All others are gone.
+        """
+        failures: dict[str, StoreError] = {}
         for version in versions:
-            found = self.contents.pop(version.id)
-            if found is not None:
-                self.cache.pop(version.id)
-                with store_errors(f"removing {version.name!r} from {self.directory.path}"):
-                    self._take_from(found[1], version)
+            found = self.contents.get(version.id)
+            if found is None or version.name in failures:
+                continue
+            try:
+                self._remove(version, found[1])
+            except StoreError as error:
+                failures[version.name] = error
         self.empty_trash(self._reuse_bytes)
+        for failure in failures.values():
+            raise failure
+
+    def _remove(self, version: Version, place: Place) -> None:
+        with store_errors(f"removing {version.name!r} from {self.directory.path}"):
+            for other in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
+                if other is not None and other is not place and other.holds(version):
+                    other.remove(version)
+            self._take_from(place, version)
+        self.contents.pop(version.id)
+        self.cache.pop(version.id)
 
     def spill(self, version: Version) -> None:
-        """Move a version to disk. It is there as a whole before it goes from its place."""
+        """Move a version to disk. It is there as a whole before it goes from its place.
+
+        Raises StoreError if one of the two steps fails. The version is then where it was.
+        """
         assert self.disk is not None
         _, place = self.find(version)
         with store_errors(f"moving {version.name!r} to {self.disk.path}"):
+            if self.disk.holds(version):  # left by an earlier attempt
+                self.disk.remove(version)
             with self.disk.draft(version) as draft:
                 for index, path in enumerate(place.files(version)):
                     file = draft / file_name(index)
                     copy_file(path, file)
                     os.chmod(file, 0o400)
+            try:
+                self._take_from(place, version)
+            except OSError:
+                with suppress(OSError):  # else it goes with the next attempt, or with the version
+                    self.disk.remove(version)
+                raise
             self.put(version, self.disk)
             self.cache.pop(version.id)
-            self._take_from(place, version)
 
     def _take_from(self, place: Place, version: Version) -> None:
         files = place.sizes(version)
@@ -178,6 +226,7 @@ class Places:
             sum(staged.values()) + memfds_staged,
             sum(removed.values()) + memfds_removed,
             self.blocks[self.disk].total if self.disk else 0,
+            sum(size for inode, size in self._aside_sizes.items() if inode not in committed),
         )
 
     def free(self) -> int:

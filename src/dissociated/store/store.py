@@ -5,7 +5,8 @@
         staging/NAME.part       is being written, and locked by its writer
         staging/NAME            is whole, and waits to be committed
         staging/VERSION.new/    is being committed
-        segments/VERSION/       is committed: 0000.arrows, 0001.arrows ... and manifest.json
+        segments/VERSION/       is committed: 0000.arrows, 0001.arrows ... and manifest.json. An entry without a
+                                manifest that can be read is set aside: it stays, and nothing of it is served
         trash/                  was removed; somebody may still read it
 
 All segments of a version become visible by one rename. Whatever the moment at which a process is killed, opening the
@@ -20,6 +21,7 @@ sealed memfds, which have no name, and so go when their owner ends.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import threading
@@ -39,7 +41,7 @@ from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
 from dissociated.oserrors import store_errors
 from dissociated.store.admission import Quota
-from dissociated.store.directory import Directory, Version
+from dissociated.store.directory import Directory, SetAside, Version
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import Reserve
 from dissociated.store.memfds import Memfds
@@ -47,6 +49,8 @@ from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.segment_cache import OpenSegments, SegmentFiles
 from dissociated.store.trash import reuse_bytes
+
+_log = logging.getLogger(__name__)
 
 #: Seconds after which a segment that is whole and was never committed is taken for forgotten.
 FORGOTTEN = 86_400.0
@@ -129,6 +133,11 @@ class Store:
         with self._lock:
             return next(iter(self._contents.named(name)[-1:]), None)
 
+    def named(self, name: str) -> list[Version]:
+        """The versions of `name` that are known to be published and whole, in the order of their commits."""
+        with self._lock:
+            return self._contents.named(name)
+
     def version(self, id: str) -> Version | None:
         """The version with this id, if it is still there."""
         with self._lock:
@@ -173,6 +182,11 @@ class Store:
                     raise StoreError(f"the segments of {version.name!r} in {self.directory} are gone")
                 self._cache.put(version.id, opened)
             return opened
+
+    @property
+    def set_aside(self) -> Sequence[SetAside]:
+        """The entries among its versions that were none, or could not be read, when it was opened."""
+        return self._places.set_aside
 
     def usage(self) -> Usage:
         """What it takes now."""
@@ -257,7 +271,7 @@ class Store:
                 self.eviction.evict(existing)
                 existing = None
             if existing is not None:
-                self._unstage(staged)
+                self._unstage_committed(staged)
                 return existing
             self._quota.check(name)
             previous = self.current(name) if append else None
@@ -280,8 +294,15 @@ class Store:
                 staged=digest,
             )
             self._places.commit(version, paths, self._quota.copy)
-            self._unstage(staged)
+            self._unstage_committed(staged)
             return version
+
+    def _unstage_committed(self, staged: Sequence[str]) -> None:
+        """Remove from the staging directory segments that were committed: whatever fails, that has happened."""
+        try:
+            self._unstage(staged)
+        except OSError as error:
+            _log.warning("removing a committed segment from the stage failed, it is tried again: error=%s", str(error))
 
     def _staged(self, name: str) -> Path:
         path = self._memfds.staged(name) or self._directory.staged(name)
@@ -341,18 +362,21 @@ class Store:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove these segments from the staging directory, as far as they exist."""
-        self._unstage(names)
+        """Remove these segments from the staging directory, as far as they exist. Raises StoreError."""
+        with store_errors(f"removing segments from {self.staging}"):
+            self._unstage([*names])
 
-    def _unstage(self, names: Iterable[str]) -> None:
+    def _unstage(self, names: Sequence[str]) -> None:
         for name in names:
             self._memfds.unstage(name)
             self._directory.staged(name).unlink(missing_ok=True)
+        self._quota.settle(names)
 
     def remove(self, *versions: Version) -> None:
         """Make versions disappear. Whoever reads them is undisturbed, and keeps their memory for so long.
 
-        Of several, the one that is named last goes last: give them in the order of their commits.
+        Of several, the one that is named last goes last: give them in the order of their commits. Raises StoreError if
+        one cannot be removed for good: it is still there then, and so are later ones of its name.
         """
         with self._lock:
             self._places.remove(*versions)

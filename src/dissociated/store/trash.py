@@ -5,6 +5,7 @@ What nobody has any more may stay a little longer: writing over pages that are t
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from dissociated.host import machine_memory
 from dissociated.store.files import claim_unused
 from dissociated.store.layout import is_removed_segment
+
+_log = logging.getLogger(__name__)
 
 #: What part of the limit, or of the machine's memory, removed segments may keep to be written over; and seconds.
 _REUSE_SHARE = 1 / 8
@@ -32,18 +35,28 @@ def empty(trash: Path, keep: int) -> None:
     """
     files = _REUSE_FILES
     oldest = time.time() - _REUSE_SECONDS
-    for path in trash.iterdir():
+    # Errors are logged: a removed segment is removed, and only takes memory until the next time.
+    try:
+        paths = [*trash.iterdir()]
+    except OSError as error:
+        _log.warning("emptying the trash failed, it is tried again: error=%s", str(error))
+        return
+    for path in paths:
         descriptor = claim_unused(path) if is_removed_segment(path.name) else None
         if descriptor is None:
             continue
-        status = os.fstat(descriptor)
-        recent = status.st_ctime >= oldest  # since when it is in the trash
-        if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
-            keep -= status.st_size
-            files -= 1
-        else:
-            path.unlink()
-        os.close(descriptor)
+        try:
+            status = os.fstat(descriptor)
+            recent = status.st_ctime >= oldest  # since when it is in the trash
+            if files and recent and _REUSE_MIN_SIZE <= status.st_size <= keep:
+                keep -= status.st_size
+                files -= 1
+            else:
+                path.unlink()
+        except OSError as error:
+            _log.warning("removing from the trash failed, it is tried again: error=%s", str(error))
+        finally:
+            os.close(descriptor)
 
 
 def _in_memory(directory: Path) -> bool:

@@ -1,0 +1,121 @@
+"""Every fault of the file system while Spark's tasks write and its driver commits: all of it is there, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+from pyspark import TaskContext
+from pyspark.sql.types import LongType, StructField, StructType
+
+import dissociated as dis
+from dissociated.catalog.publication import Publication
+from dissociated.errors import DissociatedError
+from dissociated.node.node import Node
+from dissociated.spark.catalog import CatalogConfig
+from dissociated.spark.staging import Writes
+from dissociated.spark.target import WriteTarget
+from dissociated.spark.writer import DatasetWriter, Written
+from dissociated.store.store import Store
+from helpers import case, files_below, wait_until
+from support.injection import Fault
+
+SCHEMA = pa.schema({"id": pa.int64()})
+#: Of each partition.
+NUMBERS = ([1, 2], [3])
+
+
+def is_empty(directory: Path) -> bool:
+    return not os.listdir(directory)
+
+
+def is_closed(directory: Path) -> bool:
+    return not files_below(directory)
+
+
+def batch(numbers: list[int]) -> pa.RecordBatch:
+    return pa.record_batch([pa.array(numbers, pa.int64())], SCHEMA)
+
+
+def in_python(uri: str) -> None:
+    """As Spark does with the data source in Python."""
+    writer = DatasetWriter(WriteTarget(CatalogConfig(uri), Publication("x", "overwrite")), SCHEMA)
+    written: list[Written] = []
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for partition, numbers in enumerate(NUMBERS):
+                context = SimpleNamespace(partitionId=lambda number=partition: number, taskAttemptId=lambda: 7)
+                patch.setattr(TaskContext, "get", lambda context=context: context)
+                written.append(writer.write(iter([batch(numbers)])))
+        writer.commit(written)
+    except DissociatedError:
+        writer.abort(written)
+        raise
+
+
+def in_the_jvm(uri: str) -> None:
+    """As Spark's JVM does, which asks the sidecar for files and writes record batches into them."""
+    call = Writes().calls
+    schema = StructType([StructField("id", LongType())]).json()
+    plan = call["write"]({"path": "x", "catalog": uri}, schema, "overwrite", False)
+    written = []
+    try:
+        for partition, numbers in enumerate(NUMBERS):
+            segment = f"{plan['key']}-{partition:06}-7.arrows"
+            message = batch(numbers).serialize()
+            try:
+                place = call["stage"](plan["writer"], segment, None)
+                end = place["position"] + message.size
+                if end > place["room"]:
+                    call["reserve"](segment, end)
+                with open(place["path"], "r+b") as file:
+                    file.seek(place["position"])
+                    file.write(message)
+                nbytes = call["finish"](segment, end)
+            except DissociatedError:
+                call["discard"](segment)
+                raise
+            told = {"partition": partition, "node": place["node"], "segment": segment}
+            written.append({**told, "rows": len(numbers), "nbytes": nbytes})
+        call["commit"](plan["writer"], None, written)
+    except DissociatedError:
+        call["abort"](plan["writer"], None, written)
+        raise
+
+
+@pytest.mark.parametrize("write", [in_python, in_the_jvm])
+@pytest.mark.parametrize(("error", "times"), [(errno.EIO, 1), (errno.ENOSPC, 40)], ids=["once", "for a while"])
+def test_a_write_of_spark_is_there_as_a_whole_or_not_at_all(
+    memory: Path, write: Callable[[str], None], error: int, times: int
+) -> None:
+    for at in itertools.count(step=1 if times == 1 else 4):
+        store = memory / str(at)
+        with Node(Store(store), ["shm:"], retain=0.0) as node, dis.connect(node.uri) as client:
+
+            def read(client: dis.Client) -> list[int]:
+                return list(client.read("x").read_all()["id"].to_pylist())
+
+            client.put("x", batch([9]))
+            expected = [9]
+            with Fault(str(store), at, error, times=times) as fault, suppress(DissociatedError):
+                write(node.uri)
+                expected = [1, 2, 3]
+            with case(f"{fault.calls[at : at + 1]}, call {at}"):
+                assert fault.came or expected == [1, 2, 3]
+                assert read(client) == expected
+                wait_until(partial(is_empty, store / "staging"), "nothing is left")
+        with Node(Store(store), ["shm:"]) as node, dis.connect(node.uri) as client, case(f"call {at}, after a restart"):
+            assert read(client) == expected
+            assert [info.name for info in client.list()] == ["x"]
+        wait_until(partial(is_closed, store), "all is closed")
+        if not fault.came:
+            assert at > 30
+            return

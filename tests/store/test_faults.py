@@ -1,0 +1,203 @@
+"""Every fault of a store's file system, at every call: what was acknowledged is what is served, also by the next node.
+
+Nothing half-written is visible, nothing that was dropped comes back, and nothing stays in the staging directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.errors import CatalogError, DatasetNotFound, DissociatedError, StoreError
+from dissociated.store.eviction import Policy
+from dissociated.store.store import FORGOTTEN, Store
+from helpers import PATIENCE, case, files_below, wait_until
+from processes import Fork
+from support.injection import Fault, clock_step
+
+from .steps import SCHEMA, STEPS, State, after, node, served, take
+
+FOR_GOOD = 1 << 30  # calls: until the process ends
+ROWS, LIMIT = 1 << 14, 5 << 16  # of a dataset of 128 kB; bytes, which two such have room in
+
+
+def restarted(directory: Path, **options: Any) -> State:
+    """What the next node serves. Nothing else may be left, but for segments that could still be committed, until the
+    node forgets them; and nobody may have anything open any more.
+    """
+    with node(directory, forgotten=-1.0, **options) as again, dis.connect(again.uri) as client:
+        found = served(client)
+        assert os.listdir(directory / "staging") == []
+        for name in found:
+            client.drop(name)
+        assert os.listdir(directory / "segments") == []
+        assert again.store.usage().committed == 0
+    wait_until(lambda: not files_below(directory), "all is closed")
+    return found
+
+
+@pytest.mark.parametrize(("error", "times"), [(errno.EIO, 1), (errno.ENOSPC, FOR_GOOD)], ids=["once", "for good"])
+def test_a_call_that_fails_changes_nothing_or_is_not_noticed(memory: Path, error: int, times: int) -> None:
+    for at in itertools.count():
+        directory = memory / str(at)
+        with node(directory) as first, dis.connect(first.uri) as client:
+            state: State = {}
+            with Fault(str(directory), at, error, times=times) as fault:
+                for step in STEPS:
+                    if step[1] in ("append", "drop") and step[0] not in state:
+                        continue  # since it was refused before
+                    try:
+                        take(client, step)
+                    except DissociatedError:
+                        assert fault.came
+                    else:
+                        state = after(state, step)
+            with case(f"{fault.calls[at : at + 1]}, call {at}"):
+                assert served(client) == state
+        with case(f"{fault.calls[at : at + 1]}, call {at}, after a restart"):
+            assert restarted(directory) == state
+        if not fault.came:
+            assert at > 80
+            return
+
+
+CHILD = """
+import sys
+from dissociated.store.store import Store
+from store.steps import STEPS, take_in_store
+with Store(sys.argv[1]) as store:
+    for number, step in enumerate(STEPS):
+        take_in_store(store, step)
+        print(number, flush=True)
+"""
+
+
+def test_a_process_killed_at_any_call_has_done_what_it_said_and_at_most_one_step_more(
+    memory: Path, forks: None
+) -> None:
+    for at in itertools.count():
+        directory = memory / str(at)
+        fault = Fault(str(directory), at, None)
+        environment = fault.environment()
+        with Fork("-c", CHILD, directory, stdout=subprocess.PIPE, env=environment) as process:
+            said, _ = process.communicate(timeout=PATIENCE)
+        if process.returncode == 0:
+            assert at > 80
+            return
+        assert process.returncode == -signal.SIGKILL
+        states: list[State] = [{}]
+        for step in STEPS:
+            states.append(after(states[-1], step))
+        done = len(said.split())
+        with case(f"call {at}, in {STEPS[done]}"):
+            assert restarted(directory) in states[done : done + 2]
+
+
+def test_a_call_that_fails_on_the_stage_of_a_server_changes_nothing_or_is_not_noticed() -> None:
+    for at in itertools.count():
+        with dis.Server(["shm:"]) as server, dis.connect(server.catalog_uri) as client:
+            directory = Path(client.stage().directory)
+            state: State = {}
+            with Fault(str(directory), at) as fault, case(f"call {at}"):
+                for step in STEPS:
+                    if step[1] in ("append", "drop") and step[0] not in state:
+                        continue
+                    try:
+                        take(client, step)
+                    except DissociatedError:
+                        assert fault.came
+                    else:
+                        state = after(state, step)
+            with case(f"{fault.calls[at : at + 1]}, call {at}"):
+                assert served(client) == state
+                wait_until(partial(is_empty, directory), "nothing is left in the stage")
+        assert not directory.exists()
+        if not fault.came:
+            assert at > 15
+            return
+
+
+def is_empty(directory: Path) -> bool:
+    return not os.listdir(directory)
+
+
+@pytest.mark.parametrize("policy", [Policy.EVICT, Policy.SPILL])
+def test_a_call_that_fails_while_room_is_made_loses_nothing_and_brings_nothing_back(
+    memory: Path, policy: Policy
+) -> None:
+    """Each put but the first two has to make room. Then one dataset is dropped."""
+
+    def store(directory: Path, forgotten: float = FORGOTTEN) -> Store:
+        disk = directory / "disk" if policy is Policy.SPILL else None
+        return Store(directory / "store", LIMIT, policy, disk, forgotten)
+
+    def rows(store: Store) -> dict[str, int]:
+        return {one.name: sum(segment.rows for segment in store.segments(one)) for one in store.versions()}
+
+    for at in itertools.count():
+        directory = memory / str(at)
+        directory.mkdir()
+        with store(directory) as first:
+            acknowledged: dict[str, int] = {}
+            with Fault(str(directory), at) as fault:
+                for number, name in enumerate("abcd"):
+                    try:
+                        with first.writer(name, SCHEMA) as writer:
+                            writer.write(pa.record_batch([pa.array(range(ROWS + number))], SCHEMA))
+                        first.commit(name, [name], key=name)
+                    except StoreError:
+                        assert fault.came
+                    else:
+                        acknowledged[name] = ROWS + number
+            with case(f"{fault.calls[at : at + 1]}, call {at}"):
+                found = rows(first)
+                assert found.items() <= acknowledged.items()
+                assert policy is Policy.EVICT or found == acknowledged
+                dropped = next(iter(found))
+                first.remove(*first.named(dropped))
+                del found[dropped]
+        with store(directory, -1.0) as again, case(f"{fault.calls[at : at + 1]}, call {at}, after a restart"):
+            assert rows(again) == found
+            for place in directory.iterdir():
+                assert os.listdir(place / "staging") == []
+            assert again.usage().total <= LIMIT
+        if not fault.came:
+            assert at > 70
+            return
+
+
+def test_a_drop_that_cannot_be_made_to_last_is_refused_and_can_be_repeated(memory: Path) -> None:
+    for count, operations in ((1, ("rename",)), (2, ("rename",)), (1, ("fsync",))):
+        with case((count, operations)):
+            with node(memory / "store") as first, dis.connect(first.uri) as client:
+                take(client, ("a", "overwrite", [1]))
+                with Fault(str(memory), operations=operations, times=count):
+                    for _ in range(count):
+                        with pytest.raises(CatalogError, match=r"removing 'a' from .*: Input/output error"):
+                            client.drop("a")
+                        assert served(client) == {"a": [1]}
+                    client.drop("a")
+                with pytest.raises(DatasetNotFound):
+                    client.drop("a")
+            assert restarted(memory / "store") == {}
+
+
+def test_a_clock_that_steps_back_brings_nothing_old_back(memory: Path) -> None:
+    with node(memory / "store") as first, dis.connect(first.uri) as client:
+        take(client, ("a", "overwrite", [1]))
+        with clock_step(-3600.0):
+            take(client, ("a", "overwrite", [2]))
+            take(client, ("b", "overwrite", [3]))
+            take(client, ("b", "drop", []))
+    with clock_step(-7200.0):
+        assert restarted(memory / "store") == {"a": [2]}
