@@ -19,6 +19,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, StoreError
 from dissociated.store.directory import Version
+from dissociated.store.numbers import Removed
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 
@@ -37,13 +38,14 @@ class CommitRequest:
     """What a writer asks for. `key` tells this commit from every other; `ttl` is in seconds.
 
     With `append` the segments follow those of `previous`, what the dataset is now. One that is not `whole` is
-    published, or not, by a catalog elsewhere.
+    published, or not, by a catalog elsewhere. `version` is the number that the catalog gave it.
     """
 
     name: str
     key: str
     staged: Sequence[str]
     schema: pa.Schema
+    version: int
     append: bool = False
     whole: bool = True
     previous: Dataset | None = None
@@ -104,6 +106,10 @@ class Backend(ABC):
         """Everything that outlives the process, in the order in which it was committed."""
         return []
 
+    def removed(self) -> Mapping[str, Removed]:
+        """See Store.removed."""
+        return {}
+
     def unconfirmed(self) -> list[Version]:
         """See Store.prepared."""
         return []
@@ -137,8 +143,11 @@ class Backend(ABC):
         """What was prepared under these is not wanted any more. Whoever reads it is undisturbed."""
 
     @abstractmethod
-    def confirm(self, published: Mapping[str, bool]) -> None:
-        """What was prepared under these has been published, as a whole dataset or as a part of one."""
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
+        """What was prepared under these has been published, as a whole dataset or as a part of one.
+
+        `numbers` are those of the versions that had none.
+        """
 
     @abstractmethod
     def sweep(self) -> None:
@@ -180,7 +189,7 @@ class NoBackend(Backend):
 
     def remove(self, ids: Iterable[str]) -> None: ...
 
-    def confirm(self, published: Mapping[str, bool]) -> None: ...
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None: ...
 
     def sweep(self) -> None: ...
 

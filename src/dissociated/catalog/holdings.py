@@ -105,6 +105,7 @@ class Holdings:
             version.tags,
             version.ttl,
             version.before,
+            version.version,
         )
 
     def delete_parts(self, parts: Sequence[str]) -> None:

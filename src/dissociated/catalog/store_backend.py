@@ -16,6 +16,7 @@ from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
 from dissociated.store.directory import Version
+from dissociated.store.numbers import Removed
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
@@ -77,12 +78,13 @@ class StoreBackend(Backend):
             prepared=not request.whole,
             tags=request.tags,
             ttl=request.ttl,
+            version=request.version,
             max_metadata=self.max_metadata,
         )
         try:
             self._open_version(version)  # nothing is published that nobody could read
         except DissociatedError:
-            if version != committed:
+            if committed is None or version.id != committed.id:
                 self._store.remove(version)
             raise
         return self.load_version(version)
@@ -121,6 +123,9 @@ class StoreBackend(Backend):
     def versions(self) -> list[Version]:
         return self._store.versions()
 
+    def removed(self) -> Mapping[str, Removed]:
+        return self._store.removed()
+
     def unconfirmed(self) -> list[Version]:
         return self._store.prepared()
 
@@ -154,11 +159,11 @@ class StoreBackend(Backend):
         versions = (self._store.version(id) for id in {*ids})
         self._store.remove(*sorted((one for one in versions if one is not None), key=lambda one: one.number))
 
-    def confirm(self, published: Mapping[str, bool]) -> None:
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
         for id, whole in published.items():
             version = self._store.version(id)
             if version is not None:
-                self._store.confirm(version, whole)
+                self._store.confirm(version, whole, (numbers or {}).get(id, 0))
 
     def sweep(self) -> None:
         self._store.sweep()

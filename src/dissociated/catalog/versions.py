@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
-from dissociated.catalog.records import NodeRecord, Part, ReplicatedPart, VersionRecord
+from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.catalog.schemas import deserialize
 from dissociated.catalog.tables import Tables
 from dissociated.codec.difference import schema_difference
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
+from dissociated.store.numbers import ANY_NAME, Removed
+
+_log = logging.getLogger(__name__)
 
 #: The versions of which this part has no other copy.
 _SOLE_COPY = (
@@ -21,6 +26,14 @@ _SOLE_COPY = (
     " AND other.part != mine.part))"
 )
 _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is known
+
+
+class Origin(IntEnum):
+    """How a catalog came to know of a version. One that was found never replaces one with a lower origin."""
+
+    COMMITTED = 0  # it has published it itself
+    FOUND = 1  # in the store of a node, with the number that an earlier catalog gave it
+    FOUND_WITHOUT_NUMBER = 2  # there, written by an older library
 
 
 class Versions:
@@ -46,10 +59,12 @@ class Versions:
         for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY +id", *values):
             outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
             self._change(row, *outcome)
+            if outcome[0] == "evicted":
+                self.mark_lost(row["name"])
         self._tables.run(f"DELETE FROM versions WHERE {condition}", values)
 
     def _change(self, version: sqlite3.Row, kind: str, why: str) -> None:
-        change = Change(kind, version["name"], version["id"], version["rows"], version["nbytes"], why)
+        change = Change(kind, version["name"], version["number"], version["rows"], version["nbytes"], why)
         self.changes.append(change)
 
     def remove_missing(self, part: str, host: str) -> None:
@@ -59,21 +74,90 @@ class Versions:
 
     def delete_part(self, part: str) -> None:
         """A part is gone; what has no other copy of it is gone with it."""
+        for row in self._tables.all(f"SELECT name FROM versions WHERE replaced IS NULL AND {_SOLE_COPY}", part):
+            self.mark_lost(row["name"])
         self._tables.run(f"DELETE FROM versions WHERE {_SOLE_COPY}", (part,))
         self._tables.run("DELETE FROM parts WHERE id = ?", (part,))
+
+    # The numbers of versions
+
+    def next_number(self, name: str, append: bool) -> int:
+        """See `Database.next_version`."""
+        known = self._tables.run(
+            "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
+            " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
+            " EXISTS (SELECT 1 FROM numbers WHERE name = :name AND lost) AS lost",
+            {"name": name, "any": ANY_NAME},
+        ).fetchone()
+        if append and known["lost"]:
+            raise CatalogError(
+                f"{name!r} cannot be appended to: version {known['last']} was evicted, or its memory went with its "
+                "node, and what is appended would be all of it. Put all of it again, with the mode overwrite"
+            )
+        number = int(known["last"]) + 1
+        self.use_number(name, number)
+        return number
+
+    def use_number(self, name: str, number: int) -> None:
+        """No version of `name` to come may have this number, or a lower one."""
+        if number:
+            self._tables.run(
+                "INSERT INTO numbers (name, last) VALUES (?, ?)"
+                " ON CONFLICT (name) DO UPDATE SET last = excluded.last WHERE excluded.last > last",
+                (name, number),
+            )
+
+    def is_used(self, name: str, number: int) -> bool:
+        """Whether a version of `name` has, or has had, this number or a higher one."""
+        return bool(self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND last >= ?", name, number))
+
+    def mark_lost(self, name: str) -> None:
+        """The dataset is there no more, though nobody has dropped or replaced it."""
+        self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
+
+    def record_removed(self, name: str, removed: Removed) -> None:
+        """This was the last version of `name` that was in a store."""
+        if removed.lost and not self.is_used(name, removed.version + 1):
+            self.use_number(name, removed.version)
+            self.mark_lost(name)
+        self.use_number(name, removed.version)
+
+    # Publishing
 
     def record_commit(self, version: int, append: bool) -> None:
         """A version was committed just now, and not only learnt of."""
         (row,) = self._tables.all("SELECT * FROM versions WHERE id = ?", version)
-        sql = "SELECT max(id) AS id FROM versions WHERE name = ? AND id < ?"
-        (previous,) = self._tables.all(sql, row["name"], version)
+        sql = "SELECT max(number) AS number FROM versions WHERE name = ? AND number < ?"
+        (previous,) = self._tables.all(sql, row["name"], row["number"])
         verb = "appends to" if append else "replaces"
-        why = "it is new" if previous["id"] is None else f"it {verb} version {previous['id']}"
+        why = "it is new" if previous["number"] is None else f"it {verb} version {previous['number']}"
         self._change(row, "committed", why)
+
+    def learn(self, one: AnnouncedVersion) -> None:
+        """See `Database.learn`."""
+        current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", one.name)
+        origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
+        committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
+        if one.version:
+            hidden = committed_here or self.is_used(one.name, one.version)
+        else:
+            hidden = bool(current) and current[0]["origin"] < origin
+        if hidden:
+            _log.warning(
+                "a version in a store is not shown, since later ones are known: dataset=%r version=%d node=%s part=%s",
+                *(one.name, one.version, one.part.node, one.part.id),
+            )
+            return
+        number = one.version or self.next_number(one.name, append=False)
+        part = [one.part]
+        self.publish(
+            one.name, number, one.key, False, one.schema, part, one.tags, one.ttl, one.created, one.before, origin
+        )
 
     def publish(
         self,
         name: str,
+        number: int,
         key: str,
         append: bool,
         schema: bytes,
@@ -82,9 +166,12 @@ class Versions:
         ttl: float | None,
         created: float,
         keys: Sequence[str] = (),
+        origin: Origin = Origin.COMMITTED,
     ) -> int:
-        """See `Database.publish`, whose `before` are `keys`. Raises CatalogError."""
+        """See `Database.publish`, whose `before` are `keys`. Returns the id of the row. Raises CatalogError."""
         run = self._tables.run
+        self.use_number(name, number)
+        run("UPDATE numbers SET lost = 0 WHERE name = ? AND lost", (name,))
         current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
         previous = current[0] if current else None
         rows, nbytes = _sum_known(part.rows for part in parts), _sum_known(part.nbytes for part in parts)
@@ -105,9 +192,9 @@ class Versions:
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
                 self.remove("retired", "what replaced it has the same ticket", condition, other["id"])
         version = run(
-            "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires, began)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (name, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, lineage_id),
+            "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (name, number, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, lineage_id, origin),
         ).lastrowid
         assert version is not None
         first = 0
@@ -126,29 +213,31 @@ class Versions:
         for part in parts:
             try:
                 run(
-                    "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                    "INSERT INTO parts (id, node, ticket, rows, nbytes, serial) VALUES (?, ?, ?, ?, ?, ?)"
+                    " ON CONFLICT (id) DO NOTHING",
                     (part.id, part.node, part.ticket, part.rows, part.nbytes, part.serial),
                 )
             except sqlite3.IntegrityError:
                 raise CatalogError(f"no node {part.node!r} has registered at this catalog") from None
             run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
         for one in (*keys, key):
-            run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, version, created))
+            run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, number, created))
         for table in ("commits", "aborts"):
             run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
         return version
 
     def record(self, row: sqlite3.Row) -> VersionRecord:
-        """What a row of the table of versions says, with its parts."""
+        """What a row of the table of versions says, with its parts. Raises CatalogDamaged."""
+        self._tables.check("versions", row)
         parts_by_number: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
             "SELECT number, ticket, rows, nodes.* FROM version_parts JOIN parts ON part = parts.id"
             " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            parts_by_number.setdefault(part["number"], (part, []))[1].append(node_of(part, self.now))
+            parts_by_number.setdefault(part["number"], (part, []))[1].append(self.node(part))
         return VersionRecord(
-            version=row["id"],
+            version=row["number"],
             name=row["name"],
             schema=row["schema"],
             rows=row["rows"],
@@ -161,6 +250,19 @@ class Versions:
             parts=tuple(
                 ReplicatedPart(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in parts_by_number.values()
             ),
+        )
+
+    def node(self, row: sqlite3.Row) -> NodeRecord:
+        """What a row of the table of nodes says. Raises CatalogDamaged."""
+        self._tables.check("nodes", row)
+        return NodeRecord(
+            id=row["id"],
+            host=row["host"],
+            boot_id=row["boot_id"],
+            flight=row["flight"],
+            locations=tuple(json.loads(row["locations"])),
+            seen=row["seen"],
+            alive=row["lives_until"] > self.now,
         )
 
     def extend_promise(self, version: sqlite3.Row, retain: float) -> None:
@@ -186,19 +288,6 @@ class Versions:
     def abort(self, key: str) -> None:
         """No commit with this key may come."""
         self._tables.run("INSERT INTO aborts VALUES (?, ?)", (key, self.now))
-
-
-def node_of(row: sqlite3.Row, now: float) -> NodeRecord:
-    """What a row of the table of nodes says."""
-    return NodeRecord(
-        id=row["id"],
-        host=row["host"],
-        boot_id=row["boot_id"],
-        flight=row["flight"],
-        locations=tuple(json.loads(row["locations"])),
-        seen=row["seen"],
-        alive=row["lives_until"] > now,
-    )
 
 
 def _sum_known(numbers: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -17,14 +18,24 @@ from typing import Any
 
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
-from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, is_used, sync_directory
+from dissociated.store.files import (
+    PARTIAL_SUFFIX,
+    claim_unused,
+    is_abandoned,
+    is_used,
+    sync_directory,
+    write_atomically,
+)
+from dissociated.store.numbers import Numbers, Removed
+
+_log = logging.getLogger(__name__)
 
 #: What is said of a version, in its directory.
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
 _ID = "id"
+_NUMBERS = "numbers"
 
 
 def store_id(directory: Path) -> str:
@@ -43,7 +54,7 @@ class Version:
 
     #: Tells it from every other version, in this store and elsewhere.
     id: str
-    #: Grows with every commit in this store.
+    #: Grows with every commit in this store, whatever dataset that is of.
     number: int
     #: The name of the dataset.
     name: str
@@ -68,6 +79,8 @@ class Version:
     staged: str = ""
     #: As Arrow serialises it, so that it is known without opening a segment. Empty where an older library wrote this.
     schema: bytes = b""
+    #: The number of this version of the dataset, which its catalog gave it; 0 where an older library wrote this.
+    version: int = 0
 
 
 class Directory:
@@ -113,8 +126,10 @@ class Directory:
             directory.mkdir(mode=0o700, exist_ok=True)
         known = self.path / _ID
         if not known.exists():
-            _write_atomically(known, secrets.token_hex(8).encode())
+            write_atomically(known, secrets.token_hex(8).encode())
         self.id = store_id(self.path)
+        #: What is known of datasets whose last version is gone from here.
+        self.numbers = Numbers(self.path / _NUMBERS)
         probe = self.trash / "probe"
         probe.touch(0o600)
         descriptor = claim_unused(probe)
@@ -161,7 +176,7 @@ class Directory:
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest."""
-        _write_atomically(directory / MANIFEST, _encoded(version))
+        write_atomically(directory / MANIFEST, _encoded(version))
 
     def confirm(self, version: Version) -> None:
         """Write the manifest of a version that is there anew: what is known of it has changed."""
@@ -192,14 +207,18 @@ class Directory:
             shutil.rmtree(draft, ignore_errors=True)
             raise
 
-    def remove(self, version: Version) -> None:
-        """Make a version disappear in one step, then move its segments to the trash."""
+    def remove(self, version: Version, lost: bool = False, superseded: bool = False) -> None:
+        """Make a version disappear in one step, then move its segments to the trash.
+
+        Its number is recorded before the manifest goes, unless it is `superseded`: a later version of the dataset is
+        there. See `Removed` for `lost`.
+        """
         removed = self.staging / f"{version.id}.gone"
         (self.segments / version.id).rename(removed)
         sync_directory(self.segments)
-        self._move_to_trash(removed)
+        self._move_to_trash(removed, None if superseded else version, lost)
 
-    def _move_to_trash(self, removed: Path) -> None:
+    def _move_to_trash(self, removed: Path, recorded: Version | None, lost: bool) -> None:
         for path in removed.glob("*.arrows"):
             if path.stat().st_nlink > 1 or not self._leases:
                 path.unlink()
@@ -207,7 +226,20 @@ class Directory:
                 os.utime(path)
                 os.chmod(path, 0o600)
                 path.rename(self.trash / f"{removed.stem}-{path.name}")
-        shutil.rmtree(removed, ignore_errors=True)
+        try:
+            if recorded is not None and recorded.version:
+                self.numbers.record(recorded.name, Removed(recorded.version, lost), recorded.number)
+        except OSError as error:  # the manifest stays until `sweep` can do it
+            _log.warning("recording the number of a removed version failed: path=%s error=%s", removed, error)
+        else:
+            shutil.rmtree(removed, ignore_errors=True)
+
+    def _finish_removal(self, removed: Path) -> None:
+        """Go on where `remove` ended early. Whether somebody asked for the removal is not known any more."""
+        version = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # it has gone already, or is damaged
+            version = _decoded((removed / MANIFEST).read_bytes())
+        self._move_to_trash(removed, version, lost=True)
 
     def sweep(self, forgotten: float) -> None:
         """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds."""
@@ -215,7 +247,7 @@ class Directory:
         drafts = [path for path in self.staging.iterdir() if path.is_dir()]
         for path in drafts:  # first: what they link to has not been committed
             if path.suffix == ".gone":
-                self._move_to_trash(path)
+                self._finish_removal(path)
             else:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.staging.iterdir():
@@ -259,18 +291,3 @@ def _decoded(manifest: bytes) -> Version:
         schema=base64.b64decode(plain.get("schema", "")),
         before=tuple(plain.get("before", ())),
     )
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """A new file, there as a whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
-        os.fsync(descriptor)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    draft.rename(path)

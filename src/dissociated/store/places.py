@@ -7,6 +7,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -18,6 +19,7 @@ from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, Version, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
+from dissociated.store.numbers import Removed
 from dissociated.store.segment_cache import SegmentCache
 
 Place: TypeAlias = Directory | Memfds
@@ -102,6 +104,8 @@ class Places:
         What cannot be linked, since it was spilled, or is a memfd among files, is copied by `copy`.
         """
         if self.memfds.has(paths):
+            with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
+                self._record(version, lost=True)  # no manifest would tell it after a restart
             self.memfds.publish(version, paths)
             self.put(version, self.memfds)
             return
@@ -120,14 +124,47 @@ class Places:
                 os.chmod(file, 0o400)
         self.put(version, self.directory)
 
-    def remove(self, *versions: Version) -> None:
-        """Make versions disappear, those that are still there. The one that is named last goes last."""
+    def removed(self) -> dict[str, Removed]:
+        """The last version of each dataset that went from here, unless a later one is there."""
+        found: dict[str, Removed] = {}
+        for directory in self._directories():
+            for name, removed in directory.numbers.records().items():
+                found[name] = max(found.get(name, removed), removed)
+        last = {name: max(one.version for one in self.contents.with_name(name)) for name in self.contents.names()}
+        return {name: removed for name, removed in found.items() if removed.version > last.get(name, 0)}
+
+    @property
+    def last_serial(self) -> int:
+        """The highest number in this store of a version that was here."""
+        return max(self.contents.last, *(directory.numbers.serial for directory in self._directories()))
+
+    def _directories(self) -> Sequence[Directory]:
+        return [self.directory] if self.disk is None else [self.directory, self.disk]
+
+    def _record(self, version: Version, lost: bool) -> None:
+        if version.version:
+            self.directory.numbers.record(version.name, Removed(version.version, lost), version.number)
+
+    def confirm(self, version: Version) -> None:
+        """Change what is known of a version that is there, for good."""
+        _, place = self.find(version)
+        with store_errors(f"confirming {version.name!r} in {self.directory.path}"):
+            if place is self.memfds:
+                self._record(version, lost=True)
+            place.confirm(version)
+        self.contents.put(version, place)
+
+    def remove(self, *versions: Version, lost: bool = False) -> None:
+        """Make versions disappear, those that are still there. The one that is named last goes last.
+
+        They are `lost` where nobody has dropped or replaced them.
+        """
         for version in versions:
             found = self.contents.pop(version.id)
             if found is not None:
                 self.cache.pop(version.id)
                 with store_errors(f"removing {version.name!r} from {self.directory.path}"):
-                    self._take_from(found[1], version)
+                    self._take_from(found[1], version, lost)
         self.empty_trash(self._reuse_bytes)
 
     def spill(self, version: Version) -> None:
@@ -144,9 +181,14 @@ class Places:
             self.cache.pop(version.id)
             self._take_from(place, version)
 
-    def _take_from(self, place: Place, version: Version) -> None:
+    def _take_from(self, place: Place, version: Version, lost: bool = False) -> None:
         files = place.sizes(version)
-        place.remove(version)
+        later = [one for one in self.contents.with_name(version.name) if one.version > version.version]
+        superseded = any(self.find(one)[1] is place for one in later)
+        if place is self.memfds and not superseded:
+            with suppress(OSError):  # then it counts as lost, as was recorded when it came
+                self._record(version, lost)
+        place.remove(version, lost, superseded)
         self.blocks[place].discard(files)
 
     def sweep(self, forgotten: float) -> None:
