@@ -45,12 +45,12 @@ class CommitRequest:
     key: str
     staged: Sequence[str]
     schema: pa.Schema
-    version: int
     append: bool = False
     whole: bool = True
     previous: Dataset | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
+    version: int = 0
 
 
 class Backend(ABC):

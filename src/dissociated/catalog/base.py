@@ -189,10 +189,10 @@ class Catalog(ABC):
                 str(body["key"]),
                 [str(one) for one in body["segments"]],
                 schemas.from_base64(body["schema"]),
-                int(body.get("version") or 0),
                 whole=False,
                 tags=body.get("tags") or {},
                 ttl=body.get("ttl"),
+                version=int(body.get("version") or 0),
             )
         )
         self.holdings.serve(prepared)

@@ -145,9 +145,11 @@ class LocalCatalog(Catalog):
             if not by_node:
                 by_node[self._own_node_id()] = []
             append = publication.mode == "append"
-            number = self._database.next_version(publication.name, append)
             request = CommitRequest(
-                publication.name, key, [], schema, number, append, tags=publication.tags, ttl=publication.ttl
+                *(publication.name, key, [], schema, append),
+                tags=publication.tags,
+                ttl=publication.ttl,
+                version=self._database.next_version(publication.name, append),
             )
             if [*by_node] == [self.node.id] and self._is_single_part(request):
                 self._commit_local(request, by_node[self.node.id])
