@@ -335,8 +335,7 @@ def test_nothing_is_appended_to_what_a_node_of_a_catalog_has_evicted(cluster: Cl
     put(node.uri, "large", table(*range(500_000)))
     cluster.tell()
     for _ in range(2):
-        with dis.connect(cluster.uri) as client:
-            with pytest.raises(CatalogError, match="'d' cannot be appended to"):
-                client.put("d", table(1), mode="append")
+        with dis.connect(cluster.uri) as client, pytest.raises(CatalogError, match="'d' cannot be appended to"):
+            client.put("d", table(1), mode="append")
         cluster.lose_catalog()
         cluster.tell()

@@ -68,17 +68,24 @@ CREATE TRIGGER in_use AFTER INSERT ON version_parts BEGIN DELETE FROM unused WHE
 CREATE TRIGGER lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
 CREATE TRIGGER lost_unsettled AFTER DELETE ON parts
 BEGIN DELETE FROM unsettled WHERE part = OLD.id; END;
-CREATE TABLE commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
-CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
+CREATE TABLE commits (
+    key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL, crc INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL, crc INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX commits_by_age ON commits (at);
 CREATE INDEX aborts_by_age ON aborts (at);
 """
-#: The columns of each table whose checksum is in its `crc`. An index that has a column tells damage to it, too.
+#: The columns of each table whose checksum is in its `crc`. What other tables have is in their indexes, too.
 _SEALED = {
-    "nodes": ("id", "host", "boot_id", "flight", "locations"),
-    "versions": ("id", "name", "number", "schema", "rows", "nbytes", "tags", "created", "expires", "began", "origin"),
+    "nodes": ("id", "host", "boot_id", "flight", "locations", "seen", "lives_until", "digest"),
+    "versions": (
+        *("id", "name", "number", "schema", "rows", "nbytes", "tags", "created", "expires", "replaced", "promised"),
+        *("began", "origin"),
+    ),
     "numbers": ("name", "last", "lost"),
     "parts": ("id", "node", "ticket", "rows", "nbytes", "serial"),
+    "commits": ("key", "version", "at"),
+    "aborts": ("key", "at"),
 }
 
 
@@ -100,10 +107,11 @@ _UPGRADES = {
     " FROM versions",
     "numbers": "SELECT name, max(id), 0, 0 FROM versions GROUP BY name",
     "parts": "SELECT id, node, ticket, rows, nbytes, serial, 0 FROM parts",
-    **{
-        table: f"SELECT * FROM {table}"
-        for table in ("version_parts", "commits", "aborts", "unused", "unsettled", "sqlite_sequence")
-    },
+    "version_parts": "SELECT * FROM version_parts",
+    "commits": "SELECT *, 0 FROM commits",
+    "aborts": "SELECT *, 0 FROM aborts",
+    "unused": "SELECT * FROM unused",
+    "unsettled": "SELECT * FROM unsettled",
 }
 
 
@@ -170,9 +178,10 @@ class Tables:
         run = self._connection.execute
         run("BEGIN IMMEDIATE")
         try:
-            rows = {table: run(query).fetchall() for table, query in _UPGRADES.items()} if upgraded else {}
+            queries = _UPGRADES if upgraded else {}
+            rows = {table: run(query).fetchall() for table, query in queries.items()}
             for table in reversed(rows):
-                run("DELETE FROM sqlite_sequence" if table == "sqlite_sequence" else f"DROP TABLE IF EXISTS {table}")
+                run(f"DROP TABLE IF EXISTS {table}")
             for statement in _statements(_SCHEMA):
                 run(statement)
             for table, content in rows.items():

@@ -221,7 +221,7 @@ class Versions:
                 raise CatalogError(f"no node {part.node!r} has registered at this catalog") from None
             run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
         for one in (*keys, key):
-            run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, number, created))
+            run("INSERT OR IGNORE INTO commits (key, version, at) VALUES (?, ?, ?)", (one, number, created))
         for table in ("commits", "aborts"):
             run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
         return version
@@ -287,7 +287,7 @@ class Versions:
 
     def abort(self, key: str) -> None:
         """No commit with this key may come."""
-        self._tables.run("INSERT INTO aborts VALUES (?, ?)", (key, self.now))
+        self._tables.run("INSERT INTO aborts (key, at) VALUES (?, ?)", (key, self.now))
 
 
 def _sum_known(numbers: Any) -> int | None:
