@@ -40,6 +40,16 @@ def test_a_number_stays_when_its_version_goes(memory: Path) -> None:
     assert removed(memory) == {"other": (5, False)}
 
 
+def test_what_was_never_published_uses_a_number_and_changes_nothing_else(memory: Path) -> None:
+    with Store(memory, limit=3 * MIB, policy=Policy.EVICT) as store:
+        commit(store, "d", 1, range(100_000))
+        store.ensure_room("new", int(2.5 * MIB))
+        assert store.versions() == []
+        store.remove(commit(store, "d", 2, prepared=True))
+        assert store.removed() == {"d": (1, True, 2)}
+    assert removed(memory) == {"d": (1, True)}
+
+
 def test_it_stays_when_the_process_was_killed_as_its_version_went(memory: Path) -> None:
     with Store(memory) as store:
         version = commit(store, "d", 2)
@@ -114,8 +124,9 @@ def test_the_file_grows_with_the_names_and_not_with_the_versions(memory: Path, m
             store.remove(commit(store, f"name {number}", 1))
     found = removed(memory)
     assert len(found) <= 7
-    assert found[""] == (29, False)  # no dataset that was forgotten begins again below that
     assert found["name 9"] == (1, False)
+    with Store(memory) as store:
+        assert store.removed()[""].used == 29  # no dataset that was forgotten begins again below that
 
 
 def test_serials_grow_though_the_clock_was_set_back_and_nothing_is_left(

@@ -63,7 +63,7 @@ class Database:
         """A node says who it is and everything that it holds, of the parts with serials up to `serial`.
 
         What it does not hold any more is gone. What it published itself and this catalog does not know yet becomes a
-        dataset: see `learn`. `removed` has the last version of each dataset that went from the node.
+        dataset: see `learn`. `removed` says which versions of each dataset went from the node.
         """
         with self._transaction() as versions:
             self._tables.run(
@@ -91,7 +91,7 @@ class Database:
             versions.expire(versions.now)
 
     def _record_removed(self, versions: Versions, removed: Mapping[str, Removed]) -> None:
-        """These versions were the last of their datasets on a node, and have gone from there."""
+        """These versions have gone from a node."""
         for name, last in removed.items():
             versions.record_removed(name, last)
 
@@ -254,7 +254,7 @@ class Database:
         return self.version_of(announced.part.id)
 
     def record_removed(self, removed: Mapping[str, Removed]) -> None:
-        """These are the last versions that went from the store of this process: see `register`."""
+        """These versions went from the store of this process: see `register`."""
         with self._transaction() as versions:
             self._record_removed(versions, removed)
 

@@ -262,7 +262,10 @@ class LocalCatalog(Catalog):
             )
         announced = [announced_from_json(one) for one in body["parts"]]
         until = time.time() + float(body["lives"])
-        removed = {str(name): Removed(int(one[0]), bool(one[1])) for name, one in body.get("numbers", {}).items()}
+        removed = {
+            str(name): Removed(int(version), bool(lost), int(used))
+            for name, (version, lost, used) in body.get("numbers", {}).items()
+        }
         self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
         return self._node_reply(node.id, announced)
 
@@ -302,6 +305,7 @@ class LocalCatalog(Catalog):
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
+            self._database.record_removed({version.name: Removed.of(version.version, lost=False, published=False)})
             return
         (described,) = self.holdings.describe_versions([version])
         number = self._database.learn(described)

@@ -3,7 +3,8 @@
 nodes          who serves parts, and until when it is believed to live
 versions       what a dataset was at one commit; the one that was not replaced is the dataset. `number` is counted for
                each name, and never given twice; `id` is known within the database alone. `origin` is an `Origin`
-numbers        the last number of every name, also of one that is gone; `lost` if it was neither dropped nor replaced
+numbers        the last number that was given for each name, and the last that was published, also of one that is gone;
+               `lost` if that was neither dropped nor replaced
 parts          what one node holds under one ticket; one that no version has is to be released by its node
 version_parts  a version is its parts, in the order of their numbers; those with one number are copies
 commits        the key of every commit, so that one that is sent twice is done once
@@ -45,7 +46,8 @@ CREATE TABLE versions (
 CREATE UNIQUE INDEX the_dataset ON versions (name) WHERE replaced IS NULL;
 CREATE UNIQUE INDEX by_number ON versions (name, number);
 CREATE TABLE numbers (
-    name TEXT PRIMARY KEY, last INTEGER NOT NULL, lost INTEGER NOT NULL DEFAULT 0, crc INTEGER NOT NULL DEFAULT 0
+    name TEXT PRIMARY KEY, last INTEGER NOT NULL, published INTEGER NOT NULL DEFAULT 0,
+    lost INTEGER NOT NULL DEFAULT 0, crc INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE parts (
     id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
@@ -82,7 +84,7 @@ _SEALED = {
         *("id", "name", "number", "schema", "rows", "nbytes", "tags", "created", "expires", "replaced", "promised"),
         *("began", "origin"),
     ),
-    "numbers": ("name", "last", "lost"),
+    "numbers": ("name", "last", "published", "lost"),
     "parts": ("id", "node", "ticket", "rows", "nbytes", "serial"),
     "commits": ("key", "version", "at"),
     "aborts": ("key", "at"),
@@ -105,7 +107,7 @@ _UPGRADES = {
     "nodes": "SELECT id, host, boot_id, flight, locations, seen, lives_until, digest, 0 FROM nodes",
     "versions": "SELECT id, name, id, schema, rows, nbytes, tags, created, expires, replaced, promised, began, 0, 0"
     " FROM versions",
-    "numbers": "SELECT name, max(id), 0, 0 FROM versions GROUP BY name",
+    "numbers": "SELECT name, max(id), max(id), 0, 0 FROM versions GROUP BY name",
     "parts": "SELECT id, node, ticket, rows, nbytes, serial, 0 FROM parts",
     "version_parts": "SELECT * FROM version_parts",
     "commits": "SELECT *, 0 FROM commits",

@@ -86,7 +86,8 @@ class Versions:
         known = self._tables.run(
             "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
             " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
-            " EXISTS (SELECT 1 FROM numbers WHERE name = :name AND lost) AS lost",
+            " EXISTS (SELECT 1 FROM numbers WHERE name = :name AND lost) AND NOT EXISTS"
+            " (SELECT 1 FROM versions WHERE name = :name AND replaced IS NULL) AS lost",
             {"name": name, "any": ANY_NAME},
         ).fetchone()
         if append and known["lost"]:
@@ -107,20 +108,24 @@ class Versions:
                 (name, number),
             )
 
-    def is_used(self, name: str, number: int) -> bool:
-        """Whether a version of `name` has, or has had, this number or a higher one."""
-        return bool(self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND last >= ?", name, number))
+    def _publish_number(self, name: str, number: int, lost: bool) -> None:
+        """This was published, and is, or was, the last version of `name`, unless a later one is known."""
+        self.use_number(name, number)
+        self._tables.run(
+            "UPDATE numbers SET published = :number, lost = :lost WHERE name = :name AND published <= :number",
+            {"name": name, "number": number, "lost": lost},
+        )
 
     def mark_lost(self, name: str) -> None:
         """The dataset is there no more, though nobody has dropped or replaced it."""
         self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
 
     def record_removed(self, name: str, removed: Removed) -> None:
-        """This was the last version of `name` that was in a store."""
-        if removed.lost and not self.is_used(name, removed.version + 1):
-            self.use_number(name, removed.version)
-            self.mark_lost(name)
-        self.use_number(name, removed.version)
+        """See `Database.record_removed`."""
+        self.use_number(name, removed.used)
+        known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
+        if not known or removed.lost:
+            self._publish_number(name, removed.version, removed.lost)
 
     # Publishing
 
@@ -139,7 +144,8 @@ class Versions:
         origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
         committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
         if one.version:
-            hidden = committed_here or self.is_used(one.name, one.version)
+            sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
+            hidden = committed_here or bool(self._tables.all(sql, one.name, one.version))
         else:
             hidden = bool(current) and current[0]["origin"] < origin
         if hidden:
@@ -170,8 +176,7 @@ class Versions:
     ) -> int:
         """See `Database.publish`, whose `before` are `keys`. Returns the id of the row. Raises CatalogError."""
         run = self._tables.run
-        self.use_number(name, number)
-        run("UPDATE numbers SET lost = 0 WHERE name = ? AND lost", (name,))
+        self._publish_number(name, number, lost=False)
         current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
         previous = current[0] if current else None
         rows, nbytes = _sum_known(part.rows for part in parts), _sum_known(part.nbytes for part in parts)

@@ -228,7 +228,8 @@ class Directory:
                 path.rename(self.trash / f"{removed.stem}-{path.name}")
         try:
             if recorded is not None and recorded.version:
-                self.numbers.record(recorded.name, Removed(recorded.version, lost), recorded.number)
+                removal = Removed.of(recorded.version, lost, not recorded.prepared)
+                self.numbers.record(recorded.name, removal, recorded.number)
         except OSError as error:  # the manifest stays until `sweep` can do it
             _log.warning("recording the number of a removed version failed: path=%s error=%s", removed, error)
         else:

@@ -24,13 +24,26 @@ _SPARE_LINES = 1_000  # that the file may have beside one for each dataset, befo
 
 
 class Removed(NamedTuple):
-    """The last version of a dataset that went from a store.
+    """What is known of the versions of a dataset that went from a store.
 
-    `lost` says that nobody had dropped or replaced it: it was evicted, or its memory went with the process.
+    - `version`: the last of them that was published; 0 where none was.
+    - `lost`: nobody had dropped or replaced that one. It was evicted, or its memory went with the process.
+    - `used`: the highest number of all. What was prepared under it may never have been published.
     """
 
     version: int
     lost: bool
+    used: int
+
+    @classmethod
+    def of(cls, version: int, lost: bool, published: bool) -> Removed:
+        """What is known after one version."""
+        return cls(version, lost, version) if published else cls(0, False, version)
+
+    def merge(self, other: Removed) -> Removed:
+        """What is known after both, `other` being the later one."""
+        last = self if self.version > other.version else other
+        return Removed(last.version, last.lost, max(self.used, other.used))
 
 
 class Numbers:
@@ -57,7 +70,8 @@ class Numbers:
         self._lines += 1
         try:
             plain = json.loads(line)
-            self._put(str(plain["name"]), Removed(int(plain["version"]), bool(plain["lost"])), int(plain["serial"]))
+            removed = Removed(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
+            self._put(str(plain["name"]), removed, int(plain["serial"]))
         except (ValueError, KeyError, TypeError):
             self._whole = False
             _log.warning("%s: line %d cannot be read, and is left out", self._path, self._lines)
@@ -65,32 +79,29 @@ class Numbers:
     def _put(self, name: str, removed: Removed, serial: int) -> bool:
         """Returns whether that is news."""
         self.serial = max(self.serial, serial)
-        known = self._records.get(name)
-        if known is not None and (known == removed or known.version > removed.version):
-            return False
-        self._records.pop(name, None)
-        self._records[name] = removed  # the last: the order tells which is the oldest
-        return True
+        known = self._records.pop(name, None)
+        self._records[name] = removed if known is None else known.merge(removed)  # the order tells the oldest
+        return self._records[name] != known
 
     def records(self) -> Mapping[str, Removed]:
-        """The last removed version of each dataset; that of `ANY_NAME` holds for every dataset that has none."""
+        """What is known of each dataset. The number of `ANY_NAME` is used for every dataset that is not there."""
         return self._records
 
     def record(self, name: str, removed: Removed, serial: int) -> None:
-        """Record a removed version, durably. An older one than is recorded changes nothing. Raises OSError."""
+        """Record a removed version, durably. One that is known already changes nothing. Raises OSError."""
         if not self._put(name, removed, serial):
             return
         if len(self._records) > _MAX_NAMES:
             self._forget()
-        self._write(name, removed)
+        self._write(name)
 
     def _forget(self) -> None:
         names = [name for name in self._records if name != ANY_NAME][: _MAX_NAMES // 2]
-        highest = max(self._records.pop(name).version for name in (*names, ANY_NAME) if name in self._records)
-        self._records[ANY_NAME] = Removed(highest, False)
+        highest = max(self._records.pop(name).used for name in (*names, ANY_NAME) if name in self._records)
+        self._records[ANY_NAME] = Removed.of(highest, lost=False, published=False)
         self._whole = False
 
-    def _write(self, name: str, removed: Removed) -> None:
+    def _write(self, name: str) -> None:
         if not self._whole or self._lines > 2 * len(self._records) + _SPARE_LINES:
             self._whole = False
             write_atomically(self._path, b"".join(self._line(*one) for one in self._records.items()))
@@ -101,7 +112,7 @@ class Numbers:
         new = not self._path.exists()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            write_parts(descriptor, [self._line(name, removed)])
+            write_parts(descriptor, [self._line(name, self._records[name])])
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -125,13 +125,13 @@ class Places:
         self.put(version, self.directory)
 
     def removed(self) -> dict[str, Removed]:
-        """The last version of each dataset that went from here, unless a later one is there."""
+        """What is known of the versions of each dataset that went from here, unless later ones are there."""
         found: dict[str, Removed] = {}
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
-                found[name] = max(found.get(name, removed), removed)
+                found[name] = found.get(name, removed).merge(removed)
         last = {name: max(one.version for one in self.contents.with_name(name)) for name in self.contents.names()}
-        return {name: removed for name, removed in found.items() if removed.version > last.get(name, 0)}
+        return {name: removed for name, removed in found.items() if removed.used > last.get(name, 0)}
 
     @property
     def last_serial(self) -> int:
@@ -143,7 +143,8 @@ class Places:
 
     def _record(self, version: Version, lost: bool) -> None:
         if version.version:
-            self.directory.numbers.record(version.name, Removed(version.version, lost), version.number)
+            removal = Removed.of(version.version, lost, not version.prepared)
+            self.directory.numbers.record(version.name, removal, version.number)
 
     def confirm(self, version: Version) -> None:
         """Change what is known of a version that is there, for good."""

@@ -139,7 +139,7 @@ class Store:
             return None if found is None else found[0]
 
     def removed(self) -> Mapping[str, Removed]:
-        """The last version of each dataset that is in the store no more."""
+        """What is known of the versions of each dataset that went, unless later ones are there."""
         with self._lock:
             return self._places.removed()
 
