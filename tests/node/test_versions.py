@@ -161,6 +161,26 @@ def test_memory_that_was_handed_over_leaves_its_number_behind(memory: Path) -> N
             assert version(node.uri, "d")[2] == [number]
 
 
+def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory: Path) -> None:
+    """A node was killed between the two, or its database is from a backup."""
+    path = memory / "catalog.db"
+
+    def node() -> Node:
+        return Node(Store(memory / "store"), ["shm:"], database=str(path))
+
+    with node() as running:
+        put(running.uri, "d", table(1))
+    before = path.read_bytes()
+    with node() as running:
+        put(running.uri, "d", table(2), mode="append")
+        put(running.uri, "d", table(3), mode="append")
+    path.write_bytes(before)
+    with node() as running:
+        assert version(running.uri, "d")[0::2] == (3, [1, 2, 3])
+        put(running.uri, "d", table(4), mode="append")
+        assert version(running.uri, "d")[0::2] == (4, [1, 2, 3, 4])
+
+
 def test_versions_that_were_written_without_numbers_are_counted_in_their_order(memory: Path) -> None:
     store = memory / "store"
     with Node(Store(store), ["shm:"]) as node:

@@ -14,11 +14,11 @@ from dissociated.store.store import Store
 from nodes import MIB, SCHEMA, staged, table
 
 
-def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), **options: bool) -> Version:
+def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), prepared: bool = False) -> Version:
     with store.writer(f"{name} {number}", SCHEMA) as writer:
         for batch in table(*rows).to_batches():
             writer.write_batch(batch)
-    return store.commit(name, [f"{name} {number}"], key=f"{name} {number}", version=number, **options)
+    return store.commit(name, [f"{name} {number}"], key=f"{name} {number}", version=number, prepared=prepared)
 
 
 def removed(directory: Path) -> dict[str, tuple[int, bool]]:

@@ -63,7 +63,7 @@ class Database:
         """A node says who it is and everything that it holds, of the parts with serials up to `serial`.
 
         What it does not hold any more is gone. What it published itself and this catalog does not know yet becomes a
-        dataset: see `learn`. `removed` says which versions of each dataset went from the node.
+        dataset, unless later versions of that are known. `removed` says which versions of each dataset are gone there.
         """
         with self._transaction() as versions:
             self._tables.run(
@@ -241,15 +241,13 @@ class Database:
             return versions.next_number(name, append)
 
     def learn(self, announced: AnnouncedVersion) -> int | None:
-        """A version that was found in a store becomes the dataset, unless it is known or aborted here.
+        """A version in the store of this process becomes the dataset, unless it is known, aborted, replaced or dropped.
 
-        It keeps its number. Where this catalog has given, or known of, that number or a higher one of the dataset, or
-        has committed another version itself, the one that was found was replaced or dropped, and is not shown.
-        Returns the number of the version where it is shown.
+        It keeps its number. Returns the number of the version where it is shown.
         """
         with self._transaction() as versions:
             if not self._is_known(announced) and not versions.is_resolved(announced.key):
-                versions.learn(announced)
+                versions.learn(announced, own=True)
             versions.use_number(announced.name, announced.version)
         return self.version_of(announced.part.id)
 

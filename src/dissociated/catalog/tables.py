@@ -268,7 +268,11 @@ class Tables:
 
 
 def _checksum(*values: object) -> int:
-    return zlib.crc32(ascii(values).encode())
+    crc = 0
+    for value in values:
+        encoded = value if isinstance(value, bytes) else ascii(value).encode()
+        crc = zlib.crc32(encoded, zlib.crc32(b"%d " % len(encoded), crc))
+    return crc
 
 
 def _statements(script: str) -> Iterator[str]:

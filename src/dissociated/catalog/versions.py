@@ -86,13 +86,13 @@ class Versions:
         known = self._tables.run(
             "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
             " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
-            " EXISTS (SELECT 1 FROM numbers WHERE name = :name AND lost) AND NOT EXISTS"
-            " (SELECT 1 FROM versions WHERE name = :name AND replaced IS NULL) AS lost",
+            " (SELECT published FROM numbers WHERE name = :name AND lost AND NOT EXISTS"
+            " (SELECT 1 FROM versions WHERE versions.name = :name AND replaced IS NULL)) AS lost",
             {"name": name, "any": ANY_NAME},
         ).fetchone()
-        if append and known["lost"]:
+        if append and known["lost"] is not None:
             raise CatalogError(
-                f"{name!r} cannot be appended to: version {known['last']} was evicted, or its memory went with its "
+                f"{name!r} cannot be appended to: version {known['lost']} was evicted, or its memory went with its "
                 "node, and what is appended would be all of it. Put all of it again, with the mode overwrite"
             )
         number = int(known["last"]) + 1
@@ -138,11 +138,15 @@ class Versions:
         why = "it is new" if previous["number"] is None else f"it {verb} version {previous['number']}"
         self._change(row, "committed", why)
 
-    def learn(self, one: AnnouncedVersion) -> None:
-        """See `Database.learn`."""
+    def learn(self, one: AnnouncedVersion, own: bool = False) -> None:
+        """A version that was found in a store becomes the dataset, with its number, unless later ones are known.
+
+        The version of a node does not replace one that this catalog has committed: its number may be of another
+        catalog, which is lost. That does not go for the `own` store of the catalog, whose versions it has all numbered.
+        """
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", one.name)
         origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
-        committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
+        committed_here = not own and bool(current) and current[0]["origin"] == Origin.COMMITTED
         if one.version:
             sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
             hidden = committed_here or bool(self._tables.all(sql, one.name, one.version))
