@@ -222,8 +222,8 @@ class Tables:
 
     def _damaged(self, why: object) -> CatalogDamaged:
         return CatalogDamaged(
-            f"the catalog's database {self._path} is damaged ({why}): start the catalog again, which then sets the "
-            "file aside and learns from its nodes what they have"
+            f"the catalog's database {self._path} is damaged ({why}). A catalog that starts sets it aside, and learns "
+            "from its nodes what they have"
         )
 
     @contextmanager
@@ -235,7 +235,7 @@ class Tables:
             raise self._damaged(error) from None
         except sqlite3.Error as error:
             code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
-            if code == sqlite3.SQLITE_CORRUPT or (code == sqlite3.SQLITE_NOTADB and _is_ours(Path(self._path))):
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) and _is_ours(Path(self._path)):
                 raise self._damaged(error) from None
             hint = "; is another catalog using it?" if at_start else ""
             raise CatalogError(f"the catalog's database {self._path}: {error}{hint}") from None
@@ -298,7 +298,7 @@ def _expected_schema() -> set[tuple[str, str | None]]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file that is no database any more was one of a catalog: nothing else may be set aside."""
+    """Whether a file that is damaged was the database of a catalog: nothing else may be set aside."""
     try:
         with path.open("rb") as file:
             return b"version_parts" in file.read(_RECOGNIZED)
