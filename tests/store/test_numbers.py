@@ -59,13 +59,17 @@ def test_it_stays_when_the_process_was_killed_as_its_version_went(memory: Path) 
         assert staged(memory) == []
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_it_stays_when_it_cannot_be_recorded_and_nothing_else_fails(
-    memory: Path, caplog: pytest.LogCaptureFixture
+    memory: Path, caplog: pytest.LogCaptureFixture, lost: bool
 ) -> None:
-    with Store(memory) as store:
-        version = commit(store, "d", 2)
+    with Store(memory, limit=MIB, policy=Policy.EVICT) as store:
+        version = commit(store, "d", 2, range(100_000))
         (memory / "numbers").mkdir()
-        store.remove(version)
+        if lost:
+            store.ensure_room("new", int(0.9 * MIB))
+        else:
+            store.remove(version)
         assert store.versions() == []
         assert staged(memory) == [f"{version.id}.gone"]
         (memory / "numbers").rmdir()

@@ -91,7 +91,7 @@ class Database:
             versions.expire(versions.now)
 
     def _record_removed(self, versions: Versions, removed: Mapping[str, Removed]) -> None:
-        """These versions have gone from a node."""
+        """Record versions that are gone from a node."""
         for name, last in removed.items():
             versions.record_removed(name, last)
 
@@ -241,7 +241,7 @@ class Database:
             return versions.next_number(name, append)
 
     def learn(self, announced: AnnouncedVersion) -> int | None:
-        """A version in the store of this process becomes the dataset, unless it is known, aborted, replaced or dropped.
+        """Make a version in the store of this process the dataset, unless it is known, aborted, replaced or dropped.
 
         It keeps its number. Returns the number of the version where it is shown.
         """
@@ -252,7 +252,7 @@ class Database:
         return self.version_of(announced.part.id)
 
     def record_removed(self, removed: Mapping[str, Removed]) -> None:
-        """These versions went from the store of this process: see `register`."""
+        """Record versions that are gone from the store of this process: see `register`."""
         with self._transaction() as versions:
             self._record_removed(versions, removed)
 
@@ -261,7 +261,7 @@ class Database:
         return self.versions_of([part]).get(part)
 
     def versions_of(self, parts: Iterable[str]) -> dict[str, int]:
-        """The number of the latest version that has each of these parts, if there is one."""
+        """Return the number of the latest version that has each of these parts, if there is one."""
         with self._transaction():
             sql = "SELECT number FROM versions WHERE id = (SELECT max(version) FROM version_parts WHERE part = ?)"
             found = {part: self._tables.all(sql, part) for part in parts}

@@ -209,7 +209,7 @@ class Client(CatalogClient):
         return self.describe_version(info.name, info.version, info.lineage_id)
 
     def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
-        """What the catalog says now of a version that was described before.
+        """Describe a version once more.
 
         Raises DatasetNotFound where it is gone, also where another catalog there has a version of that number.
         """

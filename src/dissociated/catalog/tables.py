@@ -77,7 +77,7 @@ CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL, crc INTEGER NOT NUL
 CREATE INDEX commits_by_age ON commits (at);
 CREATE INDEX aborts_by_age ON aborts (at);
 """
-#: The columns of each table whose checksum is in its `crc`. What other tables have is in their indexes, too.
+#: The columns of each table whose checksum is in its `crc`. The columns of other tables are in their indexes, too.
 _SEALED = {
     "nodes": ("id", "host", "boot_id", "flight", "locations", "seen", "lives_until", "digest"),
     "versions": (

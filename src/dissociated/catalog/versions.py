@@ -29,7 +29,7 @@ _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is know
 
 
 class Origin(IntEnum):
-    """How a catalog came to know of a version. One that was found never replaces one with a lower origin."""
+    """How a catalog came to know of a version. A found version never replaces one with a lower origin."""
 
     COMMITTED = 0  # it has published it itself
     FOUND = 1  # in the store of a node, with the number that an earlier catalog gave it
@@ -100,7 +100,7 @@ class Versions:
         return number
 
     def use_number(self, name: str, number: int) -> None:
-        """No version of `name` to come may have this number, or a lower one."""
+        """Keep this number, and all lower ones, from the versions of `name` to come."""
         if number:
             self._tables.run(
                 "INSERT INTO numbers (name, last) VALUES (?, ?)"
@@ -109,7 +109,7 @@ class Versions:
             )
 
     def _publish_number(self, name: str, number: int, lost: bool) -> None:
-        """This was published, and is, or was, the last version of `name`, unless a later one is known."""
+        """Record the last published version of `name`, and whether it was lost, unless a later one is known."""
         self.use_number(name, number)
         self._tables.run(
             "UPDATE numbers SET published = :number, lost = :lost WHERE name = :name AND published <= :number",
@@ -117,7 +117,7 @@ class Versions:
         )
 
     def mark_lost(self, name: str) -> None:
-        """The dataset is there no more, though nobody has dropped or replaced it."""
+        """Record that the dataset is gone, though nobody has dropped or replaced it."""
         self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
 
     def record_removed(self, name: str, removed: Removed) -> None:
@@ -139,7 +139,7 @@ class Versions:
         self._change(row, "committed", why)
 
     def learn(self, one: AnnouncedVersion, own: bool = False) -> None:
-        """A version that was found in a store becomes the dataset, with its number, unless later ones are known.
+        """Make a version that was found in a store the dataset, with its number, unless later ones are known.
 
         The version of a node does not replace one that this catalog has committed: its number may be of another
         catalog, which is lost. That does not go for the `own` store of the catalog, whose versions it has all numbered.
@@ -236,7 +236,7 @@ class Versions:
         return version
 
     def record(self, row: sqlite3.Row) -> VersionRecord:
-        """What a row of the table of versions says, with its parts. Raises CatalogDamaged."""
+        """Return the version in a row of its table, with its parts. Raises CatalogDamaged."""
         self._tables.check("versions", row)
         parts_by_number: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
@@ -262,7 +262,7 @@ class Versions:
         )
 
     def node(self, row: sqlite3.Row) -> NodeRecord:
-        """What a row of the table of nodes says. Raises CatalogDamaged."""
+        """Return the node in a row of its table. Raises CatalogDamaged."""
         self._tables.check("nodes", row)
         return NodeRecord(
             id=row["id"],

@@ -66,7 +66,7 @@ _READ_ONCE = "it is read once for all"  # what a server says of the batches of a
 
 
 class PlannedVersion(NamedTuple):
-    """What a query reads, whatever becomes of the dataset meanwhile. `version` is 0 where the catalog has none."""
+    """The version that a query reads, whatever becomes of the dataset meanwhile; 0 if the catalog has no versions."""
 
     version: int
     lineage_id: str

@@ -128,7 +128,7 @@ class Directory:
         if not known.exists():
             write_atomically(known, secrets.token_hex(8).encode())
         self.id = store_id(self.path)
-        #: What is known of datasets whose last version is gone from here.
+        #: The records of datasets whose last version is gone from here.
         self.numbers = Numbers(self.path / _NUMBERS)
         probe = self.trash / "probe"
         probe.touch(0o600)

@@ -24,11 +24,11 @@ _SPARE_LINES = 1_000  # that the file may have beside one for each dataset, befo
 
 
 class Removed(NamedTuple):
-    """What is known of the versions of a dataset that went from a store.
+    """The versions of a dataset that are no longer in a store.
 
-    - `version`: the last of them that was published; 0 where none was.
-    - `lost`: nobody had dropped or replaced that one. It was evicted, or its memory went with the process.
-    - `used`: the highest number of all. What was prepared under it may never have been published.
+    - `version`: the last of them that was published; 0 if none was.
+    - `lost`: nobody had dropped or replaced that version. It was evicted, or its memory went with the process.
+    - `used`: the highest number of all, also of versions that were prepared and never published.
     """
 
     version: int
@@ -37,11 +37,11 @@ class Removed(NamedTuple):
 
     @classmethod
     def of(cls, version: int, lost: bool, published: bool) -> Removed:
-        """What is known after one version."""
+        """Return the record of one version."""
         return cls(version, lost, version) if published else cls(0, False, version)
 
     def merge(self, other: Removed) -> Removed:
-        """What is known after both, `other` being the later one."""
+        """Combine two records, of which `other` is the later one."""
         last = self if self.version > other.version else other
         return Removed(last.version, last.lost, max(self.used, other.used))
 
@@ -77,19 +77,19 @@ class Numbers:
             _log.warning("%s: line %d cannot be read, and is left out", self._path, self._lines)
 
     def _put(self, name: str, removed: Removed, serial: int) -> bool:
-        """Returns whether that is news."""
+        """Combine a record with the known one. Returns whether that changes it."""
         self.serial = max(self.serial, serial)
         known = self._records.pop(name, None)
         self._records[name] = removed if known is None else known.merge(removed)  # the order tells the oldest
         return self._records[name] != known
 
     def records(self) -> Mapping[str, Removed]:
-        """What is known of each dataset. The number of `ANY_NAME` is used for every dataset that is not there."""
+        """Return the record of each dataset. The number of `ANY_NAME` is used up for all other datasets."""
         return self._records
 
     def record(self, name: str, removed: Removed, serial: int) -> None:
-        """Record a removed version, durably. One that is known already changes nothing. Raises OSError."""
-        if not self._put(name, removed, serial):
+        """Record a removed version, durably. A repeated call changes nothing. Raises OSError."""
+        if not self._put(name, removed, serial) and self._whole:
             return
         if len(self._records) > _MAX_NAMES:
             self._forget()

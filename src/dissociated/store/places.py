@@ -125,7 +125,7 @@ class Places:
         self.put(version, self.directory)
 
     def removed(self) -> dict[str, Removed]:
-        """What is known of the versions of each dataset that went from here, unless later ones are there."""
+        """Return the records of the datasets whose last versions are gone from here."""
         found: dict[str, Removed] = {}
         for directory in self._directories():
             for name, removed in directory.numbers.records().items():
@@ -147,7 +147,7 @@ class Places:
             self.directory.numbers.record(version.name, removal, version.number)
 
     def confirm(self, version: Version) -> None:
-        """Change what is known of a version that is there, for good."""
+        """Write the manifest of a version anew: what is known of it has changed."""
         _, place = self.find(version)
         with store_errors(f"confirming {version.name!r} in {self.directory.path}"):
             if place is self.memfds:
@@ -184,8 +184,8 @@ class Places:
 
     def _take_from(self, place: Place, version: Version, lost: bool = False) -> None:
         files = place.sizes(version)
-        later = [one for one in self.contents.with_name(version.name) if one.version > version.version]
-        superseded = any(self.find(one)[1] is place for one in later)
+        others = (one for one in self.contents.with_name(version.name) if not one.prepared)
+        superseded = any(one.version > version.version and self.find(one)[1] is place for one in others)
         if place is self.memfds and not superseded:
             with suppress(OSError):  # then it counts as lost, as was recorded when it came
                 self._record(version, lost)

@@ -139,7 +139,7 @@ class Store:
             return None if found is None else found[0]
 
     def removed(self) -> Mapping[str, Removed]:
-        """What is known of the versions of each dataset that went, unless later ones are there."""
+        """Return the records of the datasets whose last versions are gone from the store."""
         with self._lock:
             return self._places.removed()
 
