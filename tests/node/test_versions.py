@@ -318,6 +318,35 @@ def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: 
     assert version(cluster.uri, "d")[0::2] == (4, [10])
 
 
+def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(memory: Path) -> None:
+    """Also what lies on another node, before the first has told that it holds the older version no more."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> CatalogService:
+        return CatalogService(uri, database=Database(str(path)))
+
+    with ExitStack() as running:
+        first = catalog()
+        a, b = (
+            running.enter_context(Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+            for name in "ab"
+        )
+        put(a.uri, "d", table(1))
+        first.close()
+        backup = path.read_bytes()
+        first = catalog()
+        put(b.uri, "d", table(2))
+        for node in (a, b):
+            node.service.catalog.reconcile()
+        first.close()
+        path.write_bytes(backup)
+        with closing(catalog()):
+            b.service.catalog.reconcile()
+            assert version(uri, "d")[0::2] == (2, [2])
+            a.service.catalog.reconcile()
+            assert version(uri, "d")[0::2] == (2, [2])
+
+
 # Evicted datasets
 
 

@@ -38,7 +38,8 @@ class CommitRequest:
     """What a writer asks for. `key` tells this commit from every other; `ttl` is in seconds.
 
     With `append` the segments follow those of `previous`, what the dataset is now. One that is not `whole` is
-    published, or not, by a catalog elsewhere. `version` is the number that the catalog gave it.
+    published, or not, by a catalog elsewhere. `version` is the number that the catalog gave it, and
+    `catalog` tells that catalog from all others.
     """
 
     name: str
@@ -51,6 +52,7 @@ class CommitRequest:
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
     version: int = 0
+    catalog: int = 0
 
 
 class Backend(ABC):

@@ -193,6 +193,7 @@ class Catalog(ABC):
                 tags=body.get("tags") or {},
                 ttl=body.get("ttl"),
                 version=int(body.get("version") or 0),
+                catalog=int(body.get("catalog") or 0),
             )
         )
         self.holdings.serve(prepared)

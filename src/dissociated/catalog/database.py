@@ -35,6 +35,11 @@ class Database:
         self._clock = clock
         self._tables = Tables(path)
 
+    @property
+    def id(self) -> int:
+        """Tells this database, and copies of its file, from all others."""
+        return self._tables.id
+
     def close(self) -> None:
         """Close the file."""
         self._tables.close()
@@ -247,7 +252,7 @@ class Database:
         """
         with self._transaction() as versions:
             if not self._is_known(announced) and not versions.is_resolved(announced.key):
-                versions.learn(announced, own=True)
+                versions.learn(announced)
             versions.use_number(announced.name, announced.version)
         return self.version_of(announced.part.id)
 

@@ -106,6 +106,7 @@ class Holdings:
             version.ttl,
             version.before,
             version.version,
+            version.catalog,
         )
 
     def delete_parts(self, parts: Sequence[str]) -> None:

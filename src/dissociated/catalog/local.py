@@ -150,6 +150,7 @@ class LocalCatalog(Catalog):
                 tags=publication.tags,
                 ttl=publication.ttl,
                 version=self._database.next_version(publication.name, append),
+                catalog=self._database.id,
             )
             if [*by_node] == [self.node.id] and self._is_single_part(request):
                 self._commit_local(request, by_node[self.node.id])
@@ -211,6 +212,7 @@ class LocalCatalog(Catalog):
                 "tags": dict(request.tags),
                 "ttl": request.ttl,
                 "version": request.version,
+                "catalog": request.catalog,
             }
             prepared = self.prepare(body) if node == self.node.id else self._members.prepare(nodes[node], body)
             parts.append(replace(part_from_json(prepared["part"]), number=number))

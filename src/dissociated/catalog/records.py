@@ -60,6 +60,8 @@ class AnnouncedVersion:
     before: Sequence[str] = ()
     #: the number that a catalog gave it; 0 where an older library wrote it
     version: int = 0
+    #: tells the database of that catalog from all others
+    catalog: int = 0
 
 
 @dataclass(frozen=True)

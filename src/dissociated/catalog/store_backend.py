@@ -79,6 +79,7 @@ class StoreBackend(Backend):
             tags=request.tags,
             ttl=request.ttl,
             version=request.version,
+            catalog=request.catalog,
             max_metadata=self.max_metadata,
         )
         try:

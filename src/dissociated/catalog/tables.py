@@ -16,6 +16,7 @@ unsettled      the parts that were all of a version and are not any more, until 
 from __future__ import annotations
 
 import logging
+import secrets
 import sqlite3
 import threading
 import zlib
@@ -174,6 +175,8 @@ class Tables:
             self._check_structure()
             self._check_rows()
         self._connection.execute("PRAGMA foreign_keys = ON")
+        #: Tells these tables, and copies of the file, from all others.
+        self.id: int = self._connection.execute("PRAGMA application_id").fetchone()[0]
 
     def _create(self, upgraded: bool = False) -> None:
         """Make the tables, with what is in those of the schema before where they are `upgraded`, at once or not."""
@@ -190,6 +193,7 @@ class Tables:
                 for row in content:
                     run(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", tuple(row))
             run(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            run(f"PRAGMA application_id = {1 + secrets.randbelow((1 << 31) - 1)}")
             run("COMMIT")
         except BaseException:
             self._connection.rollback()

@@ -138,18 +138,19 @@ class Versions:
         why = "it is new" if previous["number"] is None else f"it {verb} version {previous['number']}"
         self._change(row, "committed", why)
 
-    def learn(self, one: AnnouncedVersion, own: bool = False) -> None:
+    def learn(self, one: AnnouncedVersion) -> None:
         """Make a version that was found in a store the dataset, with its number, unless later ones are known.
 
-        The version of a node does not replace one that this catalog has committed: its number may be of another
-        catalog, which is lost. That does not go for the `own` store of the catalog, whose versions it has all numbered.
+        A version that another catalog has numbered does not replace one that this catalog has committed: the other
+        catalog is lost, or was left. The numbers of this catalog may be unknown if its file is from a backup.
         """
         current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", one.name)
         origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
-        committed_here = not own and bool(current) and current[0]["origin"] == Origin.COMMITTED
+        committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
         if one.version:
             sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
-            hidden = committed_here or bool(self._tables.all(sql, one.name, one.version))
+            foreign = committed_here and one.catalog != self._tables.id
+            hidden = foreign or bool(self._tables.all(sql, one.name, one.version))
         else:
             hidden = bool(current) and current[0]["origin"] < origin
         if hidden:

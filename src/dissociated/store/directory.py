@@ -81,6 +81,8 @@ class Version:
     schema: bytes = b""
     #: The number of this version of the dataset, which its catalog gave it; 0 where an older library wrote this.
     version: int = 0
+    #: Tells the database of that catalog from all others.
+    catalog: int = 0
 
 
 class Directory:

@@ -251,11 +251,12 @@ class Store:
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
         version: int = 0,
+        catalog: int = 0,
         max_metadata: int = MAX_METADATA,
     ) -> Version:
         """Make these segments in the staging directory a version of `name`, at once and for good.
 
-        `version` is the number that the catalog gave it; 0 where it will.
+        `version` is the number that the catalog gave it; 0 where it will. `catalog` tells that catalog from all others.
 
         With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
         the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
@@ -269,7 +270,7 @@ class Store:
                 existing = None
             if existing is not None:
                 self._unstage(staged)
-                return self._update(existing, version=version or existing.version)
+                return self._update(existing, version=version, catalog=catalog) if version else existing
             self._quota.check(name)
             previous = self.current(name) if append else None
             paths = [self._staged(one) for one in staged]
@@ -290,6 +291,7 @@ class Store:
                 before=() if previous is None else (*previous.before, previous.key),
                 staged=digest,
                 version=version,
+                catalog=catalog,
             )
             self._places.commit(made, paths, self._quota.copy)
             self._unstage(staged)
