@@ -22,6 +22,7 @@
     │   └── NotPrivate           a directory or file that must be this user's alone is another's, or open to others
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   nobody answers where it should be
+    │   ├── CatalogDamaged       its database is not as it was written
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
     ├── DeviceError              a device fails, or what it holds cannot be used as it is asked for
     │   ├── DeviceNotFound       no such device, or no driver or package for it, also a LookupError
@@ -134,6 +135,10 @@ class CatalogError(DissociatedError):
 
 class CatalogUnreachable(CatalogError):
     """No catalog answers there, or it ended within the call."""
+
+
+class CatalogDamaged(CatalogError):
+    """The database of a catalog is not as it was written."""
 
 
 class DatasetNotFound(CatalogError, KeyError):

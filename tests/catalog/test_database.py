@@ -20,6 +20,7 @@ from dissociated.catalog.database import FOREVER, PREPARE_TIMEOUT, Database
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
 from dissociated.catalog.tables import Tables
 from dissociated.errors import CatalogError, DatasetNotFound
+from dissociated.store.numbers import Removed
 from helpers import case, leaving_nothing, rest_of
 
 A = NodeRecord("a", "host-a", "boot-a", "grpc://a:1", ("shm:///a?want_data=1",))
@@ -190,6 +191,25 @@ def test_what_a_node_published_itself_becomes_known_when_it_registers(database: 
     assert tickets(database, "d") == [b"ticket 2"]
     assert tickets(database, "newer") == [b"ticket n"]
     assert database.unreferenced_parts("a", mine) == ["1"]  # what is merely older than another node's stays
+
+
+def test_a_version_that_a_node_tells_of_is_shown_unless_a_later_one_was_published(database: Database) -> None:
+    def told(name: str, number: int, **options: bool) -> AnnouncedVersion:
+        return replace(announced(name, "d", node="b", **options), version=number, part=part(name, "b", serial=number))
+
+    database.register(A, [replace(told("8", 8, prepared=True), part=part("8"))], "", FOREVER, serial=9)
+    database.register(B, [told("7", 7), told("6", 6)], "", FOREVER, serial=9)
+    assert (tickets(database, "d"), database.find("d").version) == ([b"ticket 7"], 7)
+    database.register(B, [told("7", 7)], "", FOREVER, serial=9, removed={"d": Removed(9, True, 10)})
+    assert database.find("d").version == 7  # that it is gone, only its own node may say
+    database.register(B, [], "", FOREVER, serial=9)
+    with pytest.raises(CatalogError, match="'d' cannot be appended to: version 9 was evicted"):
+        database.next_version("d", append=True)
+    database.register(A, [replace(told("8", 8), part=part("8"))], "", FOREVER, serial=9)
+    assert database.datasets() == []
+    assert database.publish("d", "new", SCHEMA, [part("new")]) == 11
+    database.register(B, [told("12", 12)], "", FOREVER, serial=99)
+    assert (tickets(database, "d"), database.next_version("d")) == ([b"ticket new"], 13)
 
 
 def test_what_a_node_has_lost_is_gone_but_not_what_it_made_since(database: Database) -> None:

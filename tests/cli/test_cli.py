@@ -153,13 +153,13 @@ def test_ls(catalog: str, size: str) -> None:
     assert listed.stdout.splitlines() == [
         "NAME      ROWS     SIZE  COLUMNS  VERSION",
         "flights  1,000        -        2        1",
-        f"planes   1,000  {size}        2        2",
+        f"planes   1,000  {size}        2        1",
     ]
     long = run("ls", "--long", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
     assert long[0].split()[5:] == ["CREATED", "EXPIRES", "HOSTS", "TRANSPORTS", "TAGS"]
     assert "shm tcp" in long[1]
     for one in ("pl*", "planes"):
-        assert run("ls", one, "--catalog", catalog).stdout.split()[5:] == ["planes", "1,000", *size.split(), "2", "2"]
+        assert run("ls", one, "--catalog", catalog).stdout.split()[5:] == ["planes", "1,000", *size.split(), "2", "1"]
     (plain,) = json.loads(run("ls", "--json", f"{catalog}/flights").stdout)
     assert plain["rows"] == 1000
     assert plain["schema"][1] == {"name": "text", "type": "string", "nullable": True}
@@ -169,13 +169,13 @@ def test_ls(catalog: str, size: str) -> None:
 def test_describe_and_versions(catalog: str, size: str) -> None:
     described = run("describe", f"{catalog}/planes", "--long").stdout.splitlines()
     assert described[0] == f"planes: 1,000 rows, {size}"
-    assert re.fullmatch(r"version 2 of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", described[1])
+    assert re.fullmatch(r"version 1 of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", described[1])
     assert described[3:6] == ["COLUMN  TYPE", "n       int64", "text    string"]
     assert described[7].split() == ["PART", "ROWS", "HOSTS", "TRANSPORTS"]
     assert described[10].startswith("shm:///")
     versions = run("versions", "planes", DISSOCIATED_CATALOG=catalog).stdout.splitlines()
     assert versions[0].split() == ["VERSION", "ROWS", "CREATED", "STATE"]
-    assert (versions[1].split()[0], versions[1].split()[-1]) == ("2", "current")
+    assert (versions[1].split()[0], versions[1].split()[-1]) == ("1", "current")
     (told,) = json.loads(run("versions", f"{catalog}/planes", "--json").stdout)
     assert datetime.fromisoformat(told["created"]).tzinfo is not None
 

@@ -93,8 +93,8 @@ def test_what_expires_is_told_and_a_node_that_starts_again_finds_no_news(
         wait_until(lambda: len(told) == 3, "its time is over")
         assert told == [
             ("committed", "kept", 1, "it is new"),
-            ("committed", "short", 2, "it is new"),
-            ("expired", "short", 2, "its time to live is over"),
+            ("committed", "short", 1, "it is new"),
+            ("expired", "short", 1, "its time to live is over"),
         ]
         assert kept(node) == ChangeCounts(committed=2, expired=1)
     told.clear()
@@ -140,7 +140,7 @@ def test_what_goes_to_make_room(tmp_path: Path, told: list[tuple[Any, ...]], pol
         for name in "abc":
             put(node, name, LARGE)
         assert sorted(told) == [
-            *(("committed", name, number, "it is new") for number, name in enumerate("abc", 1)),
+            *(("committed", name, 1, "it is new") for name in "abc"),
             (kind, "a", 1, "the store had to make room"),
         ]
         assert kept(node) == ChangeCounts(**{"committed": 3, kind: 1})

@@ -29,6 +29,7 @@ from dissociated.spark.slices import slices
 from dissociated.spark.types import arrow_schema
 from dissociated.store.store import Store
 from helpers import connections_left, wait_until
+from processes import free_port
 
 from .test_columns import NAMES, values, with_nulls
 from .test_datasource import NATIVE, plain
@@ -240,6 +241,34 @@ def test_a_query_reads_the_version_that_was_planned(spark: SparkSession, tmp_pat
             PySparkException, match=r"was replaced or dropped after this DataFrame was planned. Load it again"
         ):
             df.collect()
+
+
+def test_a_dataframe_reads_its_version_or_none_after_a_restart(spark: SparkSession, tmp_path: Path) -> None:
+    """Its number is another version's, of a node with another store; and no other's in its own store."""
+    uri = f"grpc://127.0.0.1:{free_port()}"
+
+    def node(store: str) -> Node:
+        return Node(Store(tmp_path / store), ["shm:"], flight=uri)
+
+    with node("store"):
+        publish(spark.range(0, 10, numPartitions=1), "data", uri)
+        publish(spark.range(0, 100, numPartitions=2), "data", uri)
+        df = read(spark, "data", uri, partitions=2)
+        assert [row.id for row in df.collect()] == [*range(100)]
+    with node("store"):
+        assert [row.id for row in df.collect()] == [*range(100)]
+    with node("another store"), dis.connect(uri) as client:
+        for first in (1000, 2000):
+            publish(spark.range(first, first + 100, numPartitions=2), "data", uri)
+        assert client["data"].version == 2
+        with pytest.raises(PySparkException, match="version 2 of 'data' is gone"):
+            df.collect()
+    with node("store"), dis.connect(uri) as client:
+        publish(spark.range(3000, 3100, numPartitions=2), "data", uri)
+        assert client["data"].version == 3
+        with pytest.raises(PySparkException, match="version 2 of 'data' is gone"):
+            df.collect()
+        assert [row.id for row in read(spark, "data", uri).collect()] == [*range(3000, 3100)]
 
 
 def test_what_is_being_read_may_be_replaced(spark: SparkSession, server: dis.Server, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def planned(sidecar: Sidecar, node: Node, **sizes: Any) -> Any:
     described = sidecar.describe(options)
     schema = described["schema"]
     columns = json.dumps({**json.loads(schema), "fields": json.loads(schema)["fields"][:1]})
-    return sidecar.plan(options, schema, columns, described["version"], [], **{"share": 0.5, "tasks": 1, **sizes})
+    planned = described["version"], described["lineage"]
+    return sidecar.plan(options, schema, columns, *planned, [], **{"share": 0.5, "tasks": 1, **sizes})
 
 
 def test_what_lies_in_the_store_is_told_where_it_lies_and_not_copied(node: Node, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_requests_are_utf_8_whatever_the_encoding_of_the_machine(node: Node) -> 
 def opened(sidecar: Sidecar, **options: str) -> int:
     described = sidecar.describe(options)
     schema = described["schema"]
-    plan = sidecar.plan(options, schema, schema, described["version"], [], 1.0, 1)
+    plan = sidecar.plan(options, schema, schema, described["version"], described["lineage"], [], 1.0, 1)
     (partition,) = plan["partitions"]
     return int(sidecar.open(plan["reader"], partition["what"], direct=True)["stream"])
 

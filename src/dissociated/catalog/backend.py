@@ -19,6 +19,7 @@ from dissociated.codec.options import WriteOptions
 from dissociated.datasets.base import Dataset
 from dissociated.errors import CatalogError, StoreError
 from dissociated.store.directory import SetAside, Version
+from dissociated.store.numbers import Removed
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 
@@ -37,7 +38,8 @@ class CommitRequest:
     """What a writer asks for. `key` tells this commit from every other; `ttl` is in seconds.
 
     With `append` the segments follow those of `previous`, what the dataset is now. One that is not `whole` is
-    published, or not, by a catalog elsewhere.
+    published, or not, by a catalog elsewhere. `version` is the number that the catalog gave it, and
+    `catalog` tells that catalog from all others.
     """
 
     name: str
@@ -49,6 +51,8 @@ class CommitRequest:
     previous: Dataset | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     ttl: float | None = None
+    version: int = 0
+    catalog: int = 0
 
 
 class Backend(ABC):
@@ -108,6 +112,10 @@ class Backend(ABC):
         """See Store.named."""
         return []
 
+    def removed(self) -> Mapping[str, Removed]:
+        """See Store.removed."""
+        return {}
+
     def unconfirmed(self) -> list[Version]:
         """See Store.prepared."""
         return []
@@ -149,8 +157,11 @@ class Backend(ABC):
         self.remove([id])
 
     @abstractmethod
-    def confirm(self, published: Mapping[str, bool]) -> None:
-        """What was prepared under these has been published, as a whole dataset or as a part of one."""
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
+        """What was prepared under these has been published, as a whole dataset or as a part of one.
+
+        `numbers` are those of the versions that had none.
+        """
 
     @abstractmethod
     def sweep(self) -> None:
@@ -192,7 +203,7 @@ class NoBackend(Backend):
 
     def remove(self, ids: Iterable[str]) -> None: ...
 
-    def confirm(self, published: Mapping[str, bool]) -> None: ...
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None: ...
 
     def sweep(self) -> None: ...
 

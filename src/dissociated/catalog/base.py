@@ -192,6 +192,8 @@ class Catalog(ABC):
                 whole=False,
                 tags=body.get("tags") or {},
                 ttl=body.get("ttl"),
+                version=int(body.get("version") or 0),
+                catalog=int(body.get("catalog") or 0),
             )
         )
         self.holdings.serve(prepared)

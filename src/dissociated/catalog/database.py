@@ -13,9 +13,10 @@ from contextlib import contextmanager
 
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.catalog.tables import Tables
-from dissociated.catalog.versions import Versions, node_of
+from dissociated.catalog.versions import Versions
 from dissociated.errors import CatalogError, DatasetNotFound
 from dissociated.monitoring.changes import Change
+from dissociated.store.numbers import Removed
 
 #: Seconds after which a part that was prepared for a commit which never came is released.
 PREPARE_TIMEOUT = 600.0
@@ -36,6 +37,11 @@ class Database:
         self._clock = clock
         self._tables = Tables(path)
 
+    @property
+    def id(self) -> int:
+        """Tells this database, and copies of its file, from all others."""
+        return self._tables.id
+
     def close(self) -> None:
         """Close the file."""
         self._tables.close()
@@ -53,16 +59,23 @@ class Database:
     # Nodes
 
     def register(
-        self, node: NodeRecord, announced: Sequence[AnnouncedVersion], digest: str, lives_until: float, serial: int = 0
+        self,
+        node: NodeRecord,
+        announced: Sequence[AnnouncedVersion],
+        digest: str,
+        lives_until: float,
+        serial: int = 0,
+        removed: Mapping[str, Removed] | None = None,
     ) -> None:
         """A node says who it is and everything that it holds, of the parts with serials up to `serial`.
 
         What it does not hold any more is gone. What it published itself and this catalog does not know yet becomes a
-        dataset, unless one of that name was published later.
+        dataset, unless later versions of that are known. `removed` says which versions of each dataset are gone there.
         """
         with self._transaction() as versions:
             self._tables.run(
-                "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET host = excluded.host,"
+                "INSERT INTO nodes (id, host, boot_id, flight, locations, seen, lives_until, digest)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET host = excluded.host,"
                 " boot_id = excluded.boot_id, flight = excluded.flight, locations = excluded.locations,"
                 " seen = excluded.seen, lives_until = excluded.lives_until, digest = excluded.digest",
                 (
@@ -80,24 +93,23 @@ class Database:
             for row in self._tables.all("SELECT id FROM parts WHERE node = ? AND serial <= ?", node.id, serial):
                 if row["id"] not in present:
                     versions.remove_missing(row["id"], node.host)
+            self._record_removed(versions, removed or {})
             self._record_announced(versions, announced)
             versions.expire(versions.now)
 
+    def _record_removed(self, versions: Versions, removed: Mapping[str, Removed]) -> None:
+        """Record versions that are gone from a node."""
+        for name, last in removed.items():
+            versions.record_removed(name, last)
+
     def _record_announced(self, versions: Versions, announced: Sequence[AnnouncedVersion]) -> None:
         """A node holds these."""
-        for one in sorted(announced, key=lambda one: one.created):
-            if one.prepared:
-                continue
+        for one in sorted(announced, key=lambda one: (one.version, one.part.serial)):
             if not one.whole:
                 self._tables.run("DELETE FROM unsettled WHERE part = ?", (one.part.id,))
-            elif one.schema and not self._is_known(one):
-                newer = self._tables.all(
-                    "SELECT 1 FROM versions WHERE name = ? AND replaced IS NULL AND created > ?", one.name, one.created
-                )
-                if not newer:
-                    versions.publish(
-                        one.name, one.key, False, one.schema, [one.part], one.tags, one.ttl, one.created, one.before
-                    )
+            elif one.schema and not one.prepared and not self._is_known(one):
+                versions.learn(one)
+            versions.use_number(one.name, one.version)
 
     def _is_known(self, one: AnnouncedVersion) -> bool:
         return bool(
@@ -146,7 +158,7 @@ class Database:
     def nodes(self) -> list[NodeRecord]:
         """Every node that ever registered."""
         with self._transaction() as versions:
-            return [node_of(row, versions.now) for row in self._tables.all("SELECT * FROM nodes ORDER BY id")]
+            return [versions.node(row) for row in self._tables.all("SELECT * FROM nodes ORDER BY id")]
 
     def unreferenced_parts(self, node: str, announced: Sequence[AnnouncedVersion] = ()) -> list[str]:
         """The parts of a node that no version has any more, or that were prepared for a commit that never came."""
@@ -203,13 +215,15 @@ class Database:
         ttl: float | None = None,
         created: float | None = None,
         before: Sequence[str] = (),
+        version: int | None = None,
     ) -> int:
         """Make these parts the dataset `name`, or with `append` more of it. A repeated `key` changes nothing.
 
         `created` is when that was, if not now; `ttl` counts from then. `before` are the keys of commits that these
-        parts have in them too, the first one first: they are not repeated either.
-        Returns the number of the version. Raises CatalogError for parts of unknown nodes, and for another schema than
-        that of what is appended to.
+        parts have in them too, the first one first: they are not repeated either. `version` is the number that
+        `next_version` gave for it; left out, it is the next now.
+        Returns the number of the version. Raises CatalogError for parts of unknown nodes, for another schema than that
+        of what is appended to, and for an append to what was lost.
         """
         with self._transaction() as versions:
             committed = self._tables.all("SELECT version FROM commits WHERE key = ?", key)
@@ -217,19 +231,48 @@ class Database:
                 return int(committed[0]["version"])
             if versions.is_resolved(key):
                 raise CatalogError(f"what was to be published as {name!r} has been aborted: write it again")
-            version = versions.publish(
-                name, key, append, schema, parts, tags or {}, ttl, created or versions.now, before
+            number = versions.next_number(name, append) if version is None else version
+            id = versions.publish(
+                name, number, key, append, schema, parts, tags or {}, ttl, created or versions.now, before
             )
-            if created is None:
-                versions.record_commit(version, append or bool(before))
-            versions.expire(created or versions.now)
-            return version
+            versions.record_commit(id, append or bool(before))
+            versions.expire(versions.now)
+            return number
+
+    def next_version(self, name: str, append: bool = False) -> int:
+        """Take the number of a version that is about to be written: it is used up, whatever becomes of that.
+
+        Raises CatalogError for an append to what was lost: it would be all that there is.
+        """
+        with self._transaction() as versions:
+            return versions.next_number(name, append)
+
+    def learn(self, announced: AnnouncedVersion) -> int | None:
+        """Make a version in the store of this process the dataset, unless it is known, aborted, replaced or dropped.
+
+        It keeps its number. Returns the number of the version where it is shown.
+        """
+        with self._transaction() as versions:
+            if not self._is_known(announced) and not versions.is_resolved(announced.key):
+                versions.learn(announced)
+            versions.use_number(announced.name, announced.version)
+        return self.version_of(announced.part.id)
+
+    def record_removed(self, removed: Mapping[str, Removed]) -> None:
+        """Record versions that are gone from the store of this process: see `register`."""
+        with self._transaction() as versions:
+            self._record_removed(versions, removed)
 
     def version_of(self, part: str) -> int | None:
         """The number of the latest version that has this part."""
+        return self.versions_of([part]).get(part)
+
+    def versions_of(self, parts: Iterable[str]) -> dict[str, int]:
+        """Return the number of the latest version that has each of these parts, if there is one."""
         with self._transaction():
-            (row,) = self._tables.all("SELECT max(version) AS version FROM version_parts WHERE part = ?", part)
-            return None if row["version"] is None else int(row["version"])
+            sql = "SELECT number FROM versions WHERE id = (SELECT max(version) FROM version_parts WHERE part = ?)"
+            found = {part: self._tables.all(sql, part) for part in parts}
+            return {part: int(rows[0]["number"]) for part, rows in found.items() if rows}
 
     def committed(self, key: str) -> int | None:
         """The number of the version that was committed with this key, whatever became of it."""
@@ -258,12 +301,9 @@ class Database:
     def datasets(self, prefix: str = "", tags: Mapping[str, str] | None = None) -> list[VersionRecord]:
         """The datasets whose names begin with `prefix` and that have all of `tags`, by name."""
         with self._transaction() as versions:
-            rows = [
-                row
-                for row in self._tables.all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
-                if row["name"].startswith(prefix) and (tags or {}).items() <= json.loads(row["tags"]).items()
-            ]
-            return [versions.record(row) for row in rows]
+            rows = self._tables.all("SELECT * FROM versions WHERE replaced IS NULL ORDER BY name")
+            found = (versions.record(row) for row in rows if row["name"].startswith(prefix))
+            return [record for record in found if (tags or {}).items() <= record.tags.items()]
 
     def find(self, name: str, version: int | None = None, retain: float = 0.0) -> VersionRecord:
         """The dataset `name`, or a version of it that is still there. Raises DatasetNotFound.
@@ -274,7 +314,7 @@ class Database:
             if version is None:
                 rows = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
             else:
-                rows = self._tables.all("SELECT * FROM versions WHERE name = ? AND id = ?", name, version)
+                rows = self._tables.all("SELECT * FROM versions WHERE name = ? AND number = ?", name, version)
             if not rows:
                 which = f"no dataset {name!r}" if version is None else f"no version {version} of the dataset {name!r}"
                 raise DatasetNotFound(f"{which} is published here")
@@ -284,7 +324,7 @@ class Database:
     def versions(self, name: str) -> list[VersionRecord]:
         """All versions of `name` that can still be read, the oldest first."""
         with self._transaction() as versions:
-            rows = self._tables.all("SELECT * FROM versions WHERE name = ? ORDER BY id", name)
+            rows = self._tables.all("SELECT * FROM versions WHERE name = ? ORDER BY number", name)
             return [versions.record(row) for row in rows]
 
     def find_by_ticket(self, ticket: bytes, retain: float = 0.0) -> tuple[VersionRecord, ReplicatedPart]:

@@ -105,6 +105,8 @@ class Holdings:
             version.tags,
             version.ttl,
             version.before,
+            version.version,
+            version.catalog,
         )
 
     def delete_parts(self, parts: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from dissociated.errors import AccessDenied, CatalogError, DatasetNotFound
 from dissociated.monitoring.status import DatasetStatus, NodeStatus, ServerStatus
 from dissociated.protocol.request import parse_identifier
 from dissociated.store.directory import Version
+from dissociated.store.numbers import Removed
 
 
 class LocalCatalog(Catalog):
@@ -47,7 +48,7 @@ class LocalCatalog(Catalog):
         self._database = database
         self._database.on_change = holdings.activity.changes.add
         self._publishing = threading.Lock()
-        self._latest: dict[str, float] = {}  # while the store is read: when a name was published last
+        self._latest: dict[str, Version] = {}  # while the store is read: what was published last of each name
         self._listing = Listing(holdings)
         self._members = Members(database, node, security)
         if self._backend.has_stage:
@@ -110,7 +111,8 @@ class LocalCatalog(Catalog):
     def record_publication(self, dataset: Dataset) -> None:
         part = Part(secrets.token_hex(8), self.node.id, dataset.ticket, dataset.rows, dataset.nbytes)
         self._registry.assign_part(part.id, dataset)
-        self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part])
+        with self._publishing:
+            self._database.publish(dataset.name, part.id, schemas.serialize(dataset.schema), [part])
         self._clean_up(self._delete_unreferenced)
 
     def drop(self, name: str) -> None:
@@ -141,9 +143,6 @@ class LocalCatalog(Catalog):
     def commit(self, body: Mapping[str, Any]) -> None:
         publication, key, segments = self._parse_commit(body)
         schema = schemas.from_base64(body["schema"])
-        request = CommitRequest(
-            publication.name, key, [], schema, publication.mode == "append", tags=publication.tags, ttl=publication.ttl
-        )
         by_node: dict[str, list[str]] = {}
         for node, segment in segments:
             by_node.setdefault(node, []).extend([segment] if segment else [])  # a node without one has no rows
@@ -155,6 +154,14 @@ class LocalCatalog(Catalog):
                 raise CatalogError(f"what was to be published as {publication.name!r} has been aborted: write it again")
             if not by_node:
                 by_node[self._own_node_id()] = []
+            append = publication.mode == "append"
+            request = CommitRequest(
+                *(publication.name, key, [], schema, append),
+                tags=publication.tags,
+                ttl=publication.ttl,
+                version=self._database.next_version(publication.name, append),
+                catalog=self._database.id,
+            )
             if [*by_node] == [self.node.id] and self._is_single_part(request):
                 self._commit_local(request, by_node[self.node.id])
             else:
@@ -196,23 +203,19 @@ class LocalCatalog(Catalog):
                 self._backend.refuse(prepared.id)
             raise
 
-    def _publish(
-        self,
-        described: CommitRequest | Version,
-        prepared: Prepared,
-        before: Sequence[str],
-        created: float | None = None,
-    ) -> None:
-        """What is prepared here is all of the dataset that this describes. See `Database.publish`."""
+    def _publish(self, request: CommitRequest, prepared: Prepared, before: Sequence[str]) -> None:
+        """Publish a part of this node as all of the dataset that `request` describes. See `Database.publish`."""
+        stored = self._backend.version(prepared.id)
         self._database.publish(
-            described.name,
-            described.key,
+            request.name,
+            request.key,
             schemas.serialize(prepared.dataset.schema),
             [self.holdings.describe_part(prepared)],
-            tags=described.tags,
-            ttl=described.ttl,
-            created=created,
+            tags=request.tags,
+            ttl=request.ttl,
+            created=None if stored is None else stored.created,  # as after a restart
             before=before,
+            version=request.version,
         )
 
     def _commit_distributed(self, request: CommitRequest, by_node: Mapping[str, Sequence[str]]) -> None:
@@ -228,6 +231,8 @@ class LocalCatalog(Catalog):
                 "schema": schemas.to_base64(request.schema),
                 "tags": dict(request.tags),
                 "ttl": request.ttl,
+                "version": request.version,
+                "catalog": request.catalog,
             }
             prepared = self.prepare(body) if node == self.node.id else self._members.prepare(nodes[node], body)
             parts.append(replace(part_from_json(prepared["part"]), number=number))
@@ -242,6 +247,7 @@ class LocalCatalog(Catalog):
             append=request.append,
             tags=request.tags,
             ttl=request.ttl,
+            version=request.version,
         )
         self._clean_up(self._confirm)
 
@@ -278,7 +284,11 @@ class LocalCatalog(Catalog):
             )
         announced = [announced_from_json(one) for one in body["parts"]]
         until = time.time() + float(body["lives"])
-        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]))
+        removed = {
+            str(name): Removed(int(version), bool(lost), int(used))
+            for name, (version, lost, used) in body.get("numbers", {}).items()
+        }
+        self._database.register(node, announced, str(body["digest"]), until, int(body["serial"]), removed)
         return self._node_reply(node.id, announced)
 
     def heartbeat(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,8 +306,10 @@ class LocalCatalog(Catalog):
 
     def _node_reply(self, node: str, announced: Sequence[AnnouncedVersion]) -> dict[str, Any]:
         """What a node should know of what it has told: which of that is published, and what of all it may forget."""
+        unnumbered = [one.part.id for one in announced if not one.version]
         return {
             "wanted": self._database.referenced_parts(node, [one.part.id for one in announced]),
+            "numbers": self._database.versions_of(unnumbered),
             "unwanted": self._database.unreferenced_parts(node, announced),
         }
 
@@ -307,19 +319,24 @@ class LocalCatalog(Catalog):
     # Time
 
     def start(self) -> None:
-        self._latest = {version.name: version.created for version in self._backend.versions()}
+        self._database.record_removed(self._backend.removed())
+        self._latest = {one.name: one for one in self._backend.versions() if one.whole and not one.prepared}
         super().start()
         self._latest.clear()
         self._delete_unreferenced()
 
     def _restore(self, version: Version, prepared: Prepared) -> None:
         if not version.whole or version.prepared:
+            self._database.record_removed({version.name: Removed.of(version.version, lost=False, published=False)})
             return
         if any(one.replaces(version) for one in self._backend.set_aside()):
             raise CatalogError("a later version of it is set aside, and must not be taken for this one")
-        self._publish(version, prepared, version.before, version.created)
-        replaced = self._latest[version.name]
-        if replaced > version.created and replaced + self.retain > time.time():
+        (described,) = self.holdings.describe_versions([version])
+        number = self._database.learn(described)
+        if number is not None and not version.version:
+            self._backend.confirm({version.id: True}, {version.id: number})
+        latest = self._latest[version.name]
+        if latest.id != version.id and latest.created + self.retain > time.time():
             with suppress(DatasetNotFound):  # its time to live is over
                 self._database.find(version.name, retain=self.retain)
 

@@ -206,13 +206,20 @@ class Client(CatalogClient):
     def _describe_again(self, info: DatasetInfo) -> DatasetInfo:
         if not info.version:  # the catalog is somebody else's: what it has given is all there is to know
             return info
+        return self.describe_version(info.name, info.version, info.lineage_id)
+
+    def describe_version(self, name: str, version: int, lineage_id: str) -> DatasetInfo:
+        """Describe a version once more.
+
+        Raises DatasetNotFound where it is gone, also where another catalog there has a version of that number.
+        """
         with suppress(DatasetNotFound):
-            current = self.describe(info.name, info.version)
-            if (current.created, current.lineage_id) == (info.created, info.lineage_id):  # not of another server there
+            current = self.describe(name, version)
+            if current.lineage_id == lineage_id:
                 return current
         raise DatasetNotFound(
-            f"version {info.version} of {info.name!r} is gone: it was replaced or dropped, and is kept no longer. "
-            "refresh() gives a handle on what is there now"
+            f"version {version} of {name!r} is gone: it was replaced, dropped or evicted, and is kept no longer. Look "
+            "the dataset up again, or refresh() a handle, for the version that is there now"
         )
 
     def read_endpoint(

@@ -58,6 +58,10 @@ class AnnouncedVersion:
     ttl: float | None = None
     #: the keys of the commits that this one was appended to
     before: Sequence[str] = ()
+    #: the number that a catalog gave it; 0 where an older library wrote it
+    version: int = 0
+    #: tells the database of that catalog from all others
+    catalog: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class ReplicatedPart:
 @dataclass(frozen=True)
 class VersionRecord:
     """One version of a dataset. Times are seconds since the epoch.
+
+    `version` is its number, counted for each dataset from 1. No number is used twice.
 
     `lineage_id` is the key of the commit that began the lineage. All versions of a lineage have it, and begin with the
     same rows. `current` says whether no other version has replaced it.

@@ -45,7 +45,7 @@ class StageBackend(Backend):
     def remove(self, ids: Iterable[str]) -> None:
         pass  # nothing has a name here: it goes with its dataset
 
-    def confirm(self, published: Mapping[str, bool]) -> None:
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
         pass  # nothing here outlives the catalog's knowledge of it
 
     def sweep(self) -> None:

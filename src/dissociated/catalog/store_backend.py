@@ -17,6 +17,7 @@ from dissociated.datasets.registry import Registry
 from dissociated.datasets.static import SegmentsDataset, StoredDataset
 from dissociated.errors import DatasetNotFound, DissociatedError, SourceError, StoreError, StoreFull
 from dissociated.store.directory import SetAside, Version
+from dissociated.store.numbers import Removed
 from dissociated.store.places import Usage
 from dissociated.store.segment import SegmentWriter
 from dissociated.store.store import Store
@@ -81,12 +82,14 @@ class StoreBackend(Backend):
             prepared=not request.whole,
             tags=request.tags,
             ttl=request.ttl,
+            version=request.version,
+            catalog=request.catalog,
             max_metadata=self.max_metadata,
         )
         try:
             self._open_version(version)  # nothing is published that nobody could read
         except DissociatedError:
-            if version != committed:
+            if committed is None or version.id != committed.id:
                 self.refuse(version.id)
             raise
         self._refused.discard(version.id)
@@ -128,6 +131,9 @@ class StoreBackend(Backend):
 
     def named(self, name: str) -> list[Version]:
         return self._store.named(name)
+
+    def removed(self) -> Mapping[str, Removed]:
+        return self._store.removed()
 
     def unconfirmed(self) -> list[Version]:
         return self._store.prepared()
@@ -172,11 +178,11 @@ class StoreBackend(Backend):
             _log.warning("removing a refused version failed, it is tried again: version=%s error=%s", id, str(error))
             self._refused.add(id)
 
-    def confirm(self, published: Mapping[str, bool]) -> None:
+    def confirm(self, published: Mapping[str, bool], numbers: Mapping[str, int] | None = None) -> None:
         for id, whole in published.items():
             version = self._store.version(id)
             if version is not None:
-                self._store.confirm(version, whole)
+                self._store.confirm(version, whole, (numbers or {}).get(id, 0))
 
     def sweep(self) -> None:
         self._store.sweep()

@@ -148,6 +148,7 @@ class UpstreamCatalog(Catalog):
                 changes,
                 node=node_to_json(self.node),
                 parts=self._announced_to_json(versions),
+                numbers={name: [*removed] for name, removed in self._backend.removed().items()},
                 serial=serial,
                 guarded=self.security.authorize is not None,
                 signs=self._registry.tickets.fingerprint(),
@@ -160,7 +161,7 @@ class UpstreamCatalog(Catalog):
         if not reply.get("known", True):
             return False
         self._digest, self._reported_changes = digest, changes
-        self._backend.confirm(reply.get("wanted", {}))
+        self._backend.confirm(reply.get("wanted", {}), reply.get("numbers", {}))
         if reply["unwanted"]:
             self.holdings.delete_parts(reply["unwanted"])
         return True

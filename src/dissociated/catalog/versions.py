@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
-from dissociated.catalog.records import NodeRecord, Part, ReplicatedPart, VersionRecord
+from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part, ReplicatedPart, VersionRecord
 from dissociated.catalog.schemas import deserialize
 from dissociated.catalog.tables import Tables
 from dissociated.codec.difference import schema_difference
 from dissociated.errors import CatalogError
 from dissociated.monitoring.changes import Change
+from dissociated.store.numbers import ANY_NAME, Removed
+
+_log = logging.getLogger(__name__)
 
 #: The versions of which this part has no other copy.
 _SOLE_COPY = (
@@ -21,6 +26,14 @@ _SOLE_COPY = (
     " AND other.part != mine.part))"
 )
 _COMMIT_KEY_TTL = 30 * 86_400.0  # seconds for which the key of a commit is known
+
+
+class Origin(IntEnum):
+    """How a catalog came to know of a version. A found version never replaces one with a lower origin."""
+
+    COMMITTED = 0  # it has published it itself
+    FOUND = 1  # in the store of a node, with the number that an earlier catalog gave it
+    FOUND_WITHOUT_NUMBER = 2  # there, written by an older library
 
 
 class Versions:
@@ -46,10 +59,12 @@ class Versions:
         for row in self._tables.all(f"SELECT * FROM versions WHERE {condition} ORDER BY +id", *values):
             outcome = (kind, why) if row["replaced"] is None else ("retired", "it was replaced, and kept no longer")
             self._change(row, *outcome)
+            if outcome[0] == "evicted":
+                self.mark_lost(row["name"])
         self._tables.run(f"DELETE FROM versions WHERE {condition}", values)
 
     def _change(self, version: sqlite3.Row, kind: str, why: str) -> None:
-        change = Change(kind, version["name"], version["id"], version["rows"], version["nbytes"], why)
+        change = Change(kind, version["name"], version["number"], version["rows"], version["nbytes"], why)
         self.changes.append(change)
 
     def remove_missing(self, part: str, host: str) -> None:
@@ -59,21 +74,101 @@ class Versions:
 
     def delete_part(self, part: str) -> None:
         """A part is gone; what has no other copy of it is gone with it."""
+        for row in self._tables.all(f"SELECT name FROM versions WHERE replaced IS NULL AND {_SOLE_COPY}", part):
+            self.mark_lost(row["name"])
         self._tables.run(f"DELETE FROM versions WHERE {_SOLE_COPY}", (part,))
         self._tables.run("DELETE FROM parts WHERE id = ?", (part,))
+
+    # The numbers of versions
+
+    def next_number(self, name: str, append: bool) -> int:
+        """See `Database.next_version`."""
+        known = self._tables.run(
+            "SELECT coalesce((SELECT last FROM numbers WHERE name = :name),"
+            " (SELECT last FROM numbers WHERE name = :any), 0) AS last,"
+            " (SELECT published FROM numbers WHERE name = :name AND lost AND NOT EXISTS"
+            " (SELECT 1 FROM versions WHERE versions.name = :name AND replaced IS NULL)) AS lost",
+            {"name": name, "any": ANY_NAME},
+        ).fetchone()
+        if append and known["lost"] is not None:
+            raise CatalogError(
+                f"{name!r} cannot be appended to: version {known['lost']} was evicted, or its memory went with its "
+                "node, and what is appended would be all of it. Put all of it again, with the mode overwrite"
+            )
+        number = int(known["last"]) + 1
+        self.use_number(name, number)
+        return number
+
+    def use_number(self, name: str, number: int) -> None:
+        """Keep this number, and all lower ones, from the versions of `name` to come."""
+        if number:
+            self._tables.run(
+                "INSERT INTO numbers (name, last) VALUES (?, ?)"
+                " ON CONFLICT (name) DO UPDATE SET last = excluded.last WHERE excluded.last > last",
+                (name, number),
+            )
+
+    def _publish_number(self, name: str, number: int, lost: bool) -> None:
+        """Record the last published version of `name`, and whether it was lost, unless a later one is known."""
+        self.use_number(name, number)
+        self._tables.run(
+            "UPDATE numbers SET published = :number, lost = :lost WHERE name = :name AND published <= :number",
+            {"name": name, "number": number, "lost": lost},
+        )
+
+    def mark_lost(self, name: str) -> None:
+        """Record that the dataset is gone, though nobody has dropped or replaced it."""
+        self._tables.run("UPDATE numbers SET lost = 1 WHERE name = ?", (name,))
+
+    def record_removed(self, name: str, removed: Removed) -> None:
+        """See `Database.record_removed`."""
+        self.use_number(name, removed.used)
+        known = self._tables.all("SELECT 1 FROM numbers WHERE name = ? AND published >= ?", name, removed.version)
+        if not known or removed.lost:
+            self._publish_number(name, removed.version, removed.lost)
+
+    # Publishing
 
     def record_commit(self, version: int, append: bool) -> None:
         """A version was committed just now, and not only learnt of."""
         (row,) = self._tables.all("SELECT * FROM versions WHERE id = ?", version)
-        sql = "SELECT max(id) AS id FROM versions WHERE name = ? AND id < ?"
-        (previous,) = self._tables.all(sql, row["name"], version)
+        sql = "SELECT max(number) AS number FROM versions WHERE name = ? AND number < ?"
+        (previous,) = self._tables.all(sql, row["name"], row["number"])
         verb = "appends to" if append else "replaces"
-        why = "it is new" if previous["id"] is None else f"it {verb} version {previous['id']}"
+        why = "it is new" if previous["number"] is None else f"it {verb} version {previous['number']}"
         self._change(row, "committed", why)
+
+    def learn(self, one: AnnouncedVersion) -> None:
+        """Make a version that was found in a store the dataset, with its number, unless later ones are known.
+
+        A version that another catalog has numbered does not replace one that this catalog has committed: the other
+        catalog is lost, or was left. The numbers of this catalog may be unknown if its file is from a backup.
+        """
+        current = self._tables.all("SELECT origin FROM versions WHERE name = ? AND replaced IS NULL", one.name)
+        origin = Origin.FOUND if one.version else Origin.FOUND_WITHOUT_NUMBER
+        committed_here = bool(current) and current[0]["origin"] == Origin.COMMITTED
+        if one.version:
+            sql = "SELECT 1 FROM numbers WHERE name = ? AND published >= ?"
+            foreign = committed_here and one.catalog != self._tables.id
+            hidden = foreign or bool(self._tables.all(sql, one.name, one.version))
+        else:
+            hidden = bool(current) and current[0]["origin"] < origin
+        if hidden:
+            _log.warning(
+                "a version in a store is not shown, since later ones are known: dataset=%r version=%d node=%s part=%s",
+                *(one.name, one.version, one.part.node, one.part.id),
+            )
+            return
+        number = one.version or self.next_number(one.name, append=False)
+        part = [one.part]
+        self.publish(
+            one.name, number, one.key, False, one.schema, part, one.tags, one.ttl, one.created, one.before, origin
+        )
 
     def publish(
         self,
         name: str,
+        number: int,
         key: str,
         append: bool,
         schema: bytes,
@@ -82,9 +177,11 @@ class Versions:
         ttl: float | None,
         created: float,
         keys: Sequence[str] = (),
+        origin: Origin = Origin.COMMITTED,
     ) -> int:
-        """See `Database.publish`, whose `before` are `keys`. Raises CatalogError."""
+        """See `Database.publish`, whose `before` are `keys`. Returns the id of the row. Raises CatalogError."""
         run = self._tables.run
+        self._publish_number(name, number, lost=False)
         current = self._tables.all("SELECT * FROM versions WHERE name = ? AND replaced IS NULL", name)
         previous = current[0] if current else None
         rows, nbytes = _sum_known(part.rows for part in parts), _sum_known(part.nbytes for part in parts)
@@ -105,9 +202,9 @@ class Versions:
                 condition = "id IN (SELECT version FROM version_parts WHERE part = ?)"
                 self.remove("retired", "what replaced it has the same ticket", condition, other["id"])
         version = run(
-            "INSERT INTO versions (name, schema, rows, nbytes, tags, created, expires, began)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (name, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, lineage_id),
+            "INSERT INTO versions (name, number, schema, rows, nbytes, tags, created, expires, began, origin)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (name, number, schema, rows, nbytes, json.dumps(dict(tags)), created, expires, lineage_id, origin),
         ).lastrowid
         assert version is not None
         first = 0
@@ -126,29 +223,31 @@ class Versions:
         for part in parts:
             try:
                 run(
-                    "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                    "INSERT INTO parts (id, node, ticket, rows, nbytes, serial) VALUES (?, ?, ?, ?, ?, ?)"
+                    " ON CONFLICT (id) DO NOTHING",
                     (part.id, part.node, part.ticket, part.rows, part.nbytes, part.serial),
                 )
             except sqlite3.IntegrityError:
                 raise CatalogError(f"no node {part.node!r} has registered at this catalog") from None
             run("INSERT INTO version_parts VALUES (?, ?, ?)", (version, first + part.number, part.id))
         for one in (*keys, key):
-            run("INSERT OR IGNORE INTO commits VALUES (?, ?, ?)", (one, version, created))
+            run("INSERT OR IGNORE INTO commits (key, version, at) VALUES (?, ?, ?)", (one, number, created))
         for table in ("commits", "aborts"):
             run(f"DELETE FROM {table} WHERE at < ?", (created - _COMMIT_KEY_TTL,))
         return version
 
     def record(self, row: sqlite3.Row) -> VersionRecord:
-        """What a row of the table of versions says, with its parts."""
+        """Return the version in a row of its table, with its parts. Raises CatalogDamaged."""
+        self._tables.check("versions", row)
         parts_by_number: dict[int, tuple[sqlite3.Row, list[NodeRecord]]] = {}
         for part in self._tables.all(
             "SELECT number, ticket, rows, nodes.* FROM version_parts JOIN parts ON part = parts.id"
             " JOIN nodes ON node = nodes.id WHERE version = ? ORDER BY number, nodes.id",
             row["id"],
         ):
-            parts_by_number.setdefault(part["number"], (part, []))[1].append(node_of(part, self.now))
+            parts_by_number.setdefault(part["number"], (part, []))[1].append(self.node(part))
         return VersionRecord(
-            version=row["id"],
+            version=row["number"],
             name=row["name"],
             schema=row["schema"],
             rows=row["rows"],
@@ -161,6 +260,19 @@ class Versions:
             parts=tuple(
                 ReplicatedPart(part["ticket"], tuple(nodes), part["rows"]) for part, nodes in parts_by_number.values()
             ),
+        )
+
+    def node(self, row: sqlite3.Row) -> NodeRecord:
+        """Return the node in a row of its table. Raises CatalogDamaged."""
+        self._tables.check("nodes", row)
+        return NodeRecord(
+            id=row["id"],
+            host=row["host"],
+            boot_id=row["boot_id"],
+            flight=row["flight"],
+            locations=tuple(json.loads(row["locations"])),
+            seen=row["seen"],
+            alive=row["lives_until"] > self.now,
         )
 
     def extend_promise(self, version: sqlite3.Row, retain: float) -> None:
@@ -185,20 +297,7 @@ class Versions:
 
     def abort(self, key: str) -> None:
         """No commit with this key may come."""
-        self._tables.run("INSERT INTO aborts VALUES (?, ?)", (key, self.now))
-
-
-def node_of(row: sqlite3.Row, now: float) -> NodeRecord:
-    """What a row of the table of nodes says."""
-    return NodeRecord(
-        id=row["id"],
-        host=row["host"],
-        boot_id=row["boot_id"],
-        flight=row["flight"],
-        locations=tuple(json.loads(row["locations"])),
-        seen=row["seen"],
-        alive=row["lives_until"] > now,
-    )
+        self._tables.run("INSERT INTO aborts (key, at) VALUES (?, ?)", (key, self.now))
 
 
 def _sum_known(numbers: Any) -> int | None:

@@ -65,6 +65,13 @@ _ALL_BATCHES = 0, sys.maxsize
 _READ_ONCE = "it is read once for all"  # what a server says of the batches of a live stream that is shared
 
 
+class PlannedVersion(NamedTuple):
+    """The version that a query reads, whatever becomes of the dataset meanwhile; 0 if the catalog has no versions."""
+
+    version: int
+    lineage_id: str
+
+
 @dataclass(frozen=True)
 class Request:
     """What is to be read, and how: the options of `spark.read.format("dissociated")`, checked."""
@@ -106,9 +113,15 @@ class Request:
         with self.catalog.connect() as client:
             return spark_schema(self.describe(client).schema, self.columns)
 
-    def describe(self, client: Client, version: int | None = None) -> DatasetInfo:
-        """The dataset as it is now, or a version of it. Raises DatasetNotFound, and WrongKind for tensors."""
-        info = client.describe(self.name, self.version if version is None else version)
+    def describe(self, client: Client, planned: PlannedVersion | None = None) -> DatasetInfo:
+        """The dataset as it is now, or the version that was `planned`, if it is there.
+
+        Raises DatasetNotFound, and WrongKind for tensors.
+        """
+        if planned is not None and planned.version:
+            info = client.describe_version(self.name, planned.version, planned.lineage_id)
+        else:
+            info = client.describe(self.name, self.version)
         if info.tensors is not None:
             raise WrongKind(
                 f"{self.name!r} holds tensors, and Spark has no columns for them: read it with "
@@ -129,7 +142,7 @@ class Request:
         except (CatalogError, TransportError):
             if host_name() not in endpoint.hosts or not restart_here(self.catalog.uri):
                 raise
-            endpoints = self.describe(client, info.version or None).endpoints
+            endpoints = self.describe(client, PlannedVersion(info.version, info.lineage_id)).endpoints
             (endpoint,) = [one for one in endpoints if one.ticket == endpoint.ticket] or [endpoint]
             return client.open_endpoint(info, endpoint, transport, read_request)
 
@@ -144,11 +157,12 @@ class Request:
 class EndpointPartition(InputPartition):
     """What one task reads: the endpoint of this `number`, or a slice of it, and the `hosts` that it lies on.
 
-    `version` is 0 where the catalog has none; then `endpoint` is what it said when this was planned. `rows` is 0 where
-    nobody knows.
+    `version`, of the lineage `lineage_id`, is 0 where the catalog has none; then `endpoint` is what it said when this
+    was planned. `rows` is 0 where nobody knows.
     """
 
     version: int
+    lineage_id: str
     number: int
     endpoint: Endpoint | None
     slice: Slice | None
@@ -175,21 +189,22 @@ class DatasetReader(DataSourceReader):
         return arrow_schema(self.schema)
 
     def partitions(
-        self, version: int = 0, slice_bytes: int = SLICE_BYTES, share: float = 1.0, tasks: int = 1
+        self, planned: PlannedVersion | None = None, slice_bytes: int = SLICE_BYTES, share: float = 1.0, tasks: int = 1
     ) -> Sequence[EndpointPartition]:
         """One for each endpoint, or for each slice of one where those can be requested.
 
         A slice has about so many bytes of what is read, which is this `share` of what there is. Where that would make
         fewer than so many `tasks`, slices are smaller, but not smaller than `slice_bytes` of all columns.
-        They are those of this `version`, if it is not 0. Raises DatasetNotFound where it is there no more.
+        They are those of the version that was `planned`, if one was. Raises DatasetNotFound where it is there no more.
         """
         with self.request.catalog.connect() as client:
-            info = self._planned(client, version) if version else self.request.describe(client)
+            info = self._describe(client, planned)
             _BatchFilter(self.request, self.schema, info.schema)  # what does not fit is told before any task
             nbytes = min(slice_bytes / share, max(slice_bytes, (info.nbytes or 0) / tasks))
             return [
                 EndpointPartition(
                     info.version,
+                    info.lineage_id,
                     number,
                     endpoint=None if info.version else endpoint,
                     slice=one,
@@ -287,11 +302,12 @@ class DatasetReader(DataSourceReader):
     def _request(self, client: Client, partition: EndpointPartition) -> tuple[_Lookup, Endpoint, ReadRequest]:
         """What is wanted of which endpoint, as the catalog knows it now."""
         lookup = self._lookup
-        if lookup is None or not lookup.version == partition.version != 0 or time.monotonic() > lookup.until:
-            info = wait_for_catalog(lambda: self._planned(client, partition.version))
+        planned = PlannedVersion(partition.version, partition.lineage_id)
+        if lookup is None or lookup.planned != planned or not planned.version or time.monotonic() > lookup.until:
+            info = wait_for_catalog(lambda: self._describe(client, planned))
             batch_filter = _BatchFilter(self.request, self.schema, info.schema)
             conditions = exact_filters(self.conditions, info.schema)
-            lookup = _Lookup(partition.version, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
+            lookup = _Lookup(planned, info, batch_filter, conditions, time.monotonic() + _LOOKUP_TTL, {})
             self._lookup = lookup
         endpoint = partition.endpoint or lookup.info.endpoints[partition.number]
         read_request = replace(client.defaults, columns=lookup.batch_filter.requested)
@@ -323,10 +339,10 @@ class DatasetReader(DataSourceReader):
             return any(batch.num_rows for batch in reader)
         return True
 
-    def _planned(self, client: Client, version: int) -> DatasetInfo:
-        """The version that was planned. Raises DatasetNotFound where it is there no more."""
+    def _describe(self, client: Client, planned: PlannedVersion | None) -> DatasetInfo:
+        """The version that was planned, if one was. Raises DatasetNotFound where it is there no more."""
         try:
-            return self.request.describe(client, version or None)
+            return self.request.describe(client, planned)
         except DatasetNotFound as error:
             raise DatasetNotFound(
                 f"{error}: {self.request.name!r} was replaced or dropped after this DataFrame was planned. Load it "
@@ -362,7 +378,7 @@ def _supports_selection(endpoint: Endpoint) -> bool:
 class _Lookup(NamedTuple):
     """What the catalog said. After `_LOOKUP_TTL` it is asked again, and so keeps the version for longer."""
 
-    version: int
+    planned: PlannedVersion
     info: DatasetInfo
     batch_filter: _BatchFilter
     conditions: Sequence[Any]

@@ -4,8 +4,9 @@ The JVM starts it, and it ends with the JVM. Requests are lines of JSON on stdin
 `{"id": 1, "call": "next", "with": {"stream": 1}}`. Answers are lines on stdout, in any order, with a "result" or an
 "error":
 
-    describe(options)                       on the driver: {"schema", "version"}, and "rows" and "nbytes" if known
-    plan(options, schema, columns, version, conditions, share, tasks)
+    describe(options)                       on the driver: {"schema", "version", "lineage"}, and "rows" and "nbytes" if
+                                            known
+    plan(options, schema, columns, version, lineage, conditions, share, tasks)
                                             on the driver: {"reader", "partitions": [{"what", "hosts", "rows"}]}; the
                                             columns are this `share` of a row, and there are so many `tasks` at once
     open(reader, partition, direct)         in a task: {"stream": its number}; or {"server": who sends the rows, "skip",
@@ -53,7 +54,7 @@ from dissociated.spark.columns import spark_schema
 from dissociated.spark.filters import as_filters
 from dissociated.spark.layouts import ArrayLayout, stream_layout
 from dissociated.spark.pickled import pickled, unpickled
-from dissociated.spark.reader import DatasetReader, Request
+from dissociated.spark.reader import DatasetReader, PlannedVersion, Request
 from dissociated.spark.staging import Writes
 
 _MAX_THREADS = 256  # tasks of one executor
@@ -91,7 +92,8 @@ class Sidecar:
             info = request.describe(client)
         sizes = {"rows": info.rows, "nbytes": info.nbytes} if request.filters is None else {}
         known = {name: size for name, size in sizes.items() if size is not None}
-        return {"schema": spark_schema(info.schema, request.columns).json(), "version": info.version, **known}
+        schema = spark_schema(info.schema, request.columns).json()
+        return {"schema": schema, "version": info.version, "lineage": info.lineage_id, **known}
 
     def plan(
         self,
@@ -99,6 +101,7 @@ class Sidecar:
         schema: str,
         columns: str,
         version: int,
+        lineage: str,
         conditions: Sequence[Any],
         share: float,
         tasks: int,
@@ -108,7 +111,7 @@ class Sidecar:
         reader = DatasetReader(request, StructType.fromJson(json.loads(columns)), as_filters(conditions))
         partitions = [
             {"what": pickled(one), "hosts": [*one.hosts], "rows": one.rows if request.filters is None else 0}
-            for one in reader.partitions(version, _SLICE_BYTES, share, tasks)
+            for one in reader.partitions(PlannedVersion(version, lineage), _SLICE_BYTES, share, tasks)
         ]
         return {"reader": pickled(reader), "partitions": partitions}
 

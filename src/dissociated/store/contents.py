@@ -94,6 +94,10 @@ class Contents(Generic[P]):
         """The published versions of `name`, whole ones alone, in their order."""
         return [version for version in self.with_name(name) if version.whole and not version.prepared]
 
+    def names(self) -> Iterator[str]:
+        """The names of all versions."""
+        return iter(self._names)
+
     def with_name(self, name: str) -> list[Version]:
         """Every version of `name`, in their order, whatever is known of it."""
         return [self._versions[id][0] for id in self._names.get(name, ())]

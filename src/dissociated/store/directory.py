@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from dissociated.errors import StoreError
 from dissociated.fork import bind_to_process, invalidate
-from dissociated.memory.shared import write_parts
 from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory, open_private_file
 from dissociated.store.files import (
@@ -32,8 +31,10 @@ from dissociated.store.files import (
     is_used,
     open_regular,
     sync_directory,
+    write_atomically,
 )
-from dissociated.store.layout import SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
+from dissociated.store.layout import NUMBERS, SEGMENTS, STAGING, TRASH, is_draft, known_id, new_id, write_id
+from dissociated.store.numbers import Numbers, Removed
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Version:
 
     #: Tells it from every other version, in this store and elsewhere.
     id: str
-    #: Grows with every commit in this store.
+    #: Grows with every commit in this store, whatever dataset that is of.
     number: int
     #: The name of the dataset.
     name: str
@@ -82,6 +83,10 @@ class Version:
     staged: str = ""
     #: As Arrow serialises it, so that it is known without opening a segment. Empty where an older library wrote this.
     schema: bytes = b""
+    #: The number of this version of the dataset, which its catalog gave it; 0 where an older library wrote this.
+    version: int = 0
+    #: Tells the database of that catalog from all others.
+    catalog: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,14 @@ class SetAside:
         number = int(name) if _NUMBER.fullmatch(name) else plain.get("number")
         held = {} if path.is_symlink() else sizes(path)
         return cls(path, reason, number if _is_count(number) else 0, plain, held)
+
+    @property
+    def removal(self) -> tuple[str, Removed] | None:
+        """The dataset and the number of the version that it was, if its manifest still tells them."""
+        name, number = self.manifest.get("name"), self.manifest.get("version")
+        if not isinstance(name, str) or not _is_count(number) or not number:
+            return None
+        return name, Removed.of(number, lost=True, published=not self.manifest.get("prepared"))
 
     def replaces(self, version: Version) -> bool:
         """Return whether its manifest still tells that it came after `version`, under the same name."""
@@ -162,6 +175,8 @@ class Directory:
             write_id(self._lock, self.id)
         for name in (STAGING, SEGMENTS, TRASH):
             os.close(open_private_directory(name, within=self._lock, create=True))
+        #: The records of datasets whose last version is gone from here.
+        self.numbers = Numbers(self.path / NUMBERS)
         probe = self.trash / "probe"
         os.close(open_private_file(probe, os.O_WRONLY | os.O_CREAT))
         descriptor = claim_unused(probe)
@@ -225,7 +240,7 @@ class Directory:
 
     def describe(self, version: Version, directory: Path) -> None:
         """Write the manifest."""
-        _write_atomically(directory / MANIFEST, _encoded(version))
+        write_atomically(directory / MANIFEST, _encoded(version))
 
     def confirm(self, version: Version) -> None:
         """Write the manifest of a version that is there anew: what is known of it has changed."""
@@ -280,8 +295,11 @@ class Directory:
             shutil.rmtree(draft, ignore_errors=True)
             raise
 
-    def remove(self, version: Version) -> None:
+    def remove(self, version: Version, lost: bool = False, superseded: bool = False) -> None:
         """Make a version disappear in one step, for good, then move its segments to the trash.
+
+        Its number is recorded before the manifest goes, unless it is `superseded`: a later version of the dataset is
+        there. See `Removed` for `lost`.
 
         Raises OSError if that step fails. The version is then still there, or will be as soon as the disk lets the step
         be taken back; in both cases a repeated call goes on. A version that is not there is removed already.
@@ -297,10 +315,13 @@ class Directory:
                 self._put_removed_back()
             raise
         self._put_back.discard(version.id)
-        self._move_to_trash(removed)
+        self._move_to_trash(removed, None if superseded else version, lost)
 
-    def _move_to_trash(self, removed: Path) -> None:
-        """Move the segments of a removed version to the trash. What fails is logged, and `sweep` tries it again."""
+    def _move_to_trash(self, removed: Path, recorded: Version | None, lost: bool) -> None:
+        """Move the segments of a removed version to the trash, and record its number.
+
+        If a step fails, the rest of the version stays until `sweep` tries it again.
+        """
         try:
             for path in removed.glob("*.arrows"):
                 if path.stat().st_nlink > 1 or not self._leases:
@@ -309,10 +330,20 @@ class Directory:
                     os.utime(path)
                     os.chmod(path, 0o600)
                     path.rename(self.trash / f"{removed.stem}-{path.name}")
+            if recorded is not None and recorded.version:
+                removal = Removed.of(recorded.version, lost, not recorded.prepared)
+                self.numbers.record(recorded.name, removal, recorded.number)
         except OSError as error:
-            _log.warning("moving to the trash failed, it is tried again: path=%s error=%s", removed, str(error))
+            _log.warning("finishing a removal failed, it is tried again: path=%s error=%s", removed, str(error))
         else:
             shutil.rmtree(removed, ignore_errors=True)
+
+    def _finish_removal(self, removed: Path) -> None:
+        """Go on where `remove` ended early. Whether somebody asked for the removal is not known any more."""
+        version = None
+        with suppress(OSError, StoreError, *_DAMAGE):  # it has gone already, or is damaged
+            version = _decoded((removed / MANIFEST).read_bytes())
+        self._move_to_trash(removed, version, lost=True)
 
     def sweep(self, forgotten: float) -> None:
         """Remove drafts that were not finished, parts without a writer, and segments staged for `forgotten` seconds.
@@ -329,7 +360,7 @@ class Directory:
             if path.stem in self._put_back:
                 continue
             if path.suffix == ".gone":
-                self._move_to_trash(path)
+                self._finish_removal(path)
             else:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self.staging.iterdir():
@@ -405,9 +436,10 @@ def _decoded(manifest: bytes) -> Version:
         before=tuple(plain.get("before", ())),
     )
     texts = (version.id, version.name, version.key, version.staged, *version.before, *chain(*version.tags.items()))
+    counts = (version.number, version.rows, version.nbytes, version.version, version.catalog)
     if not (
         all(isinstance(one, str) and one.encode() is not None for one in texts)  # which a lone surrogate cannot be
-        and all(_is_count(one) for one in (version.number, version.rows, version.nbytes))
+        and all(_is_count(one) for one in counts)
         and all(isinstance(one, bool) for one in (version.prepared, version.whole))
         and _is_seconds(version.created)
         and (version.ttl is None or _is_seconds(version.ttl))
@@ -426,19 +458,3 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _is_seconds(value: object) -> bool:
     return type(value) in (int, float) and 0 <= cast(float, value) <= _MAX_SECONDS
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """A new file, there as a whole or not at all."""
-    draft = path.with_name(f"{path.name}.draft")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
-        os.fsync(descriptor)
-        draft.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise
-    finally:
-        os.close(descriptor)

@@ -71,7 +71,7 @@ class Eviction:
 
     def evict(self, version: Version) -> None:
         """Remove a version, and tell who serves it."""
-        self._places.remove(version)
+        self._places.remove(version, lost=not version.prepared and not self._places.contents.is_replaced(version))
         self.on_evicted(version)
         self._places.empty_trash()
 

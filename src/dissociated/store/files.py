@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from dissociated.errors import StoreError
-from dissociated.memory.shared import is_unused
+from dissociated.memory.shared import is_unused, write_parts
 from dissociated.private import open_private_directory
 from dissociated.store.layout import TRASH, is_removed_segment, store_id
 
@@ -279,5 +279,21 @@ def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a new file, which is there as a whole or not at all. Raises OSError."""
+    draft = path.with_name(f"{path.name}.draft")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        write_parts(descriptor, [content])  # a call by itself may write a part, as where the file system is full
+        os.fsync(descriptor)
+        draft.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
     finally:
         os.close(descriptor)

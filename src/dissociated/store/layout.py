@@ -16,6 +16,8 @@ from dissociated.private import read_private_file, write_private_file
 STAGING = "staging"
 SEGMENTS = "segments"
 TRASH = "trash"
+#: The numbers of datasets whose last version is gone: see `numbers.py`.
+NUMBERS = "numbers"
 #: Locked by the process that starts a node.
 START_LOCK = "starting"
 #: The output of a node that was started in the background.

@@ -124,8 +124,8 @@ class Memfds:
     def confirm(self, version: Version) -> None:
         """Nothing to do: what is known of a version is not kept here."""
 
-    def remove(self, version: Version) -> None:
-        """Make a version disappear. Whoever reads it is undisturbed."""
+    def remove(self, version: Version, lost: bool = False, superseded: bool = False) -> None:
+        """Make a version disappear. Whoever reads it is undisturbed. `Places` has recorded its number."""
         self._release(self._committed.pop(version.id))
 
     def empty_trash(self) -> None:

@@ -21,6 +21,7 @@ from dissociated.store.contents import BlockCounter, Contents
 from dissociated.store.directory import Directory, SetAside, Version, file_name, sizes
 from dissociated.store.files import copy_file
 from dissociated.store.memfds import Memfds
+from dissociated.store.numbers import Removed
 from dissociated.store.segment_cache import SegmentCache
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Places:
             for version in versions:
                 if version.id in found:  # it has moved to disk, and its mover was killed before the last step
                     try:
-                        self.directory.remove(version)
+                        self.directory.remove(version, superseded=True)
                     except OSError as error:
                         _log.warning("finishing a move to disk failed: version=%s error=%s", version.id, str(error))
                         continue
@@ -122,6 +123,8 @@ class Places:
         What cannot be linked, since it was spilled, or is a memfd among files, is copied by `copy`.
         """
         if self.memfds.has(paths):
+            with store_errors(f"recording the number of {version.name!r} in {self.directory.path}"):
+                self._record(version, lost=True)  # no manifest would tell it after a restart
             self.memfds.publish(version, paths)
             self.put(version, self.memfds)
             return
@@ -140,8 +143,45 @@ class Places:
                 os.chmod(file, 0o400)
         self.put(version, self.directory)
 
-    def remove(self, *versions: Version) -> None:
+    def removed(self) -> dict[str, Removed]:
+        """Return the records of the datasets whose last versions are gone from here, or are set aside."""
+        found: dict[str, Removed] = {}
+        for directory in self._directories():
+            for name, removed in directory.numbers.records().items():
+                found[name] = found.get(name, removed).merge(removed)
+        for entry in self.set_aside:
+            if (removal := entry.removal) is not None:
+                name, removed = removal
+                found[name] = found.get(name, removed).merge(removed)
+        last = {name: max(one.version for one in self.contents.with_name(name)) for name in self.contents.names()}
+        return {name: removed for name, removed in found.items() if removed.used > last.get(name, 0)}
+
+    @property
+    def last_serial(self) -> int:
+        """The highest number in this store of a version that was here."""
+        return max(self.contents.last, *(directory.numbers.serial for directory in self._directories()))
+
+    def _directories(self) -> Sequence[Directory]:
+        return [self.directory] if self.disk is None else [self.directory, self.disk]
+
+    def _record(self, version: Version, lost: bool) -> None:
+        if version.version:
+            removal = Removed.of(version.version, lost, not version.prepared)
+            self.directory.numbers.record(version.name, removal, version.number)
+
+    def confirm(self, version: Version) -> None:
+        """Write the manifest of a version anew: what is known of it has changed."""
+        _, place = self.find(version)
+        with store_errors(f"confirming {version.name!r} in {self.directory.path}"):
+            if place is self.memfds:
+                self._record(version, lost=True)
+            place.confirm(version)
+        self.contents.put(version, place)
+
+    def remove(self, *versions: Version, lost: bool = False) -> None:
         """Make versions disappear for good, those that are still there. The one that is named last goes last.
+
+        They are `lost` if nobody has dropped or replaced them.
 
         Raises StoreError if one cannot be removed. It is still there then, and so are those of its name that were
         named after it: an older version shall not be the last of its name. All others are gone.
@@ -152,19 +192,19 @@ class Places:
             if found is None or version.name in failures:
                 continue
             try:
-                self._remove(version, found[1])
+                self._remove(version, found[1], lost)
             except StoreError as error:
                 failures[version.name] = error
         self.empty_trash(self._reuse_bytes)
         for failure in failures.values():
             raise failure
 
-    def _remove(self, version: Version, place: Place) -> None:
+    def _remove(self, version: Version, place: Place, lost: bool) -> None:
         with store_errors(f"removing {version.name!r} from {self.directory.path}"):
             for other in (self.directory, self.disk):  # a move to disk that failed may have left a second copy
                 if other is not None and other is not place and other.holds(version):
-                    other.remove(version)
-            self._take_from(place, version)
+                    other.remove(version, superseded=True)
+            self._take_from(place, version, lost)
         self.contents.pop(version.id)
         self.cache.pop(version.id)
 
@@ -177,7 +217,7 @@ class Places:
         _, place = self.find(version)
         with store_errors(f"moving {version.name!r} to {self.disk.path}"):
             if self.disk.holds(version):  # left by an earlier attempt
-                self.disk.remove(version)
+                self.disk.remove(version, superseded=True)
             with self.disk.draft(version) as draft:
                 for index, path in enumerate(place.files(version)):
                     file = draft / file_name(index)
@@ -187,14 +227,19 @@ class Places:
                 self._take_from(place, version)
             except OSError:
                 with suppress(OSError):  # else it goes with the next attempt, or with the version
-                    self.disk.remove(version)
+                    self.disk.remove(version, superseded=True)
                 raise
             self.put(version, self.disk)
             self.cache.pop(version.id)
 
-    def _take_from(self, place: Place, version: Version) -> None:
+    def _take_from(self, place: Place, version: Version, lost: bool = False) -> None:
         files = place.sizes(version)
-        place.remove(version)
+        others = (one for one in self.contents.with_name(version.name) if not one.prepared)
+        superseded = any(one.version > version.version and self.find(one)[1] is place for one in others)
+        if place is self.memfds and not superseded:
+            with suppress(OSError):  # then it counts as lost, as was recorded when it came
+                self._record(version, lost)
+        place.remove(version, lost, superseded)
         self.blocks[place].discard(files)
 
     def sweep(self, forgotten: float) -> None:

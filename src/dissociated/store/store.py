@@ -2,6 +2,7 @@
 
     STORE/                      one owner at a time, who has it locked
         id                      tells this store from every other
+        numbers                 the number of the last version of each dataset that is here no more
         staging/NAME.part       is being written, and locked by its writer
         staging/NAME            is whole, and waits to be committed
         staging/VERSION.new/    is being committed
@@ -31,6 +32,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pyarrow as pa
 
@@ -45,6 +47,7 @@ from dissociated.store.directory import Directory, SetAside, Version
 from dissociated.store.eviction import Eviction, Policy
 from dissociated.store.files import Reserve
 from dissociated.store.memfds import Memfds
+from dissociated.store.numbers import Removed
 from dissociated.store.places import Places, Usage
 from dissociated.store.segment import Segment, SegmentWriter
 from dissociated.store.segment_cache import OpenSegments, SegmentFiles
@@ -125,7 +128,7 @@ class Store:
     def serial(self) -> int:
         """A number that is higher than those of all versions before, and lower than those of all to come."""
         with self._lock:
-            self._serial = max(self._serial + 1, self._contents.last + 1, int(time.time() * 1000))
+            self._serial = max(self._serial + 1, self._places.last_serial + 1, int(time.time() * 1000))
             return self._serial
 
     def current(self, name: str) -> Version | None:
@@ -143,6 +146,11 @@ class Store:
         with self._lock:
             found = self._contents.get(id)
             return None if found is None else found[0]
+
+    def removed(self) -> Mapping[str, Removed]:
+        """Return the records of the datasets whose last versions are gone from the store."""
+        with self._lock:
+            return self._places.removed()
 
     def prepared(self) -> list[Version]:
         """The versions of which it is not known here whether they were published."""
@@ -256,9 +264,13 @@ class Store:
         prepared: bool = False,
         tags: Mapping[str, str] | None = None,
         ttl: float | None = None,
+        version: int = 0,
+        catalog: int = 0,
         max_metadata: int = MAX_METADATA,
     ) -> Version:
         """Make these segments in the staging directory a version of `name`, at once and for good.
+
+        `version` is the number that the catalog gave it; 0 where it will. `catalog` tells that catalog from all others.
 
         With `append` they follow those of the version before. Where there is no segment at all, `schema` says what
         the dataset is. A repeated call, by its `key`, returns what the first one made; but if that was only prepared,
@@ -272,7 +284,7 @@ class Store:
                 existing = None
             if existing is not None:
                 self._unstage_committed(staged)
-                return existing
+                return self._update(existing, version=version, catalog=catalog) if version else existing
             self._quota.check(name)
             previous = self.current(name) if append else None
             paths = [self._staged(one) for one in staged]
@@ -288,14 +300,16 @@ class Store:
             segments = [self._files.open(path) for path in paths]
             for segment in segments:
                 segment.check_metadata(max_metadata)
-            version = replace(
+            made = replace(
                 self._make_version(name, segments, key, prepared, tags or {}, ttl),
                 before=() if previous is None else (*previous.before, previous.key),
                 staged=digest,
+                version=version,
+                catalog=catalog,
             )
-            self._places.commit(version, paths, self._quota.copy)
+            self._places.commit(made, paths, self._quota.copy)
             self._unstage_committed(staged)
-            return version
+            return made
 
     def _unstage_committed(self, staged: Sequence[str]) -> None:
         """Remove from the staging directory segments that were committed: whatever fails, that has happened."""
@@ -344,15 +358,20 @@ class Store:
             schema=segments[0].schema.serialize().to_pybytes(),
         )
 
-    def confirm(self, version: Version, whole: bool) -> None:
-        """A version that was prepared has been published, as the `whole` dataset or as a part of it."""
+    def confirm(self, version: Version, whole: bool, number: int = 0) -> None:
+        """A version that was prepared has been published, as the `whole` dataset or as a part of it.
+
+        `number` is that of the version of the dataset, where it has none yet.
+        """
         with self._lock:
-            current, place = self._places.find(version)
-            if current.prepared or current.whole != whole:
-                confirmed = replace(current, prepared=False, whole=whole)
-                with store_errors(f"confirming {version.name!r} in {self.directory}"):
-                    place.confirm(confirmed)
-                self._contents.put(confirmed, place)
+            known, _ = self._places.find(version)
+            self._update(known, prepared=False, whole=whole, version=known.version or number)
+
+    def _update(self, known: Version, **changes: Any) -> Version:
+        updated = replace(known, **changes)
+        if updated != known:
+            self._places.confirm(updated)
+        return updated
 
     # Removing
 

@@ -137,6 +137,7 @@ class Examples:
         return {
             "dataset": info.name,
             "version": info.version,
+            "lineage_id": info.lineage_id,
             "rows": plan.total,
             "blocks": len(plan.rows),
             "batch_size": plan.batch_size,

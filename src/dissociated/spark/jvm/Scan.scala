@@ -117,6 +117,7 @@ case class DatasetScan(dataset: Dataset, options: CaseInsensitiveStringMap, colu
   private def plan: JsonNode = planned.getOrElse {
     planned = Some(Sidecar.of(python).call("plan", "options" -> options, "schema" -> dataset.schema.json,
       "columns" -> columns.json, "version" -> dataset.known(options).get("version").asLong,
+      "lineage" -> dataset.known(options).get("lineage").asText,
       "conditions" -> (conditions ++ joined), "share" -> share,
       "tasks" -> SparkContext.getOrCreate().defaultParallelism))
     planned.get

@@ -1,0 +1,125 @@
+"""The highest version number of each dataset that a store holds no more, so that no number is given twice.
+
+The manifest of a version has its number. Before the last manifest of a dataset goes, its number is recorded here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from dissociated.memory.shared import write_parts
+from dissociated.store.files import sync_directory, write_atomically
+
+_log = logging.getLogger(__name__)
+
+#: Stands for every dataset without a record of its own: see `_MAX_NAMES`.
+ANY_NAME = ""
+_MAX_NAMES = 100_000  # of datasets; then the older half are forgotten, and whatever is new begins above their numbers
+_SPARE_LINES = 1_000  # that the file may have beside one for each dataset, before it is written anew
+
+
+class Removed(NamedTuple):
+    """The versions of a dataset that are no longer in a store.
+
+    - `version`: the last of them that was published; 0 if none was.
+    - `lost`: nobody had dropped or replaced that version. It was evicted, or its memory went with the process.
+    - `used`: the highest number of all, also of versions that were prepared and never published.
+    """
+
+    version: int
+    lost: bool
+    used: int
+
+    @classmethod
+    def of(cls, version: int, lost: bool, published: bool) -> Removed:
+        """Return the record of one version."""
+        return cls(version, lost, version) if published else cls(0, False, version)
+
+    def merge(self, other: Removed) -> Removed:
+        """Combine two records, of which `other` is the later one."""
+        last = self if self.version > other.version else other
+        return Removed(last.version, last.lost, max(self.used, other.used))
+
+
+class Numbers:
+    """The records in the file `path`, one line of JSON each. Not safe to use from many threads: the store has a lock.
+
+    Raises OSError where the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._records: dict[str, Removed] = {}
+        self._lines = 0
+        #: The highest serial of a version that was recorded.
+        self.serial = 0
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            content = b""
+        self._whole = not content or content.endswith(b"\n")  # else the process was killed while it wrote the last line
+        for line in content.splitlines():
+            self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        self._lines += 1
+        try:
+            plain = json.loads(line)
+            removed = Removed(int(plain["version"]), bool(plain["lost"]), int(plain["used"]))
+            self._put(str(plain["name"]), removed, int(plain["serial"]))
+        except (ValueError, KeyError, TypeError):
+            self._whole = False
+            _log.warning("%s: line %d cannot be read, and is left out", self._path, self._lines)
+
+    def _put(self, name: str, removed: Removed, serial: int) -> bool:
+        """Combine a record with the known one. Returns whether that changes it."""
+        self.serial = max(self.serial, serial)
+        known = self._records.pop(name, None)
+        self._records[name] = removed if known is None else known.merge(removed)  # the order tells the oldest
+        return self._records[name] != known
+
+    def records(self) -> Mapping[str, Removed]:
+        """Return the record of each dataset. The number of `ANY_NAME` is used up for all other datasets."""
+        return self._records
+
+    def record(self, name: str, removed: Removed, serial: int) -> None:
+        """Record a removed version, durably. A repeated call changes nothing. Raises OSError."""
+        if not self._put(name, removed, serial) and self._whole:
+            return
+        if len(self._records) > _MAX_NAMES:
+            self._forget()
+        self._write(name)
+
+    def _forget(self) -> None:
+        names = [name for name in self._records if name != ANY_NAME][: _MAX_NAMES // 2]
+        highest = max(self._records.pop(name).used for name in (*names, ANY_NAME) if name in self._records)
+        self._records[ANY_NAME] = Removed.of(highest, lost=False, published=False)
+        self._whole = False
+
+    def _write(self, name: str) -> None:
+        if not self._whole or self._lines > 2 * len(self._records) + _SPARE_LINES:
+            self._whole = False
+            write_atomically(self._path, b"".join(self._line(*one) for one in self._records.items()))
+            sync_directory(self._path.parent)
+            self._whole, self._lines = True, len(self._records)
+            return
+        self._whole = False  # until all of it is there
+        new = not self._path.exists()
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            write_parts(descriptor, [self._line(name, self._records[name])])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if new:
+            sync_directory(self._path.parent)
+        self._whole = True
+        self._lines += 1
+
+    def _line(self, name: str, removed: Removed) -> bytes:
+        return json.dumps({"name": name, **removed._asdict(), "serial": self.serial}).encode() + b"\n"

@@ -1,0 +1,226 @@
+"""A catalog's file that is damaged, of an older library, or somebody else's."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.database import FOREVER, Database
+from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
+from dissociated.catalog.service import CatalogService
+from dissociated.errors import CatalogDamaged, CatalogError
+from dissociated.node.node import Node
+from dissociated.store.store import Store
+from helpers import leaving_nothing
+from nodes import put, read, table
+from processes import free_port
+
+NODES = [NodeRecord(id, f"host-{id}", f"boot-{id}", f"grpc://{id}:1", (f"tcp://{id}:2?want_data=1",)) for id in "ab"]
+SCHEMA = bytes(pa.schema([("n", pa.int64())]).serialize())
+ATTEMPTS = 150
+
+
+def part(name: str, node: str = "a") -> Part:
+    return Part(name, node, f"ticket {name}".encode(), 1, 8)
+
+
+def fill(path: Path) -> list[AnnouncedVersion]:
+    """Datasets, of which nodes know all that the catalog does."""
+    with closing(Database(str(path), clock=lambda: 1000.0)) as database:
+        for node in NODES:
+            database.register(node, [], "digest", FOREVER)
+        announced = []
+        for number in range(12):
+            name, key = f"dataset {number % 5}", f"key {number}"
+            one = part(f"part {number}", "ab"[number % 2])
+            version = database.publish(name, key, SCHEMA, [one], tags={"number": str(number)})
+            announced.append(AnnouncedVersion(one, name, key, SCHEMA, 1000.0, tags={"number": str(number)}))
+            announced[-1] = AnnouncedVersion(**{**vars(announced[-1]), "version": version})
+            database.find(name, retain=60.0)
+        database.publish("dropped", "dropped", SCHEMA, [part("dropped")])
+        database.drop("dropped")
+        database.abort("aborted")
+    return announced
+
+
+def answers(database: Database) -> object:
+    found = database.datasets()
+    return (
+        found,
+        [database.versions(record.name) for record in found],
+        [database.find_by_ticket(f"ticket part {number}".encode()) for number in range(12)],
+        database.nodes(),
+        [database.committed(f"key {number}") for number in range(12)],
+        database.resolved_commits(["aborted", "dropped", "unknown"]),
+        database.unreferenced_parts("a"),
+        database.referenced_parts("a", [f"part {number}" for number in range(12)]),
+        [database.next_version(name) for name in ("dataset 0", "dropped", "new")],
+    )
+
+
+def datasets(database: Database) -> list[tuple[str, int]]:
+    return [(record.name, record.version) for record in database.datasets()]
+
+
+def test_whatever_byte_is_damaged_an_answer_is_right_or_none(memory: Path) -> None:
+    whole = memory / "whole.db"
+    announced = fill(whole)
+    shutil.copy(whole, memory / "catalog.db")
+    with closing(Database(str(memory / "catalog.db"), clock=lambda: 1001.0)) as database:
+        expected, listed = answers(database), datasets(database)
+    content = whole.read_bytes()
+    seed = random.randrange(1 << 32)
+    chance = random.Random(seed)
+    outcomes = {"right": 0, "refused": 0, "set aside": 0}
+    for attempt in range(ATTEMPTS):
+        directory = memory / str(attempt)
+        directory.mkdir()
+        damaged, path = bytearray(content), directory / "catalog.db"
+        first = chance.randrange(len(content))
+        for place in range(first, min(first + chance.choice([1, 1, 2, 100]), len(content))):
+            damaged[place] ^= chance.randrange(1, 256)
+        path.write_bytes(damaged)
+        try:
+            with leaving_nothing(), closing(Database(str(path), clock=lambda: 1001.0)) as database:
+                if (directory / "catalog.db.damaged").exists():
+                    outcomes["set aside"] += 1
+                    assert database.datasets() == []
+                    for node in NODES:
+                        mine = [one for one in announced if one.part.node == node.id]
+                        database.register(node, mine, "digest", FOREVER)
+                    assert datasets(database) == listed
+                else:
+                    outcomes["right"] += 1
+                    assert answers(database) == expected
+        except CatalogError:
+            outcomes["refused"] += 1
+        except BaseException as error:
+            error.add_note(f"seed {seed}, attempt {attempt}, byte {first}")
+            raise
+        shutil.rmtree(directory)
+    assert outcomes["right"]
+    assert outcomes["set aside"]
+
+
+def test_damage_to_a_value_that_sqlite_does_not_notice_is_told(memory: Path) -> None:
+    path = memory / "catalog.db"
+    fill(path)
+    damaged = path.read_bytes().replace(b'{"number": "11"}', b'{"number": "12"}')
+    path.write_bytes(damaged)
+    database = Database(str(path))
+    database.close()
+    assert (memory / "catalog.db.damaged").read_bytes() == damaged
+
+
+def test_damage_that_comes_while_a_catalog_runs_is_told(memory: Path) -> None:
+    path = memory / "catalog.db"
+    with closing(Database(str(path))) as database:
+        database.register(NODES[0], [], "", FOREVER)
+        for number in range(60):  # more than SQLite keeps in memory
+            database.publish(f"d{number}", f"{number}", SCHEMA, [part(f"{number}")], tags={"x": "y" * 100_000})
+    with closing(Database(str(path))) as database:
+        path.write_bytes(path.read_bytes().replace(b"y" * 1000, b"z" * 1000))
+        with pytest.raises(CatalogDamaged, match=r"catalog\.db is damaged .* sets it aside"):
+            database.datasets()
+
+
+def test_a_damaged_database_is_set_aside_and_nodes_tell_what_they_have(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = memory / "catalog.db"
+    uri = f"grpc://127.0.0.1:{free_port()}"
+    with closing(CatalogService(uri, database=Database(str(path)))) as catalog:
+        node = Node(Store(memory / "store"), ["shm:"], catalog=uri, heartbeat_interval=600.0)
+        for number in range(3):
+            put(node.uri, "d", table(number))
+        node.service.catalog.reconcile()
+        catalog.close()
+    content = bytearray(path.read_bytes())
+    content[4096:8192] = bytes(4096)
+    for number in range(2):
+        path.write_bytes(content)
+        with closing(CatalogService(uri, database=Database(str(path)))), closing(dis.connect(uri)) as client:
+            node.service.catalog.reconcile()
+            assert (client.describe("d").version, read(uri, "d")) == (3, [2])
+        aside = memory / ("catalog.db.damaged", "catalog.db.damaged-2")[number]
+        assert aside.read_bytes() == content
+    node.close()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert [line.partition(":")[0] for line in told] == ["the catalog's database is damaged and was set aside"] * 2
+    assert f"path={path} aside={memory}/catalog.db.damaged " in told[0]
+
+
+def test_a_file_of_somebody_else_stays_as_it_is(memory: Path) -> None:
+    path = memory / "catalog.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE versions (precious)")
+        connection.commit()
+    before = path.read_bytes()
+    with leaving_nothing(), pytest.raises(CatalogError, match="has the tables of something else"):
+        Database(str(path))
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("versions",)]
+    path.write_bytes(b"precious" + before[8:])
+    with leaving_nothing(), pytest.raises(CatalogError, match="file is not a database"):
+        Database(str(path))
+    assert path.read_bytes() == b"precious" + before[8:]
+    assert [one.name for one in memory.iterdir()] == ["catalog.db"]
+
+
+#: As release 2 of the tables had it, as far as it matters.
+OLD = """
+CREATE TABLE nodes (
+    id TEXT PRIMARY KEY, host TEXT NOT NULL, boot_id TEXT NOT NULL, flight TEXT NOT NULL, locations TEXT NOT NULL,
+    seen REAL NOT NULL, lives_until REAL NOT NULL, digest TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE versions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, schema BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
+    tags TEXT NOT NULL, created REAL NOT NULL, expires REAL, replaced REAL, promised REAL NOT NULL DEFAULT 0,
+    began TEXT NOT NULL
+);
+CREATE UNIQUE INDEX the_dataset ON versions (name) WHERE replaced IS NULL;
+CREATE TABLE parts (
+    id TEXT PRIMARY KEY, node TEXT NOT NULL REFERENCES nodes, ticket BLOB NOT NULL, rows INTEGER, nbytes INTEGER,
+    serial INTEGER NOT NULL
+);
+CREATE TABLE version_parts (
+    version INTEGER NOT NULL REFERENCES versions ON DELETE CASCADE, number INTEGER NOT NULL,
+    part TEXT NOT NULL REFERENCES parts ON DELETE CASCADE, PRIMARY KEY (version, number, part)
+);
+CREATE INDEX by_name ON versions (name);
+CREATE TABLE unused (part TEXT PRIMARY KEY);
+CREATE TABLE unsettled (part TEXT PRIMARY KEY);
+CREATE TRIGGER lost AFTER DELETE ON parts BEGIN DELETE FROM unused WHERE part = OLD.id; END;
+CREATE TABLE commits (key TEXT PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE aborts (key TEXT PRIMARY KEY, at REAL NOT NULL);
+INSERT INTO nodes VALUES ('a', 'host', 'boot', 'grpc://a:1', '[]', 1, 1e18, '');
+INSERT INTO versions VALUES (7, 'd', x'00', 1, 8, '{}', 1, NULL, 2, 1e18, 'k7');
+INSERT INTO versions VALUES (9, 'd', x'00', 1, 8, '{"a": "b"}', 2, NULL, NULL, 0, 'k9');
+INSERT INTO parts VALUES ('p7', 'a', x'07', 1, 8, 1), ('p9', 'a', x'09', 1, 8, 2);
+INSERT INTO version_parts VALUES (7, 0, 'p7'), (9, 0, 'p9');
+INSERT INTO commits VALUES ('k7', 7, 1e17), ('k9', 9, 1e17);
+INSERT INTO aborts VALUES ('k8', 1e17);
+PRAGMA user_version = 2;
+"""
+
+
+def test_a_database_of_an_older_library_keeps_its_numbers(memory: Path) -> None:
+    path = memory / "catalog.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(OLD)
+    for number in range(2):  # and then it is one of this library
+        with closing(Database(str(path), clock=lambda: 10.0)) as database:
+            assert [record.version for record in database.versions("d")][:2] == [7, 9]
+            assert (database.committed("k9"), database.resolved_commits(["k8"])) == (9, ["k8"])
+            assert database.find("d", 9).tags == {"a": "b"}
+            database.find("d", retain=60.0)
+            published = database.publish("d", f"new {number}", b"\0", [Part(f"n{number}", "a", b"n%d" % number)])
+            assert published == 10 + number

@@ -1,0 +1,390 @@
+"""A version number means one thing for ever: nodes and catalogs that are killed, started again, lost and moved."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dissociated as dis
+from dissociated.catalog.database import Database
+from dissociated.catalog.service import CatalogService
+from dissociated.cli import main
+from dissociated.errors import CatalogError, DatasetNotFound, OptionError
+from dissociated.node.node import Node
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
+from dissociated.training import Batches
+from nodes import MIB, put, read, table
+from processes import Process, Start, free_port
+from store.test_memfds import memfd
+
+HOUR = 3600.0
+SELDOM = 600.0  # seconds: each heartbeat is one of the test's own
+
+
+def numbers(uri: str, name: str) -> list[int]:
+    with dis.connect(uri) as client:
+        return [one["version"] for one in client.versions(name)]
+
+
+def version(uri: str, name: str, number: int | None = None) -> tuple[int, str, list[int]]:
+    """The number, the lineage and the rows of a version."""
+    with dis.connect(uri) as client:
+        info = client.describe(name, number)
+        return info.version, info.lineage_id, client.read(name, version=number).read_all()["n"].to_pylist()
+
+
+class Restarting:
+    """A node at one address, which is killed and started again."""
+
+    def __init__(self, start: Start, store: Path) -> None:
+        self._start, self._store = start, store
+        self._flight = f"grpc://127.0.0.1:{free_port()}"
+        self.node: Process = start("node", "--store", store, "--flight", self._flight)
+        self.uri = self.node.uri
+
+    def restart(self) -> None:
+        self.node.kill()
+        self.node = self._start("node", "--store", self._store, "--flight", self._flight)
+
+
+@pytest.fixture
+def node(memory: Path, start: Start) -> Restarting:
+    return Restarting(start, memory / "store")
+
+
+def test_numbers_go_on_after_a_node_was_killed(node: Restarting, capsys: pytest.CaptureFixture[str]) -> None:
+    put(node.uri, "other", table(0))
+    put(node.uri, "d", table(1))
+    put(node.uri, "d", table(2, 2))
+    assert version(node.uri, "d")[0] == 2  # counted for each dataset
+    node.restart()
+    put(node.uri, "d", table(3, 3, 3))
+    assert version(node.uri, "d")[0::2] == (3, [3, 3, 3])
+    assert main(["cat", f"{node.uri}/d", "--version", "2"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, "no version 2 of the dataset 'd'" in printed.err) == ("", True)
+    assert main(["cat", f"{node.uri}/d", "--version", "3", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.split() == ['"n"', "3", "3", "3"]
+    assert main(["versions", f"{node.uri}/d", "--json"]) == 0
+    assert [one["version"] for one in json.loads(capsys.readouterr().out)] == [3]
+
+
+def test_what_was_dropped_or_lost_leaves_its_number_behind(node: Restarting, memory: Path) -> None:
+    for name in ("dropped", "kept"):
+        put(node.uri, name, table(1))
+        put(node.uri, name, table(2))
+    with dis.connect(node.uri) as client:
+        _, lineage, _ = version(node.uri, "dropped")
+        client.drop("dropped")
+        node.restart()
+        node.restart()  # what was known from before is still known
+        client.put("dropped", table(3), mode="append")
+        client.put("kept", table(3), mode="append")
+    found = version(node.uri, "dropped")
+    assert (found[0], found[2]) == (3, [3])
+    assert found[1] != lineage
+    assert version(node.uri, "kept")[0::2] == (3, [2, 3])
+
+
+def test_a_handle_goes_on_with_its_version_and_never_with_another(node: Restarting) -> None:
+    put(node.uri, "d", table(1))
+    put(node.uri, "d", table(2, 2))
+    with dis.connect(node.uri) as client:
+        handle = client["d"]
+        node.restart()
+        assert handle.to_table()["n"].to_pylist() == [2, 2]
+        created = client["d"].created
+        node.restart()
+        client.put("d", table(3))
+        with pytest.raises(DatasetNotFound, match="version 2 of 'd' is gone"):
+            handle.to_table()
+        refreshed = handle.refresh()
+        assert (refreshed.version, refreshed.to_table()["n"].to_pylist()) == (3, [3])
+    assert handle.created == created
+
+
+def test_a_handle_is_not_fooled_by_another_node_at_its_address(memory: Path, start: Start) -> None:
+    node = Restarting(start, memory / "one")
+    put(node.uri, "d", table(1))
+    with dis.connect(node.uri) as client:
+        handle = client["d"]
+        state = Batches(handle, batch_size=1).state_dict()
+        node.node.kill()
+        start("node", "--store", memory / "two", "--flight", node.uri)
+        client.put("d", table(2))
+        assert client["d"].version == handle.version == 1
+        with pytest.raises(DatasetNotFound, match="version 1 of 'd' is gone"):
+            handle.to_table()
+        with pytest.raises(OptionError, match="another lineage_id"):
+            Batches(client["d"], batch_size=1).load_state_dict(state)
+
+
+def test_a_training_run_goes_on_with_its_rows_or_not_at_all(node: Restarting) -> None:
+    put(node.uri, "d", table(0))
+    put(node.uri, "d", table(*range(10)))
+    with dis.connect(node.uri) as client:
+        first = Batches(client["d"], batch_size=2, shuffle=True)
+        batches = iter(first)
+        next(batches)
+        state = json.loads(json.dumps(first.state_dict()))
+        expected = [batch["n"].tolist() for batch in batches]
+        node.restart()
+        resumed = Batches(client.dataset("d", state["version"]), batch_size=2, shuffle=True)
+        resumed.load_state_dict(state)
+        assert [batch["n"].tolist() for batch in resumed] == expected
+        node.restart()
+        client.put("d", table(*range(100, 110)))
+        with pytest.raises(DatasetNotFound, match="no version 2 of the dataset 'd'"):
+            client.dataset("d", state["version"])
+        with pytest.raises(OptionError, match="another version, 2, where here it is 3"):
+            Batches(client["d"], batch_size=2, shuffle=True).load_state_dict(state)
+
+
+def test_memory_that_was_handed_over_leaves_its_number_behind(memory: Path) -> None:
+    for number in range(1, 4):
+        with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+            with pytest.raises(DatasetNotFound):
+                client.describe("d")
+            if number > 1:
+                with pytest.raises(CatalogError, match=f"version {number - 1} was evicted, or its memory went"):
+                    client.put("d", table(1), mode="append")
+            with memfd(table(number)) as descriptor:
+                client.commit("d", [client.hand_over(descriptor)], "overwrite", table().schema)
+            assert client.describe("d").version >= number
+            assert version(node.uri, "d")[2] == [number]
+
+
+def test_a_commit_that_reached_the_store_and_not_the_database_is_the_last(memory: Path) -> None:
+    """A node was killed between the two, or its database is from a backup."""
+    path = memory / "catalog.db"
+
+    def node() -> Node:
+        return Node(Store(memory / "store"), ["shm:"], database=str(path))
+
+    with node() as running:
+        put(running.uri, "d", table(1))
+    before = path.read_bytes()
+    with node() as running:
+        put(running.uri, "d", table(2), mode="append")
+        put(running.uri, "d", table(3), mode="append")
+    path.write_bytes(before)
+    with node() as running:
+        assert version(running.uri, "d")[0::2] == (3, [1, 2, 3])
+        put(running.uri, "d", table(4), mode="append")
+        assert version(running.uri, "d")[0::2] == (4, [1, 2, 3, 4])
+
+
+def test_versions_that_were_written_without_numbers_are_counted_in_their_order(memory: Path) -> None:
+    store = memory / "store"
+    with Node(Store(store), ["shm:"]) as node:
+        for number in range(3):
+            with dis.connect(node.uri) as client:
+                client.put("d", table(number))
+                client.describe("d")  # so that it is kept
+    for manifest in store.glob("segments/*/manifest.json"):
+        plain = json.loads(manifest.read_text())
+        del plain["version"]
+        manifest.write_text(json.dumps(plain))
+    for _ in range(2):
+        with Node(Store(store), ["shm:"]) as node:
+            assert numbers(node.uri, "d") == [1, 2, 3]
+            assert [version(node.uri, "d", number)[2] for number in (1, 2, 3)] == [[0], [1], [2]]
+
+
+# Catalogs of several nodes
+
+
+class Cluster:
+    """A catalog that is lost with all it knows, and nodes that tell it what they have."""
+
+    def __init__(self, directory: Path, running: ExitStack) -> None:
+        self._directory, self._running = directory, running
+        self._uri = f"grpc://127.0.0.1:{free_port()}"
+        self.nodes: dict[str, Node] = {}
+        self.start_catalog()
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def start_catalog(self) -> None:
+        self.catalog = CatalogService(self._uri, database=Database(clock=lambda: time.time()), retain=300.0)
+        self._running.callback(self.catalog.close)
+
+    def lose_catalog(self) -> None:
+        self.catalog.close()
+        self.start_catalog()
+
+    def start_node(self, name: str, **options: Any) -> Node:
+        store = Store(self._directory / name, **options)
+        self.nodes[name] = Node(store, ["shm:"], catalog=self._uri, heartbeat_interval=SELDOM)
+        self._running.callback(self.nodes[name].close)
+        return self.nodes[name]
+
+    def tell(self, *names: str) -> None:
+        for name in names or self.nodes:
+            self.nodes[name].service.catalog.reconcile()
+            self.nodes[name].service.catalog.reconcile()
+
+
+@pytest.fixture
+def cluster(memory: Path) -> Iterator[Cluster]:
+    with ExitStack() as running:
+        yield Cluster(memory, running)
+
+
+def test_numbers_go_on_after_a_catalog_has_lost_its_database(cluster: Cluster) -> None:
+    node = cluster.start_node("a")
+    for number in range(3):
+        put(node.uri, "d", table(number))
+    put(node.uri, "dropped", table(1))
+    cluster.tell()
+    cluster.catalog.drop("dropped")
+    cluster.tell()
+    before = version(cluster.uri, "d")
+    cluster.lose_catalog()
+    cluster.tell()
+    assert version(cluster.uri, "d") == before
+    assert before[0] == 3
+    put(node.uri, "d", table(7))
+    put(node.uri, "dropped", table(8))
+    assert version(cluster.uri, "d")[0::2] == (4, [7])
+    assert version(cluster.uri, "dropped")[0::2] == (2, [8])
+
+
+def test_a_number_that_was_prepared_for_a_commit_is_not_used_again(cluster: Cluster) -> None:
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    put(a.uri, "d", table(1))
+    cluster.tell()
+    with dis.connect(b.uri) as client:
+        client.put("d", table(2), mode="append")  # in two parts, which no node knows to be a dataset
+    assert version(cluster.uri, "d")[0] == 2
+    cluster.lose_catalog()
+    cluster.tell()
+    put(a.uri, "d", table(3))
+    assert version(cluster.uri, "d")[0::2] == (3, [3])
+
+
+def test_the_order_is_that_of_the_numbers_whatever_the_clock_says(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = cluster.start_node("a")
+    put(node.uri, "d", table(1))
+    cluster.tell()
+    with dis.connect(cluster.uri) as client:
+        client.describe("d")  # so that the version is kept when it is replaced
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - HOUR)
+    put(node.uri, "d", table(2))
+    cluster.tell()
+    assert numbers(cluster.uri, "d") == [1, 2]
+    cluster.lose_catalog()
+    cluster.tell()
+    assert version(cluster.uri, "d")[0::2] == (2, [2])
+
+
+def test_a_node_alone_shows_the_last_commit_whatever_the_clock_says(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    for step in range(4):
+        monkeypatch.setattr(time, "time", lambda back=step * HOUR: now() - back)
+        with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+            if step:
+                assert version(node.uri, "d")[0::2] == (step, [step])
+            client.put("d", table(step + 1))
+            assert version(node.uri, "d")[0::2] == (step + 1, [step + 1])
+
+
+def test_what_a_catalog_has_committed_is_not_replaced_by_what_it_finds(cluster: Cluster) -> None:
+    """A node that was away for long comes back after the catalog was lost and somebody has written the name again."""
+    a, b = cluster.start_node("a"), cluster.start_node("b")
+    for number in range(3):
+        put(b.uri, "d", table(number))
+    cluster.tell()
+    cluster.lose_catalog()
+    cluster.tell("a")
+    put(a.uri, "d", table(9))
+    cluster.tell("b")
+    assert version(cluster.uri, "d")[2] == [9]
+    put(a.uri, "d", table(10))
+    assert version(cluster.uri, "d")[0::2] == (4, [10])
+
+
+def test_a_catalog_from_a_backup_takes_what_it_has_committed_since(memory: Path) -> None:
+    """Also what lies on another node, before the first has told that it holds the older version no more."""
+    path, uri = memory / "catalog.db", f"grpc://127.0.0.1:{free_port()}"
+
+    def catalog() -> CatalogService:
+        return CatalogService(uri, database=Database(str(path)))
+
+    with ExitStack() as running:
+        first = catalog()
+        a, b = (
+            running.enter_context(Node(Store(memory / name), ["shm:"], catalog=uri, heartbeat_interval=SELDOM))
+            for name in "ab"
+        )
+        put(a.uri, "d", table(1))
+        first.close()
+        backup = path.read_bytes()
+        first = catalog()
+        put(b.uri, "d", table(2))
+        for node in (a, b):
+            node.service.catalog.reconcile()
+        first.close()
+        path.write_bytes(backup)
+        with closing(catalog()):
+            b.service.catalog.reconcile()
+            assert version(uri, "d")[0::2] == (2, [2])
+            a.service.catalog.reconcile()
+            assert version(uri, "d")[0::2] == (2, [2])
+
+
+# Evicted datasets
+
+
+def put_and_evict(store: Store, uri: str, name: str) -> None:
+    """What is written next to it takes all the room."""
+    put(uri, name, table(*range(100_000)))
+    put(uri, "large", table(*range(500_000)))
+    assert store.current(name) is None
+
+
+def test_nothing_is_appended_to_what_was_evicted(memory: Path) -> None:
+    for attempt in range(2):
+        with Store(memory / "store", limit=4 * MIB, policy=Policy.EVICT) as store:
+            node = Node(store, ["shm:"])
+            with closing(node), dis.connect(node.uri) as client:
+                if not attempt:
+                    put_and_evict(store, node.uri, "d")
+                with pytest.raises(CatalogError, match="'d' cannot be appended to: version 1 was evicted"):
+                    client.put("d", table(1), mode="append")
+                with pytest.raises(DatasetNotFound):
+                    client.describe("d")
+    with Node(Store(memory / "store"), ["shm:"]) as node, dis.connect(node.uri) as client:
+        client.put("d", table(1))
+        client.put("d", table(2), mode="append")
+        assert version(node.uri, "d")[0::2] == (3, [1, 2])
+        client.drop("d")
+        client.put("d", table(3), mode="append")  # somebody wanted it to be gone
+        assert read(node.uri, "d") == [3]
+
+
+def test_nothing_is_appended_to_what_a_node_of_a_catalog_has_evicted(cluster: Cluster) -> None:
+    node = cluster.start_node("a", limit=4 * MIB, policy=Policy.EVICT)
+    put(node.uri, "d", table(*range(100_000)))
+    cluster.tell()
+    put(node.uri, "large", table(*range(500_000)))
+    cluster.tell()
+    for _ in range(2):
+        with dis.connect(cluster.uri) as client, pytest.raises(CatalogError, match="'d' cannot be appended to"):
+            client.put("d", table(1), mode="append")
+        cluster.lose_catalog()
+        cluster.tell()

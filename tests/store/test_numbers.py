@@ -1,0 +1,145 @@
+"""The numbers of versions that a store holds no more, whatever ended its process or its disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dissociated.store.directory import Version
+from dissociated.store.eviction import Policy
+from dissociated.store.store import Store
+from nodes import MIB, SCHEMA, staged, table
+
+
+def commit(store: Store, name: str, number: int, rows: Sequence[int] = (1,), prepared: bool = False) -> Version:
+    with store.writer(f"{name} {number}", SCHEMA) as writer:
+        for batch in table(*rows).to_batches():
+            writer.write_batch(batch)
+    return store.commit(name, [f"{name} {number}"], key=f"{name} {number}", version=number, prepared=prepared)
+
+
+def removed(directory: Path) -> dict[str, tuple[int, bool]]:
+    """What somebody who opens the store finds."""
+    with Store(directory) as store:
+        return {name: (one.version, one.lost) for name, one in store.removed().items()}
+
+
+def test_a_number_stays_when_its_version_goes(memory: Path) -> None:
+    with Store(memory) as store:
+        versions = [commit(store, "d", number) for number in (1, 2)]
+        other = commit(store, "other", 5)
+        store.remove(versions[0])
+        assert store.removed() == {}  # a later one is there
+        store.remove(versions[1], other)
+    assert removed(memory) == {"d": (2, False), "other": (5, False)}
+    with Store(memory) as store:
+        commit(store, "d", 3)
+    assert removed(memory) == {"other": (5, False)}
+
+
+def test_what_was_never_published_uses_a_number_and_changes_nothing_else(memory: Path) -> None:
+    with Store(memory, limit=3 * MIB, policy=Policy.EVICT) as store:
+        commit(store, "d", 1, range(100_000))
+        store.ensure_room("new", int(2.5 * MIB))
+        assert store.versions() == []
+        store.remove(commit(store, "d", 2, prepared=True))
+        assert store.removed() == {"d": (1, True, 2)}
+    assert removed(memory) == {"d": (1, True)}
+
+
+def test_it_stays_when_the_process_was_killed_as_its_version_went(memory: Path) -> None:
+    with Store(memory) as store:
+        version = commit(store, "d", 2)
+    (memory / "segments" / version.id).rename(memory / "staging" / f"{version.id}.gone")
+    for _ in range(2):
+        assert removed(memory) == {"d": (2, True)}  # nobody knows any more who wanted that
+        assert staged(memory) == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_it_stays_when_it_cannot_be_recorded_and_nothing_else_fails(
+    memory: Path, caplog: pytest.LogCaptureFixture, lost: bool
+) -> None:
+    with Store(memory, limit=MIB, policy=Policy.EVICT) as store:
+        version = commit(store, "d", 2, range(100_000))
+        (memory / "numbers").mkdir()
+        if lost:
+            store.ensure_room("new", int(0.9 * MIB))
+        else:
+            store.remove(version)
+        assert store.versions() == []
+        assert staged(memory) == [f"{version.id}.gone"]
+        (memory / "numbers").rmdir()
+        store.sweep()
+        assert staged(memory) == []
+    assert "recording the number of a removed version failed" in caplog.text
+    assert removed(memory)["d"][0] == 2
+
+
+def test_a_record_that_was_cut_short_is_left_out_and_written_over(memory: Path) -> None:
+    with Store(memory) as store:
+        store.remove(commit(store, "d", 2), commit(store, "e", 3))
+    content = (memory / "numbers").read_bytes()
+    for length in range(len(content) - 1, content.index(b"\n") + 1, -7):
+        (memory / "numbers").write_bytes(content[:length])
+        with Store(memory) as store:
+            assert {name: one.version for name, one in store.removed().items()} in ({"d": 2}, {"d": 2, "e": 3})
+            store.remove(commit(store, "f", 4))
+        assert {"d": (2, False), "f": (4, False)}.items() <= removed(memory).items()
+        for line in (memory / "numbers").read_text().splitlines():
+            json.loads(line)
+
+
+def test_what_is_evicted_is_lost_and_what_is_dropped_or_replaced_is_not(memory: Path) -> None:
+    rows = range(100_000)
+    with Store(memory, limit=3 * MIB, policy=Policy.EVICT) as store:
+        commit(store, "evicted", 1, rows)
+        for number in (1, 2):
+            commit(store, "replaced", number, rows)
+        store.remove(commit(store, "dropped", 1, rows))
+        store.ensure_room("new", 2 * MIB)
+        assert [version.name for version in store.versions()] == ["replaced"]
+    assert removed(memory) == {"evicted": (1, True), "dropped": (1, False)}
+
+
+def test_versions_that_were_spilled_leave_their_numbers_too(memory: Path, tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    with Store(memory, limit=2 * MIB, policy=Policy.SPILL, spill=spill) as store:
+        version = commit(store, "d", 4, range(100_000))
+        store.ensure_room("new", int(1.9 * MIB))
+        assert store.spilled(version)
+        assert store.removed() == {}
+        store.remove(version)
+        assert {name: one.version for name, one in store.removed().items()} == {"d": 4}
+    assert removed(memory) == removed(spill) == {"d": (4, False)}
+
+
+def test_the_file_grows_with_the_names_and_not_with_the_versions(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dissociated.store.numbers._SPARE_LINES", 10)
+    monkeypatch.setattr("dissociated.store.numbers._MAX_NAMES", 6)
+    with Store(memory) as store:
+        for number in range(1, 30):
+            store.remove(commit(store, "d", number))
+        assert len((memory / "numbers").read_text().splitlines()) < 15
+        for number in range(10):
+            store.remove(commit(store, f"name {number}", 1))
+    found = removed(memory)
+    assert len(found) <= 7
+    assert found["name 9"] == (1, False)
+    with Store(memory) as store:
+        assert store.removed()[""].used == 29  # no dataset that was forgotten begins again below that
+
+
+def test_serials_grow_though_the_clock_was_set_back_and_nothing_is_left(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(memory) as store:
+        last = store.serial()
+        version = commit(store, "d", 1)
+        store.remove(version)
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    with Store(memory) as store:
+        assert last < version.number < store.serial()
