@@ -90,7 +90,9 @@ def told(outcomes: Outcomes, number: int, call: Callable[[], object]) -> None:
     def attempt() -> None:
         try:
             call()
-        except (flight.FlightError, pa.ArrowException, KeyError, NotImplementedError) as error:
+        except (flight.FlightError, pa.ArrowException, KeyError, NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # libarrow's have no number
             leak = "Traceback" in str(error) or "a reason that its log tells" in str(error)
             outcomes.add(f"{'leaked' if leak else 'told'}: {type(error).__name__}", f"{number}: {error}")
 

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated import strict_json
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.connection import NO_ANSWER
 from dissociated.catalog.descriptors import first_field, parse_put
@@ -57,6 +58,10 @@ class NotFound(_WithoutTraceback, KeyError):
 
 class NotAnswered(_WithoutTraceback, NotImplementedError):
     """Arrives as UNIMPLEMENTED."""
+
+
+class Refused(_WithoutTraceback, ValueError):
+    """Arrives as INVALID_ARGUMENT."""
 
 
 @contextmanager
@@ -139,8 +144,11 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
             return self._catalog.info(descriptor)
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
-        with flight_errors():
-            return flight.SchemaResult(self._catalog.schema(descriptor))
+        try:
+            with flight_errors():
+                return flight.SchemaResult(self._catalog.schema(descriptor))
+        except flight.FlightError as error:  # pyarrow sends the traceback of these, too, for GetSchema alone
+            raise Refused(str(error)) from None
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with flight_errors():
@@ -171,10 +179,11 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 if action.type in self._binary:
                     return [self._binary[action.type][0](content)]
                 if action.type in self._actions:
-                    return [json.dumps(self._actions[action.type][0](json.loads(content or b"{}")) or {}).encode()]
+                    answer = self._actions[action.type][0](strict_json.loads(content or b"{}"))
+                    return [json.dumps(answer or {}).encode()]
             except DissociatedError:
                 raise
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
                 # Without the error's text, which may be all of the body, tickets included.
                 _log.info("%s was called with a body that it does not take: %s", action.type, type(error).__name__)
                 raise CatalogError(f"the body of {action.type!r} is not what it takes") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from types import NoneType
 from typing import Any, TypeVar
 
 from dissociated.errors import FormatError
@@ -179,7 +180,21 @@ class ServerStatus:
         return cls(**{**vars(status), **parts})
 
 
+#: The values that JSON may have for a field, by the field's type as it is written above. Others are parsed apart.
+_PLAIN_TYPES: Mapping[object, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "str | None": (str, NoneType),
+    "int | None": (int, NoneType),
+}
+
+
 def _from_plain(kind: type[T], plain: Mapping[str, Any]) -> T:
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name in plain and not isinstance(plain[one.name], _PLAIN_TYPES.get(one.type, object)):
+            raise TypeError(f"{one.name} is {type(plain[one.name]).__name__}, not {one.type}")
     needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]  # type: ignore[arg-type]
     known = [one.name for one in fields(kind) if one.name in plain]  # type: ignore[arg-type]
     return kind(**{name: plain[name] for name in {*needed, *known}})

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dissociated import strict_json
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
 #: How every identifier with a selection begins, and no ticket.
@@ -121,11 +122,11 @@ def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
     try:
         ticket_at = len(SELECTION_MAGIC) + _length.size
         ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
-        wanted = json.loads(identifier[ticket_end:])
+        wanted = strict_json.loads(identifier[ticket_end:])
         if not isinstance(wanted, dict):
             raise _unreadable()
         rows = RowSelection.parse(wanted.pop("rows")) if "rows" in wanted else None
-    except (struct.error, ValueError, RecursionError):
+    except (struct.error, ValueError):
         raise _unreadable() from None
     if not all(_readable(kind, items) for kind, items in wanted.items()):
         raise _unreadable()

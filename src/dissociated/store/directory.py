@@ -25,6 +25,7 @@ from dissociated.store.files import PARTIAL_SUFFIX, claim_unused, is_abandoned, 
 MANIFEST = "manifest.json"
 _MANIFEST_VERSION = 1
 _ID = "id"
+_NAME_MAX = 255  # bytes, of the name of a file
 
 
 def store_id(directory: Path) -> str:
@@ -129,8 +130,9 @@ class Directory:
 
     def staged(self, name: str) -> Path:
         """The path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise StoreError(f"{name!r} is not the name of a file in the staging directory")
+        is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+        if not is_name or len(os.fsencode(name)) > _NAME_MAX:
+            raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:
