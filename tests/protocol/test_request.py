@@ -112,6 +112,14 @@ def test_what_is_no_selection_is_refused(rest: bytes) -> None:
         parse_identifier(HEAD + rest)
 
 
+def test_numbers_beyond_every_stream_ask_for_all_of_it() -> None:
+    asked = Selection(batches=(0, 2**70), rows=RowSelection(limit=2**70))
+    assert parse_identifier(asked.identifier(b"t")) == (
+        b"t",
+        Selection(batches=(0, 2**63 - 1), rows=RowSelection(limit=2**63 - 1)),
+    )
+
+
 @given(st.integers(0, len(HEAD) - 1), st.binary(max_size=20))
 def test_what_is_cut_off_is_refused_or_a_ticket(cut: int, rest: bytes) -> None:
     identifier = HEAD[:cut] + rest

@@ -340,7 +340,7 @@ class CatalogClient:
     ) -> Sequence[dict[str, Any]]:
         """Return the objects that an action answers under its own name, which have these fields and a `moment`."""
         found = self._ask(action, body, action, list)
-        if not all(has_fields(one, fields) and is_moment(one[moment]) for one in found):
+        if not all(has_fields(one, fields) and one.keys() >= fields.keys() and is_moment(one[moment]) for one in found):
             raise CatalogError(f"the server at {self.uri} answers to {action!r} with something else")
         return found
 

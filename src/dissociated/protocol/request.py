@@ -40,6 +40,9 @@ REFUSED = "this server does not filter so"
 #: How long an identifier may be, in bytes.
 MAX_IDENTIFIER = 1 << 16
 
+#: The largest number that a request may have; no stream has so many rows or batches.
+_MAX_NUMBER = (1 << 63) - 1
+
 _length = struct.Struct("<I")
 
 
@@ -59,7 +62,7 @@ class RowSelection:
         plain: dict[str, Any] = {"exact": self.exact}
         if self.filter is not None:
             plain["filter"] = base64.b64encode(self.filter).decode()
-        return plain if self.limit is None else plain | {"limit": self.limit}
+        return plain if self.limit is None else plain | {"limit": min(self.limit, _MAX_NUMBER)}
 
     @classmethod
     def parse(cls, plain: Any) -> RowSelection:
@@ -106,6 +109,8 @@ class Selection:
     def identifier(self, ticket: bytes) -> bytes:
         """The identifier that requests them of the stream `ticket`; the ticket alone where that would be too long."""
         wanted = {kind: value for kind, value in vars(self).items() if value is not None}
+        if self.batches is not None:
+            wanted["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
         if self.rows is not None:
             wanted["rows"] = self.rows.plain()
         encoded = SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()

@@ -18,6 +18,7 @@ from dissociated.errors import (
     LocalProtocolError,
     TransportError,
 )
+from dissociated.limited_log import LimitedLog
 from dissociated.monitoring.activity import Activity, ConnectionStats
 from dissociated.server.admission import Admission, Limits, ServerFull
 from dissociated.server.requests import TAGS
@@ -56,6 +57,7 @@ class Connections:
         self._limits = limits
         self._activity = activity
         self._admission = Admission(limits, activity)
+        self._peers_log = LimitedLog(_log)
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
         self._acceptors: list[threading.Thread] = []
@@ -97,6 +99,7 @@ class Connections:
     def join(self, timeout: float) -> None:
         """Wait for all threads, once nobody can connect any more, for up to `timeout` seconds."""
         self._join([*self.threads(), *self._acceptors], timeout)
+        self._peers_log.close()
 
     def drain(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for those that are there now. Returns whether none is left."""
@@ -172,8 +175,12 @@ class Connections:
         except Exception:
             why = self._complain(connection, stats)
         finally:
-            level = logging.WARNING if outcome == "failed" else logging.INFO
-            _log.log(level, "%r: %s", connection, why, extra=stats.fields() | {"outcome": outcome})
+            fields = stats.fields() | {"outcome": outcome}
+            if outcome == "done":
+                _log.info("%r: %s", connection, why, extra=fields)
+            else:
+                level = logging.WARNING if outcome == "failed" else logging.INFO
+                self._peers_log.write(level, "%r: %s", connection, why, event=outcome, peer=stats.peer, fields=fields)
             self._activity.end(stats, outcome)
             self._admission.end(connection)
             with self._lock:
@@ -181,5 +188,14 @@ class Connections:
 
     def _complain(self, connection: Connection, stats: ConnectionStats) -> str:
         why = "a stream failed for a reason of ours"
-        _log.exception("%r: %s", connection, why, extra=stats.fields())
+        self._peers_log.write(
+            logging.ERROR,
+            "%r: %s",
+            connection,
+            why,
+            event="complaint",
+            peer=stats.peer,
+            fields=stats.fields(),
+            exc_info=True,
+        )
         return why
