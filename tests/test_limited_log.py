@@ -111,4 +111,6 @@ def test_a_client_that_asks_for_nonsense_again_and_again_fills_no_log(caplog: py
     records = [vars(one) for one in caplog.records if vars(one).get("outcome") != "done" and "change" not in vars(one)]
     assert 4 * 20 <= len(records) <= 4 * 30
     written = [one for one in records if not one["message"].startswith("suppressed lines")]
-    assert len(written) + sum(one.get("suppressed", 0) for one in records) == 5 * 60  # the second call over Flight has two
+    assert (
+        len(written) + sum(one.get("suppressed", 0) for one in records) == 5 * 60
+    )  # the second call over Flight has two

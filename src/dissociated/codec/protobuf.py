@@ -46,14 +46,13 @@ def _check(message: Buffer, name: str, grammar: Grammar, depth: int) -> None:
         kind = alternatives.get(number) or shape.get(number)
         if kind is None or isinstance(kind, Mapping):
             raise FormatError(f"{name} has a field {number}, which is not accepted")
-        repeated = isinstance(kind, str) and kind.startswith("*")
-        if number in present and not repeated:
+        if isinstance(kind, str) and kind.startswith("*"):
+            kind = kind[1:]
+        elif number in present:
             raise FormatError(f"{name} has the field {number} more than once")
         present.add(number)
         chosen += number in alternatives
-        _check_value(
-            value, wire_type, f"{name}, field {number}", kind.lstrip("*") if repeated else kind, grammar, depth
-        )
+        _check_value(value, wire_type, f"{name}, field {number}", kind, grammar, depth)
     if alternatives and chosen != 1:
         raise FormatError(f"{name} has {chosen} of the fields of which it needs one")
     for number, kind in shape.items():

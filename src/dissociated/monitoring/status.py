@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from types import NoneType
@@ -138,6 +139,8 @@ class ServerStatus:
     - `store`: None for a server without a store.
     - `kept`: how many bytes of live streams those consumers hold that were cut off; and of segments that are served no
       more, those who were cut off or left. A store counts its own.
+    - `state`: "running"; or "stopping" once the server takes no new connections and waits for streams in progress.
+    - `waits_for`: the numbers of the connections that a server that is stopping waits for.
     """
 
     version: str
@@ -154,6 +157,8 @@ class ServerStatus:
     store: StoreStatus | None = None
     kept: int = 0
     changed: ChangeCounts = field(default_factory=ChangeCounts)
+    state: str = "running"
+    waits_for: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers: for JSON."""
@@ -167,6 +172,7 @@ class ServerStatus:
             parts: dict[str, Any] = {"totals": _from_plain(Totals, plain["totals"])}
             if plain["store"] is not None:
                 parts["store"] = _from_plain(StoreStatus, plain["store"])
+            parts["waits_for"] = tuple(map(operator.index, plain.get("waits_for", ())))
             parts["changed"] = _from_plain(ChangeCounts, plain.get("changed", {}))
             for name, kind in (
                 ("listeners", ListenerStatus),

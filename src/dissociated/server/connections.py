@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dissociated.datasets.filtered import FilterRefused
 from dissociated.datasets.registry import Registry
@@ -20,6 +20,7 @@ from dissociated.errors import (
 )
 from dissociated.limited_log import LimitedLog
 from dissociated.monitoring.activity import Activity, ConnectionStats
+from dissociated.monitoring.status import ConsumerStatus
 from dissociated.server.admission import Admission, Limits, ServerFull
 from dissociated.server.requests import TAGS
 from dissociated.server.session import Session
@@ -31,6 +32,8 @@ from dissociated.uri import Uri
 _log = logging.getLogger(__name__)
 
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
+_DRAIN_INTERVAL = 0.05  # seconds between looks at what is in progress: clients that let go wake nobody
+_TELL_INTERVAL = 5.0  # seconds between two lines that say whom a server waits for
 
 
 def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool) -> Listener:
@@ -101,10 +104,26 @@ class Connections:
         self._join([*self.threads(), *self._acceptors], timeout)
         self._peers_log.close()
 
-    def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for those that are there now. Returns whether none is left."""
-        self._join(self.threads(), timeout)
-        return not len(self)
+    def drain(self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None]) -> bool:
+        """Wait up to `timeout` seconds for streams in progress. Return whether none is left.
+
+        Static memory that clients have mapped and were sent whole is theirs: nobody waits until they give it back.
+        `on_waiting` is called with the connections that are waited for, at first and now and then while they change.
+        """
+        self._activity.stopping = True
+        end = time.monotonic() + timeout
+        told: set[int] = set()
+        tell_at = 0.0
+        while waited := self._activity.in_progress():
+            now = time.monotonic()
+            numbers = {one.connection for one in waited}
+            if numbers != told and now >= tell_at:
+                on_waiting(waited)
+                told, tell_at = numbers, now + _TELL_INTERVAL
+            if now >= end:
+                return False
+            self._refusing.wait(min(_DRAIN_INTERVAL, end - now))
+        return True
 
     def _join(self, threads: Sequence[threading.Thread], timeout: float) -> None:
         end = time.monotonic() + timeout
