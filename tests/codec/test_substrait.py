@@ -139,6 +139,22 @@ def test_what_travels_means_the_same_and_leaves_out_no_batch_that_has_a_row(
         assert may is False or batch.num_rows
 
 
+@pytest.mark.parametrize(
+    "type_", [pa.large_string(), pa.large_binary(), pa.uint8(), pa.date64(), pa.decimal128(38, 38)]
+)
+def test_a_null_travels_to_a_column_of_its_type(type_: pa.DataType) -> None:
+    schema = pa.schema([("c", type_), ("flag", pa.bool_())])
+    for expression in (
+        pc.field("c") == pa.scalar(None, type_),
+        (pc.field("c") < pa.scalar(None, type_)) | pc.field("flag"),
+    ):
+        encoded = encode_filter(RowFilter.bind(expression, schema), schema)
+        assert encoded is not None
+        rows, columns = parse_filter(encoded).bind(schema)
+        batch = pa.record_batch([pa.nulls(2, type_), pa.array([True, False])], schema=schema)
+        assert rows.among(columns).mask(batch).to_pylist() in ([None, None], [True, None])
+
+
 def test_which_sets_of_values_travel() -> None:
     def travels(expression: pc.Expression) -> bool:
         return encode_filter(RowFilter.bind(expression, SCHEMA), SCHEMA) is not None

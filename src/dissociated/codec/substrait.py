@@ -28,7 +28,8 @@ _MAX_NODES = 512
 _MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
 
 #: Functions as Substrait calls them.
-_OF_COLUMNS = {"equal", "not_equal", "lt", "lte", "gt", "gte", "is_null", "is_not_null", "is_nan"}
+_COMPARISONS = {"equal", "not_equal", "lt", "lte", "gt", "gte"}
+_OF_COLUMNS = {*_COMPARISONS, "is_null", "is_not_null", "is_nan"}
 _FUNCTIONS = {*_OF_COLUMNS, "and", "or", "not"}
 #: That of a set of values, as pyarrow prints it. Where Substrait is read it becomes comparisons.
 _SET = "is_in"
@@ -155,7 +156,10 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
     if len(encoded) > MAX_SIZE:
         raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are taken")
     protobuf.check_message(encoded, "ExtendedExpression", GRAMMAR)
-    tree = _Parser(encoded).tree()
+    parser = _Parser(encoded)
+    tree = parser.tree()
+    if parser.value_schema is not None:
+        _check_nulls(tree, parser.value_schema)
     try:
         bound = _substrait().deserialize_expressions(encoded)
         ((_, expression),) = bound.expressions.items()
@@ -163,6 +167,22 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
     except (pa.ArrowException, ValueError) as error:
         raise FormatError(f"libarrow cannot read the filter: {error}") from None
     return ReceivedFilter(expression, schema, tree)
+
+
+def _check_nulls(node: FilterNode, schema: pa.Schema) -> None:
+    """Raise FormatError for a null that is not compared with a column of its own type, unless it is a boolean.
+
+    libarrow reads memory that is not there to convert a null of the types large_string and large_binary.
+    """
+    match node:
+        case Value(value) if _is_null(value) and str(value) != f"null[{pa.bool_()}]":
+            raise FormatError("the filter has a null in a place that has no type")
+        case Call(name, (ColumnRef(number, False), Value(value))) if name in _COMPARISONS and _is_null(value):
+            if number >= len(schema) or str(value) != f"null[{schema.field(number).type}]":
+                raise FormatError("the filter compares a column with a null of another type")
+        case Call(_, arguments):
+            for argument in arguments:
+                _check_nulls(argument, schema)
 
 
 def _substrait() -> Any:
@@ -200,6 +220,8 @@ class _Parser:
         self._whole = [*protobuf.fields(encoded)]
         self._nodes = 0
         self._functions: dict[int, str] = {}
+        #: The schema that libarrow has read with a value; None for a filter without values.
+        self.value_schema: pa.Schema | None = None
         for declared in protobuf.messages(self._whole, _EXTENSIONS):
             for function in protobuf.messages(declared, 3):
                 name = b"".join(bytes(value) for number, value in function if number == 3 and _is_bytes(value)).decode(
@@ -265,7 +287,9 @@ class _Parser:
         rest = [(number, value) for number, value in self._whole if number != _EXPRESSIONS and _is_bytes(value)]
         message = alone + b"".join(protobuf.encode_field(number, bytes(value)) for number, value in rest)
         try:
-            ((_, expression),) = _substrait().deserialize_expressions(message).expressions.items()
+            bound = _substrait().deserialize_expressions(message)
+            ((_, expression),) = bound.expressions.items()
+            self.value_schema = bound.schema
         except (pa.ArrowException, ValueError) as error:
             raise FormatError(f"libarrow cannot read a value of the filter: {error}") from None
         return expression
