@@ -11,8 +11,10 @@ _MAX_NESTING = 50
 
 
 def loads(content: bytes) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for invalid JSON, and for values that Python's parser accepts and others
-    do not: integers of more than 64 bits, infinite numbers and NaN, halves of surrogate pairs, and deep nesting.
+    """Parse JSON in UTF-8.
+
+    Raises ValueError for invalid JSON, and for values that Python's parser accepts and others do not: integers of more
+    than 64 bits, infinite numbers and NaN, halves of surrogate pairs, and deep nesting.
     """
     text = str(content, "utf-8")
     try:
