@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from dissociated.fork import bind_to_process
 
-#: What changes from one connection of a peer to the next: its port, or the number of its process.
+#: The part of a peer that differs between its connections: a port, or the number of a process.
 _PER_CONNECTION = re.compile(r":\d+$|(?<=client )\d+ (?=of )")
 _MAX_PEERS = 1024
 _MAX_SHOWN = 300  # characters of a line
@@ -50,7 +50,7 @@ class LimitedLog:
         self._interval = interval
         self._clock = clock
         self._lock = threading.Lock()
-        self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()  # the one that was used last comes last
+        self._buckets: OrderedDict[_Key, _Bucket] = OrderedDict()  # the least recently used first
         bind_to_process(self)
 
     def after_fork_in_child(self) -> None:

@@ -1,6 +1,6 @@
 """Bytes that a server takes from anybody, or a client from a server, made at random. See `faults.fuzz`, which runs it.
 
-Each role makes its requests from a seed. Its first ones are directed: those that once did harm, or were tried to.
+Each role makes its requests from a seed. The first requests of some roles are directed: similar ones did harm once.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def fuzz_filters(outcomes: Outcomes, dice: random.Random, count: int) -> None:
 
 
 def spoil(plain: Any, dice: random.Random) -> Any:
-    """The same with one value replaced, left out, or added, at any depth."""
+    """Replace, remove or add one value, at any depth."""
     if isinstance(plain, dict | list) and plain and dice.random() < 0.85:
         spoilt = copy.copy(plain)
         keys = [*spoilt] if isinstance(spoilt, dict) else [*range(len(spoilt))]

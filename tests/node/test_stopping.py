@@ -121,7 +121,7 @@ def test_what_is_in_progress_at_the_deadline_is_cut_off(memory: Path, start: Sta
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_server_waits_for_who_holds_memory_that_would_be_used_again(live: bool) -> None:
-    """As that of what is made for one client alone, or read by several at once; not for mapped copies of a table."""
+    """Memory of a stream that one client or several read is used again; the mapped copy of a table is not."""
     with dis.Server(["shm:"], catalog=None) as server:
         whole = numbers(ROWS)
         server.publish("static", whole, wait=True)
