@@ -100,8 +100,8 @@ def hostile_filters() -> dict[str, bytes]:
     for name, literal in literals.items():
         made[f"value: {name}"] = filter_of(call(equal, column(), content(1, literal)), [integer])
     logic, known = len(FUNCTIONS), call(is_null, column())
-    for name in (b"large_string", b"large_binary"):  # of whose nulls libarrow reads what is not there
-        null = content(1, null_literal(content(30, number(1, USER_TYPES.index(name)) + number(3, 1))))
+    for user_type in (b"large_string", b"large_binary"):  # of whose nulls libarrow reads what is not there
+        null = content(1, null_literal(content(30, number(1, USER_TYPES.index(user_type)) + number(3, 1))))
         places = {
             "compared": call(equal, column(), null),
             "first": call(equal, null, column()),
@@ -111,7 +111,7 @@ def hostile_filters() -> dict[str, bytes]:
             "denied": call(logic + 2, null),
             "NaN": call(FUNCTIONS.index(b"is_nan"), null),
         }
-        made |= {f"null {name.decode()} {place}": filter_of(one, [integer]) for place, one in places.items()}
+        made |= {f"null {user_type.decode()} {place}": filter_of(one, [integer]) for place, one in places.items()}
     rooted = content(2, content(1, content(2, b"")) + content(3, content(1, decimal_literal(0))))
     made["a root beside a column"] = filter_of(call(is_null, rooted), [integer])
     cast = content(11, content(1, decimal_type(0)) + content(2, column()) + number(3, 2))
