@@ -151,6 +151,11 @@ class Process:
         self._process.communicate(timeout=PATIENCE)
         return self._process.returncode
 
+    def line(self) -> str:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
     def leases(self) -> int:
         """How many addresses its clients hold."""
         with dis.connect(self.uri) as client:

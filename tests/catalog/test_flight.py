@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dissociated.format.encapsulated import encapsulate
 from dissociated.host import boot_id
 from dissociated.node.node import Node
 from dissociated.store.store import Store
-from helpers import clients_end, descriptors, wait_until
+from helpers import case, clients_end, descriptors, wait_until
 
 TABLE = pa.table({"n": pa.array([1, 2, 3], pa.int64())})
 RETAIN = 60.0
@@ -292,6 +293,37 @@ def test_a_put_that_makes_no_sense_publishes_nothing(
         put(plain, descriptor, TABLE)
     assert list(plain.list_flights()) == []
     assert list(node.store.staging.iterdir()) == []
+
+
+def test_hostile_calls_are_refused_and_are_no_fault_of_the_server(
+    plain: flight.FlightClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No error in the log, and no line of the server's code for the client."""
+    put(plain, path("d"), TABLE)
+    ticket = plain.get_flight_info(command(name="d")).endpoints[0].ticket.ticket
+    deep = b'{"name":' * 60_000
+    actions = [
+        ("drop", deep),
+        ("drop", rb'{"name": "\ud800"}'),
+        ("versions", b'{"name": ' + b"9" * 5000 + b"}"),
+        ("discard", json.dumps({"segments": ["x" * 5000]}).encode()),
+        ("reserve", b'{"segment": "s", "size": 1e308, "wish": 1}'),
+    ]
+    calls: list[Callable[[], object]] = [partial(act, plain, name, body) for name, body in actions]
+    calls += [partial(plain.get_flight_info, command(name="d", version=version)) for version in (2**64, -(2**70))]
+    calls += [partial(plain.get_schema, command(name="d", version="x")), lambda: [*plain.list_flights(b"[" * 60_000)]]
+    calls += [partial(plain.do_get, flight.Ticket(selected(ticket, stop))) for stop in (2**63, 2**64)]
+    for number, call in enumerate(calls):
+        with case(number), pytest.raises((flight.FlightError, pa.ArrowException)) as refused:
+            call()
+        assert "Traceback" not in str(refused.value), number
+        assert "its log tells" not in str(refused.value), number
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def selected(ticket: bytes, stop: int) -> bytes:
+    """A request for the batches up to that number."""
+    return b"DISSCOL\x01" + len(ticket).to_bytes(4, "little") + ticket + json.dumps({"batches": [0, stop]}).encode()
 
 
 def test_a_put_that_is_refused_leaves_nothing(node: Node, plain: flight.FlightClient) -> None:

@@ -93,6 +93,10 @@ TOLD = [
     b'{"nodes": {}, "rows": "x"}',
     b'{"rows": 99, "version": 3, "created": 1, "expires": 5, "tags": {"a": "b"}}',
     b'{"host": "h", "boot_id": "b", "version": "x", "created": "y"}',
+    *(
+        f'{{"host": "h", "boot_id": "b", "version": 1, "created": {created}, "expires": {expires}}}'.encode()
+        for created, expires in ((1e30, 5), (10**30, 5), (9e15, 5), (-9e15, 5), (5, 1e300), ("1e999", 5), ("NaN", 5))
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dissociated.codec import statistics
+from dissociated.codec import protobuf, statistics
 from dissociated.codec import substrait as module
 from dissociated.codec.columns import filter_batches
 from dissociated.codec.filter import RowFilter
@@ -139,6 +139,20 @@ def test_what_travels_means_the_same_and_leaves_out_no_batch_that_has_a_row(
         assert may is False or batch.num_rows
 
 
+@pytest.mark.parametrize("type_", [pa.large_string(), pa.large_binary(), pa.uint8(), pa.date64()])
+def test_a_null_travels_to_a_column_of_its_type(type_: pa.DataType) -> None:
+    schema = pa.schema([("c", type_), ("flag", pa.bool_())])
+    for expression in (
+        pc.field("c") == pa.scalar(None, type_),
+        (pc.field("c") < pa.scalar(None, type_)) | pc.field("flag"),
+    ):
+        encoded = encode_filter(RowFilter.bind(expression, schema), schema)
+        assert encoded is not None
+        rows, columns = parse_filter(encoded).bind(schema)
+        batch = pa.record_batch([pa.nulls(2, type_), pa.array([True, False])], schema=schema)
+        assert rows.among(columns).mask(batch).to_pylist() in ([None, None], [True, None])
+
+
 def test_which_sets_of_values_travel() -> None:
     def travels(expression: pc.Expression) -> bool:
         return encode_filter(RowFilter.bind(expression, SCHEMA), SCHEMA) is not None
@@ -240,17 +254,19 @@ def refused() -> dict[str, bytes]:
 
 def nested(encoded: bytes, depth: int) -> bytes:
     """The filter `encoded`, the denial of something, denied so many times more."""
-    fields = [*module._fields(encoded)]
+    fields = [*protobuf.fields(encoded)]
     expression = bytes(next(value for one, value in fields if one == module._EXPRESSIONS))
-    ((_, root),) = [one for one in module._fields(expression) if one[0] == 1]
-    ((_, call),) = module._fields(root)
-    denial = b"".join(module._encode(one, bytes(value)) for one, value in module._fields(call) if one == 3)
-    anchor = bytes([1 << 3, module._number([*module._fields(call)], 1)])
+    ((_, root),) = [one for one in protobuf.fields(expression) if one[0] == 1]
+    ((_, call),) = protobuf.fields(root)
+    denial = b"".join(protobuf.encode_field(one, bytes(value)) for one, value in protobuf.fields(call) if one == 3)
+    anchor = bytes([1 << 3, protobuf.number([*protobuf.fields(call)], 1)])
     inner = bytes(root)
     for _ in range(depth):
-        inner = module._encode(3, anchor + denial + module._encode(4, module._encode(3, inner)))
-    rest = b"".join(module._encode(one, bytes(value)) for one, value in fields if one != module._EXPRESSIONS)
-    return rest + module._encode(module._EXPRESSIONS, module._encode(1, inner) + module._encode(3, b"x"))
+        inner = protobuf.encode_field(3, anchor + denial + protobuf.encode_field(4, protobuf.encode_field(3, inner)))
+    rest = b"".join(protobuf.encode_field(one, bytes(value)) for one, value in fields if one != module._EXPRESSIONS)
+    return rest + protobuf.encode_field(
+        module._EXPRESSIONS, protobuf.encode_field(1, inner) + protobuf.encode_field(3, b"x")
+    )
 
 
 @pytest.mark.parametrize("what", ["arithmetic", "text", "choice", "deep", "two", "none", "noise", "large"])

@@ -1,13 +1,20 @@
-"""Replays good conversations with random mutations, and counts what comes of it. Run as a process of its own:
+"""Replays good conversations with random mutations, makes hostile requests, and counts what comes of it.
 
-    python -m faults.fuzz client|server|file SCHEME SEED COUNT
+    python -m faults.fuzz ROLE SCHEME SEED COUNT
 
-prints a JSON object: how often each exception came out, and an example of each; "read" where nothing was noticed.
+prints a JSON object: how often each outcome came, an example of each, and of each that no user should see. "read" is
+where nothing was noticed. Roles are client, server and file, and those in `faults.requests`. In the folder `tests`,
+
+    python -m faults.fuzz --seconds 600 [ROLE ...]
+
+runs each in processes of their own, with other seeds each time, and prints the first example of each bad outcome; a
+process that ends by itself is one. The same role, seed and count do the same again.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import logging
 import os
@@ -15,17 +22,18 @@ import random
 import resource
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
 
 import pyarrow as pa
 
 import dissociated as dis
-from dissociated.errors import DissociatedError
 from helpers import clients_end
 
+from .outcomes import Outcomes, changed
 from .peer import (
     PREAMBLE,
     REGION,
@@ -40,8 +48,11 @@ from .peer import (
     want,
     want_of,
 )
+from .requests import ROLES, failures
 
 MEMORY = 4 << 30  # bytes that the process may map
+REQUESTS_MEMORY = 12 << 30  # bytes, where gRPC and libarrow have threads of their own
+LONG_COUNT, LONG_TIMEOUT = 1500, 300.0
 SILENCE = 0.05  # seconds after which a server has said all
 TIMEOUT = 2.0
 
@@ -110,50 +121,6 @@ def mutate(pieces: list[Piece], random: random.Random) -> list[Piece]:
         if not pieces:
             return [(b"", None)]
     return pieces
-
-
-def changed(data: bytes, random: random.Random) -> bytes:
-    if not data:
-        return data
-    mutated = bytearray(data)
-    for _ in range(random.choice((1, 1, 2, 8))):
-        at = random.randrange(len(mutated))
-        if random.random() < 0.5:
-            mutated[at] ^= 1 << random.randrange(8)
-        else:
-            few = random.choice((b"\0", b"\xff", b"\x7f", b"\x80", b"\xff\xff\xff\xff", b"\0\0\0\0", b"\xff" * 8))
-            mutated[at : at + len(few)] = few[: len(mutated) - at]
-    return bytes(mutated)
-
-
-class Outcomes:
-    """What came out, and the first example of each."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.examples: dict[str, str] = {}
-
-    def add(self, name: str, example: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-        self.examples.setdefault(name, example)
-
-    def validate(self, table: pa.Table) -> None:
-        """Bodies are whatever the peer says they are. This is how to find out, without touching what is not there."""
-        try:
-            table.validate(full=True)
-        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-            self.add("not valid", str(error))
-
-    def attempt(self, number: int, attempt: Callable[[], None]) -> None:
-        try:
-            attempt()
-        except DissociatedError as error:
-            self.add(f"ours: {type(error).__name__}", f"{number}: {error}")
-        except Exception as error:
-            names = ", ".join(kind.__name__ for kind in type(error).__mro__[:3])
-            self.add(f"other: {names}", f"{number}: {error!r}")
-        else:
-            self.add("read", str(number))
 
 
 def fuzz_client(pieces: list[Piece], scheme: str, random: random.Random, count: int) -> Outcomes:
@@ -284,28 +251,66 @@ def fuzz_file(server: dis.Server, random: random.Random, count: int) -> Outcomes
     return outcomes
 
 
-def main() -> None:
-    faulthandler.enable()
-    role, scheme, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def play(role: str, scheme: str, seed: int, count: int) -> Outcomes:
+    """Do what a role does, in this process."""
     dice = random.Random(seed)
+    if role in ROLES:
+        resource.setrlimit(resource.RLIMIT_AS, (REQUESTS_MEMORY, REQUESTS_MEMORY))
+        outcomes = Outcomes()
+        with failures(outcomes):
+            ROLES[role](outcomes, dice, count)
+        return outcomes
     with dis.Server(["shm:" if scheme == "shm" else "tcp://127.0.0.1:0"], catalog=None) as server:
         server.publish("numbers", dataset())
         (uri,) = server.locations("numbers")
         if role == "client":
             pieces = record(server, uri)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            outcomes = fuzz_client(pieces, scheme, dice, count)
-        elif role == "server":
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            outcomes = fuzz_server(server, uri, dice, count)
-        else:
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            outcomes = fuzz_file(server, dice, count)
+            return fuzz_client(pieces, scheme, dice, count)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        return fuzz_server(server, uri, dice, count) if role == "server" else fuzz_file(server, dice, count)
+
+
+def main() -> None:
+    if "--seconds" in sys.argv:
+        sys.exit(play_for(float(sys.argv[2]), sys.argv[3:]))
+    faulthandler.enable()
+    role, scheme, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    shown = os.dup(1)
+    os.dup2(2, 1)  # commands that a role runs print
+    outcomes = play(role, scheme, seed, count)
     clients_end()
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    left = [name for name in left if not name.startswith("Dummy-")]  # those of gRPC, which called Python once
     if left:
         outcomes.add("left: threads", str(left))
-    print(json.dumps({"counts": outcomes.counts, "examples": outcomes.examples}))
+    result = {"counts": outcomes.counts, "examples": outcomes.examples, "unexpected": outcomes.unexpected()}
+    os.write(shown, json.dumps(result).encode())
+
+
+def play_for(seconds: float, chosen: list[str]) -> int:
+    """Run roles in turn until the time is up, and print what is bad of each. Returns how many found something."""
+    end = time.monotonic() + seconds
+    found = 0
+    plays = [(role, "tcp") for role in ROLES]
+    plays += [(role, scheme) for role in ("client", "server", "file") for scheme in ("tcp", "shm")]
+    for number, (role, scheme) in enumerate(itertools.cycle(one for one in plays if one[0] in (chosen or one))):
+        if time.monotonic() > end:
+            return found
+        arguments = [role, scheme, str(int(time.time()) + number), str(LONG_COUNT)]
+        command = [sys.executable, "-m", "faults.fuzz", *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            bad = {"hang": f"it did not end in {LONG_TIMEOUT} s"}
+        else:
+            crash = {"crash": f"status {done.returncode}: {done.stderr[-3000:]}"}
+            bad = crash if done.returncode else json.loads(done.stdout)["unexpected"]
+        found += bool(bad)
+        print(" ".join(arguments), "found:" if bad else "good", flush=True)
+        for name, example in bad.items():
+            print(f"    {name}: {example}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

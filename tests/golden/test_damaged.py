@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from certificates import Certificates
-from faults.fuzz import changed
+from faults.outcomes import changed
 from machine import ARROW_TEST_DATA, needs
 from processes import Fork
 

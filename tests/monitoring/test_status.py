@@ -223,6 +223,23 @@ def test_what_is_no_status_is_refused(said: Any) -> None:
         ServerStatus.parse(said)
 
 
+def test_values_of_other_types_are_refused(serve: Serve) -> None:
+    """Which would fail where they are shown."""
+    plain = serve("tcp:").status().plain()
+    for part, name, value in (
+        (plain, "seconds", "long"),
+        (plain, "pid", None),
+        (plain["totals"], "bytes", [1]),
+        (plain["listeners"][0], "uri", 5),
+        (plain["listeners"][0], "open", {}),
+    ):
+        before, part[name] = part[name], value
+        with pytest.raises(FormatError, match=f"{name} is"):
+            ServerStatus.parse(plain)
+        part[name] = before
+    ServerStatus.parse(plain)
+
+
 def test_a_catalog_that_answers_with_nonsense() -> None:
     with dis.Server([]) as server, dis.connect(server.catalog_uri) as client:
         activity = server.activity

@@ -98,6 +98,11 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
         b'{"batches": [2, 1]}',
         b'{"batches": [-1, 1]}',
         b'{"batches": [0, 1.5]}',
+        b'{"batches": [0, 9223372036854775808]}',
+        b'{"batches": [0, 1e999]}',
+        b'{"fields": [18446744073709551616]}',
+        b'{"rows": {"exact": true, "limit": 9223372036854775808}}',
+        rb'{"columns": ["\ud800"]}',
         b'{"columns": ["\xff"]}',
         b"[" * 50_000,
     ],
@@ -105,6 +110,14 @@ HEAD = b"DISSCOL\x01\x01\x00\x00\x00t"
 def test_what_is_no_selection_is_refused(rest: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="some columns or batches that cannot be read"):
         parse_identifier(HEAD + rest)
+
+
+def test_numbers_beyond_every_stream_ask_for_all_of_it() -> None:
+    asked = Selection(batches=(0, 2**70), rows=RowSelection(limit=2**70))
+    assert parse_identifier(asked.identifier(b"t")) == (
+        b"t",
+        Selection(batches=(0, 2**63 - 1), rows=RowSelection(limit=2**63 - 1)),
+    )
 
 
 @given(st.integers(0, len(HEAD) - 1), st.binary(max_size=20))

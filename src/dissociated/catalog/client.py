@@ -19,6 +19,7 @@ from dissociated.catalog.flight_reader import read_flight
 from dissociated.catalog.flight_streams import parse_answer
 from dissociated.catalog.locations import DatasetInfo, DatasetList
 from dissociated.catalog.lookup import Lookup, caller_identity
+from dissociated.catalog.messages import NODE_FIELDS, VERSION_FIELDS, FieldTypes, has_fields, is_moment
 from dissociated.catalog.publication import Publication
 from dissociated.catalog.put import Progress, Put
 from dissociated.catalog.stage import StagePlace
@@ -106,7 +107,7 @@ class CatalogClient:
         Each has `version`, its number; `created`, in seconds since the epoch; `rows`, None where they are not known;
         and `current`, whether it is the one that `name` alone stands for.
         """
-        return self._ask("versions", {"name": name}, "versions", list)
+        return self._ask_list("versions", {"name": name}, VERSION_FIELDS, "created")
 
     def nodes(self) -> Sequence[dict[str, Any]]:
         """The nodes that have ever registered at the catalog.
@@ -114,7 +115,7 @@ class CatalogClient:
         Each has `id`, `host`, `boot_id` (of the kernel that it runs on), `flight` (the URI where it answers),
         `locations` (URIs of its transports), `alive`, and `seen`: its last heartbeat, in seconds since the epoch.
         """
-        return self._ask("nodes", {}, "nodes", list)
+        return self._ask_list("nodes", {}, NODE_FIELDS, "seen")
 
     def do_get(self, ticket: bytes, options: ReadOptions | None = None) -> pa.RecordBatchReader:
         """A reader over all that `ticket` stands for, by Flight's DoGet: slower than any transport, and always there.
@@ -333,6 +334,15 @@ class CatalogClient:
         if len(results) != 1:
             raise CatalogError(f"the server at {self.uri} gave {len(results)} answers to {action!r}, which has one")
         return parse_answer(results[0].body, repr(action))
+
+    def _ask_list(
+        self, action: str, body: Mapping[str, Any], fields: FieldTypes, moment: str
+    ) -> Sequence[dict[str, Any]]:
+        """Return the objects that an action answers under its own name, which have these fields and a `moment`."""
+        found = self._ask(action, body, action, list)
+        if not all(has_fields(one, fields) and one.keys() >= fields.keys() and is_moment(one[moment]) for one in found):
+            raise CatalogError(f"the server at {self.uri} answers to {action!r} with something else")
+        return found
 
     def _ask(self, action: str, body: Mapping[str, Any], key: str, kind: type[T]) -> T:
         """What an action answers under `key`."""

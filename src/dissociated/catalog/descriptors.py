@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow.flight as flight
 
+from dissociated import strict_json
 from dissociated.errors import CatalogError
 
 _JSON_TYPES: Mapping[type, str] = {str: "a text", int: "a whole number", bool: "true or false", dict: "an object"}
@@ -64,7 +65,7 @@ def _check_keys(command: dict[str, Any], known: Mapping[str, type]) -> dict[str,
 def _parse_json(text: bytes, expected: str) -> dict[str, Any]:
     """An object in JSON. Raises CatalogError that says what is `expected`."""
     try:
-        parsed = json.loads(text)
+        parsed = strict_json.loads(text)
     except ValueError as error:
         raise CatalogError(f"{expected} ({error})") from None
     if not isinstance(parsed, dict):

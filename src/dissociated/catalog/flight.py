@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from dissociated import strict_json
 from dissociated.catalog.base import Catalog
 from dissociated.catalog.connection import NO_ANSWER
 from dissociated.catalog.descriptors import first_field, parse_put
@@ -27,6 +28,7 @@ from dissociated.errors import (
     DissociatedError,
     peer_message,
 )
+from dissociated.limited_log import LimitedLog
 
 _NOT_CANCELLABLE = b"\x08\x03"  # CancelFlightInfoResult { status: CANCEL_STATUS_NOT_CANCELLABLE }
 _PEER_ACTIONS = frozenset(("prepare", "over", "register", "heartbeat", "leave"))  # catalogs and nodes
@@ -59,9 +61,13 @@ class NotAnswered(_WithoutTraceback, NotImplementedError):
     """Arrives as UNIMPLEMENTED."""
 
 
+class Refused(_WithoutTraceback, ValueError):
+    """Arrives as INVALID_ARGUMENT."""
+
+
 @contextmanager
-def flight_errors() -> Iterator[None]:
-    """Turn our errors into those that Flight carries to the client."""
+def flight_errors(log: LimitedLog, context: Any) -> Iterator[None]:
+    """Turn our errors into those that Flight carries to the client of the call with this `context`."""
     try:
         yield
     except DatasetNotFound as error:
@@ -69,7 +75,7 @@ def flight_errors() -> Iterator[None]:
     except AccessDenied as error:
         raise flight.FlightUnauthorizedError(str(error)) from None
     except DissociatedError as error:
-        _log.info("%s", error)
+        log.write(logging.INFO, "%s", error, event="refused", peer=context.peer())
         kind, extra_info = flight.FlightServerError, b""
         if isinstance(error, CatalogUnreachable | DeadlineExceeded):
             unreachable = isinstance(error, CatalogUnreachable)
@@ -82,13 +88,14 @@ def flight_errors() -> Iterator[None]:
         of_libarrow = isinstance(error, OSError) and error.errno is None
         if of_libarrow or isinstance(error, pa.ArrowException):  # of what the client sent, or that it is gone
             raise flight.FlightServerError(str(error)) from None
-        _log.exception("a call failed for a reason of ours")
+        why = "a call failed for a reason of ours"
+        log.write(logging.ERROR, why, event="complaint", peer=context.peer(), exc_info=True)
         raise flight.FlightServerError("the catalog failed for a reason that its log tells") from None
 
 
-def _with_flight_errors(items: Iterator[Any]) -> Iterator[Any]:
+def _with_flight_errors(items: Iterator[Any], log: LimitedLog, context: Any) -> Iterator[Any]:
     """The same items; what is raised between them is told, too."""
-    with flight_errors():
+    with flight_errors(log, context):
         yield from items
 
 
@@ -111,6 +118,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def __init__(self, uri: str, **protection: Any) -> None:
         self._catalog_future: Future[Catalog] = Future()
+        self._log = LimitedLog(_log)
         self._actions: dict[str, tuple[Callable[[_Body], Any], str]] = {}
         self._binary: dict[str, tuple[Callable[[bytes], bytes], str]] = {}
         middleware = {**protection.pop("middleware", {}), _MESSAGE_LIMIT: _MessageLimit()}
@@ -130,27 +138,35 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
         if not self._catalog_future.done():
             self._catalog_future.set_exception(CatalogError("this catalog could not start"))
 
+    def shutdown(self) -> None:
+        """Answer no more."""
+        super().shutdown()
+        self._log.close()
+
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[flight.FlightInfo]:
-        with flight_errors():
+        with flight_errors(self._log, context):
             yield from self._catalog.infos(criteria)
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        with flight_errors():
+        with flight_errors(self._log, context):
             return self._catalog.info(descriptor)
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
-        with flight_errors():
-            return flight.SchemaResult(self._catalog.schema(descriptor))
+        try:
+            with flight_errors(self._log, context):
+                return flight.SchemaResult(self._catalog.schema(descriptor))
+        except flight.FlightError as error:  # pyarrow sends the traceback of these, too, for GetSchema alone
+            raise Refused(str(error)) from None
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
-        with flight_errors():
+        with flight_errors(self._log, context):
             reader = self._catalog.open(ticket.ticket)
             limited = context.get_middleware(_MESSAGE_LIMIT) is not None
         messages = generate_get(reader.schema, batches(reader), limited)
-        return flight.GeneratorStream(reader.schema, _with_flight_errors(messages))
+        return flight.GeneratorStream(reader.schema, _with_flight_errors(messages, self._log, context))
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
-        with flight_errors():
+        with flight_errors(self._log, context):
             result = self._catalog.put(parse_put(descriptor), reader, context.is_cancelled)
             writer.write(pa.py_buffer(json.dumps(result).encode()))
 
@@ -163,7 +179,7 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
 
     def do_action(self, context: Any, action: flight.Action) -> list[bytes]:
         content = action.body.to_pybytes()
-        with flight_errors():
+        with flight_errors(self._log, context):
             catalog = self._catalog
             if action.type in _PEER_ACTIONS:
                 require_peer(context, catalog.security)
@@ -171,12 +187,15 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow ha
                 if action.type in self._binary:
                     return [self._binary[action.type][0](content)]
                 if action.type in self._actions:
-                    return [json.dumps(self._actions[action.type][0](json.loads(content or b"{}")) or {}).encode()]
+                    answer = self._actions[action.type][0](strict_json.loads(content or b"{}"))
+                    return [json.dumps(answer or {}).encode()]
             except DissociatedError:
                 raise
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
                 # Without the error's text, which may be all of the body, tickets included.
-                _log.info("%s was called with a body that it does not take: %s", action.type, type(error).__name__)
+                line = "%s was called with a body that it does not take: %s"
+                kind, peer = type(error).__name__, context.peer()
+                self._log.write(logging.INFO, line, action.type, kind, event="body", peer=peer)
                 raise CatalogError(f"the body of {action.type!r} is not what it takes") from None
             raise CatalogError(f"no action {action.type!r}; there are {', '.join([*self._actions, *self._binary])}")
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dissociated import strict_json
 from dissociated.codec.split import BatchAndMetadata, Validator
 from dissociated.errors import CatalogError, DissociatedError
 
@@ -58,8 +59,8 @@ def upload(client: Any, descriptor: Any, schema: pa.Schema, pairs: Iterable[Batc
 def parse_answer(content: pa.Buffer, question: str) -> dict[str, Any]:
     """What a catalog answers to a `question`: an object in JSON. Raises CatalogError."""
     try:
-        plain = json.loads(content.to_pybytes())
-    except (ValueError, RecursionError):
+        plain = strict_json.loads(content.to_pybytes())
+    except ValueError:
         plain = None
     if not isinstance(plain, dict):
         raise CatalogError(f"the server's answer to {question} is no JSON of a catalog")
@@ -186,8 +187,8 @@ def _decode_app_metadata(content: pa.Buffer | None) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        plain = json.loads(content.to_pybytes())
-    except (ValueError, RecursionError):
+        plain = strict_json.loads(content.to_pybytes())
+    except ValueError:
         return {}
     return plain if isinstance(plain, dict) else {}
 

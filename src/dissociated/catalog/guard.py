@@ -11,6 +11,7 @@ import pyarrow.flight as flight
 
 from dissociated.access import Security
 from dissociated.errors import AccessDenied, OptionError
+from dissociated.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
     def __init__(self, security: Security) -> None:
         self._authorize = security.authorize
         self._peer = security.peer
+        self._log = LimitedLog(_log)  # without peers, whom Flight does not tell here
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> PeerCall | None:
         """Refuse the call, or let it go on. Tokens are never logged, nor what was made of them."""
@@ -48,18 +50,27 @@ class Guard(flight.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow ha
         if self._authorize is None:
             return None
         if not tokens:
-            raise _unauthenticated(info, "the catalog asks for a token: send the header 'authorization: Bearer TOKEN'")
+            raise self._unauthenticated(
+                info, "the catalog asks for a token: send the header 'authorization: Bearer TOKEN'"
+            )
         for token in tokens:
             try:
                 owner = self._authorize(token)
             except Exception as error:  # it is the operator's code: anything may come out of it, the token too
-                _log.error("a token could not be checked: %s in authorize", type(error).__name__)
-                raise _unauthenticated(info, "the catalog could not check the token") from None
+                kind = type(error).__name__
+                self._log.write(logging.ERROR, "a token could not be checked: %s in authorize", kind, event="authorize")
+                raise self._unauthenticated(info, "the catalog could not check the token") from None
             if owner:
                 fields = {"identity": owner} if isinstance(owner, str) else {}
                 _log.debug("%s was called", info.method.name, extra={"method": info.method.name, **fields})
                 return None
-        raise _unauthenticated(info, "the catalog does not accept this token: it may have been withdrawn")
+        raise self._unauthenticated(info, "the catalog does not accept this token: it may have been withdrawn")
+
+    def _unauthenticated(self, info: Any, reason: str) -> flight.FlightUnauthenticatedError:
+        method = info.method.name
+        fields = {"method": method}
+        self._log.write(logging.WARNING, "%s was refused: %s", method, reason, event=method, fields=fields)
+        return flight.FlightUnauthenticatedError(reason)
 
 
 class PeerCall(flight.ServerMiddleware):  # type: ignore[misc]  # pyarrow has no type hints
@@ -74,11 +85,6 @@ def require_peer(context: Any, security: Security) -> None:
     guarded = security.authorize is not None or security.peer is not None
     if guarded and context.get_middleware(_MIDDLEWARE) is None:
         raise AccessDenied("only catalogs and nodes call this, and they have the same secret: give both secret")
-
-
-def _unauthenticated(info: Any, reason: str) -> flight.FlightUnauthenticatedError:
-    _log.warning("%s was refused: %s", info.method.name, reason, extra={"method": info.method.name})
-    return flight.FlightUnauthenticatedError(reason)
 
 
 def _split_scheme(header: str) -> tuple[str, str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import NoneType
-from typing import Any, Self, TypeAlias, TypeGuard
+from typing import Any, Self
 
 import pyarrow as pa
 
+from dissociated import strict_json
+from dissociated.catalog.messages import FieldTypes, has_fields, is_moment
 from dissociated.datasets.tensor_info import TensorsInfo, parse_tensors_info
 from dissociated.display import count, html, html_table, plain_table, plural, shorten, size
 from dissociated.errors import CatalogError, UriError
@@ -22,10 +23,8 @@ _MAX_LINES = 40  # of a table that is shown
 
 _REUSE_CONNECTION = "arrow-flight-reuse-connection"  # a scheme: the server that has told of the endpoint
 
-_FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
-
 #: What our catalogs tell in `app_metadata`, and of which type: of a version, of a part, and of a node that has it.
-_VERSION_FIELDS: _FieldTypes = {
+_VERSION_FIELDS: FieldTypes = {
     "host": (str,),
     "boot_id": (str,),
     "version": (int,),
@@ -34,8 +33,8 @@ _VERSION_FIELDS: _FieldTypes = {
     "began": (str, NoneType),
     "tags": (dict, NoneType),
 }
-_PART_FIELDS: _FieldTypes = {"nodes": (list,), "rows": (int, NoneType)}
-_NODE_FIELDS: _FieldTypes = {"id": (str,), "host": (str,), "boot_id": (str,)}
+_PART_FIELDS: FieldTypes = {"nodes": (list,), "rows": (int, NoneType)}
+_NODE_FIELDS: FieldTypes = {"id": (str,), "host": (str,), "boot_id": (str,)}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Endpoint:
         """From a FlightEndpoint."""
         told = _parse_app_metadata(endpoint.app_metadata, _PART_FIELDS)
         nodes = told.get("nodes", ())
-        ours = all(_has_fields(node, _NODE_FIELDS) for node in nodes)
+        ours = all(has_fields(node, _NODE_FIELDS) for node in nodes)
         return cls(
             ticket=endpoint.ticket.ticket,
             locations=tuple(location.uri.decode(errors="replace") for location in endpoint.locations),
@@ -122,6 +121,8 @@ class DatasetInfo:
     def parse(cls, info: Any, schema: pa.Schema, name: str) -> Self:
         """From a FlightInfo of the dataset `name`."""
         told = _parse_app_metadata(info.app_metadata, _VERSION_FIELDS)
+        if not (is_moment(told.get("created")) and is_moment(told.get("expires"))):
+            told = {}
         least = 0 if told else 1  # in a message of others, 0 may be what nobody has set
         return cls(
             name=name,
@@ -277,17 +278,13 @@ def descriptor_name(descriptor: Any) -> str:
     return content.decode(errors="backslashreplace")
 
 
-def _parse_app_metadata(content: bytes, fields: _FieldTypes) -> dict[str, Any]:
+def _parse_app_metadata(content: bytes, fields: FieldTypes) -> dict[str, Any]:
     """What a catalog of ours tells beside what Flight says; nothing where that is somebody else's, whatever it is."""
     try:
-        plain = json.loads(content or b"{}")
-    except (ValueError, RecursionError):
+        plain = strict_json.loads(content or b"{}")
+    except ValueError:
         return {}
-    return plain if _has_fields(plain, fields) else {}
-
-
-def _has_fields(plain: object, fields: _FieldTypes) -> TypeGuard[dict[str, Any]]:
-    return isinstance(plain, dict) and all(isinstance(plain.get(name), types) for name, types in fields.items())
+    return plain if has_fields(plain, fields) else {}
 
 
 def device_routes(endpoint: Endpoint, scheme: str | None, identity: str) -> list[Uri]:

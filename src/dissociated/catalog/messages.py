@@ -5,9 +5,37 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from types import NoneType
+from typing import Any, TypeAlias, TypeGuard
 
 from dissociated.catalog.records import AnnouncedVersion, NodeRecord, Part
+
+#: Fields of an object in JSON, by name, each with the types that it may have.
+FieldTypes: TypeAlias = Mapping[str, tuple[type, ...]]
+#: What a catalog answers to `versions` and to `nodes`, for each.
+VERSION_FIELDS: FieldTypes = {
+    "version": (int,),
+    "created": (int, float),
+    "rows": (int, NoneType),
+    "current": (bool,),
+}
+NODE_FIELDS: FieldTypes = {
+    **dict.fromkeys(("id", "host", "boot_id", "flight"), (str,)),
+    "locations": (list,),
+    "alive": (bool,),
+    "seen": (int, float),
+}
+_LAST_MOMENT = 253_402_300_800 - 86_400  # the year 9999 in all time zones, where calendars end
+
+
+def has_fields(plain: object, fields: FieldTypes) -> TypeGuard[dict[str, Any]]:
+    """Return whether `plain` is an object that has each of these fields."""
+    return isinstance(plain, dict) and all(isinstance(plain.get(name), types) for name, types in fields.items())
+
+
+def is_moment(seconds: float | None) -> bool:
+    """Return whether a calendar has the moment so many seconds after the epoch. None is no moment, and passes."""
+    return seconds is None or 0 <= seconds <= _LAST_MOMENT
 
 
 def node_to_json(node: NodeRecord) -> dict[str, Any]:

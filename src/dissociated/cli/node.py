@@ -15,6 +15,9 @@ from dissociated.cli import access, text
 from dissociated.cli.stop import StopSignal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dissociated.monitoring.status import ConsumerStatus
     from dissociated.node.node import Node
     from dissociated.store.directory import Version
 
@@ -26,6 +29,7 @@ When the store reaches its limit, the policy says what happens: whoever writes i
 that nobody reads are removed (evict), or the oldest move to a directory on disk and are served from there (spill)."""
 
 _IDLE_CHECK_INTERVAL = 0.5  # seconds between looks at whether anybody is there
+_MAX_TOLD = 10  # streams in progress that are named
 _IDLE_CHECKS = 3  # looks after which a node that was started for nothing ends
 
 
@@ -84,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long readers may go on after SIGTERM (default: %(default)g)",
+        help="how long streams in progress may go on after SIGTERM (default: %(default)g)",
     )
     parser.add_argument(
         "--idle-exit", type=float, metavar="SECONDS", help="end when nobody has read or written for so long"
@@ -151,7 +155,17 @@ def run(arguments: argparse.Namespace) -> None:
                 busy = time.monotonic()
             elif time.monotonic() - busy > arguments.idle_exit:
                 break
-        node.drain(arguments.drain)
+        waited = time.monotonic()
+        if not node.drain(arguments.drain, lambda found: _print_waiting(found, arguments.drain)):
+            print(f"stopping cuts off what is in progress after {text.duration(time.monotonic() - waited)}", flush=True)
+
+
+def _print_waiting(found: Sequence[ConsumerStatus], timeout: float) -> None:
+    """Say whom a node that is stopping waits for."""
+    whom = [f"{one.peer} ({one.dataset or 'has asked for nothing yet'})" for one in found[:_MAX_TOLD]]
+    if len(found) > _MAX_TOLD:
+        whom.append(f"{len(found) - _MAX_TOLD:,} more")
+    print(text.printable(f"stopping waits for {', '.join(whom)}, {timeout:g} s at most"), flush=True)
 
 
 def stop_with_starter(starter: int, node: Node, before: list[Version], stop: StopSignal) -> None:

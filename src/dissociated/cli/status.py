@@ -95,6 +95,10 @@ def _render(now: ServerStatus, before: ServerStatus | None) -> list[str]:
         f"connections over: {totals.done:,} done, {totals.gone:,} gone, {totals.refused:,} refused, "
         f"{totals.failed:,} failed; over Flight {totals.flight:,}",
     ]
+    if now.state != "running":
+        waited = {one.connection: f"#{one.connection} {one.peer}" for one in now.consumers}
+        whom = ", ".join(waited.get(number, f"#{number}") for number in now.waits_for)
+        lines.insert(1, f"{now.state}, and waits for {whom or 'nobody any more'}")
     changed = {kind: count for kind, count in vars(now.changed).items() if count}
     if changed:
         lines.append("versions of datasets: " + ", ".join(f"{count:,} {kind}" for kind, count in changed.items()))

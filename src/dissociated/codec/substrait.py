@@ -7,7 +7,7 @@ deep. What pyarrow cannot say in Substrait without changing what it means does n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dissociated.buffers import Buffer
+from dissociated.codec import protobuf
 from dissociated.codec.filter import RowFilter, printed
 from dissociated.codec.reader import check_field_names
+from dissociated.codec.substrait_grammar import GRAMMAR
 from dissociated.errors import FormatError
 
 #: Bytes of an expression.
@@ -27,7 +28,8 @@ _MAX_NODES = 512
 _MAX_NESTED = 10  # of an expression that pyarrow shall write: each level doubles what it writes of extensions
 
 #: Functions as Substrait calls them.
-_OF_COLUMNS = {"equal", "not_equal", "lt", "lte", "gt", "gte", "is_null", "is_not_null", "is_nan"}
+_COMPARISONS = {"equal", "not_equal", "lt", "lte", "gt", "gte"}
+_OF_COLUMNS = {*_COMPARISONS, "is_null", "is_not_null", "is_nan"}
 _FUNCTIONS = {*_OF_COLUMNS, "and", "or", "not"}
 #: That of a set of values, as pyarrow prints it. Where Substrait is read it becomes comparisons.
 _SET = "is_in"
@@ -38,8 +40,6 @@ _CALL = re.compile(r"(\w+)\(")
 # Numbers of the fields of Substrait's messages.
 _ORIGINS, _EXTENSIONS, _EXPRESSIONS, _SCHEMA, _VERSION = 1, 2, 3, 4, 7
 _LITERAL, _SELECTION, _FUNCTION, _IF, _ONE_OF = 1, 2, 3, 6, 8
-#: Literals that are one plain value: numbers, text, bytes, dates, times, decimals, null.
-_PLAIN_LITERALS = {1, 2, 3, 5, 7, 10, 11, 12, 13, 14, 16, 17, 21, 22, 23, 24, 27, 29, 33, 34, 35, 36, 50, 51}
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,18 @@ def _check_sets(received: ReceivedFilter) -> None:
 
 
 def parse_filter(encoded: bytes) -> ReceivedFilter:
-    """Raises FormatError for what is no filter, or none that is taken."""
+    """Parse a filter that came from outside. Raises FormatError for bytes that are no filter, or none that is accepted.
+
+    libarrow checks few of the parameters in such a message before it relies on them, so it sees no message that has not
+    been checked here.
+    """
     if len(encoded) > MAX_SIZE:
         raise FormatError(f"the filter has {len(encoded)} bytes; at most {MAX_SIZE} are taken")
-    tree = _Parser(encoded).tree()
+    protobuf.check_message(encoded, "ExtendedExpression", GRAMMAR)
+    parser = _Parser(encoded)
+    tree = parser.tree()
+    if parser.value_schema is not None:
+        _check_nulls(tree, parser.value_schema)
     try:
         bound = _substrait().deserialize_expressions(encoded)
         ((_, expression),) = bound.expressions.items()
@@ -159,6 +167,22 @@ def parse_filter(encoded: bytes) -> ReceivedFilter:
     except (pa.ArrowException, ValueError) as error:
         raise FormatError(f"libarrow cannot read the filter: {error}") from None
     return ReceivedFilter(expression, schema, tree)
+
+
+def _check_nulls(node: FilterNode, schema: pa.Schema) -> None:
+    """Raise FormatError for a null that is not compared with a column of its own type, unless it is a boolean.
+
+    libarrow reads memory that is not there to convert a null of the types large_string and large_binary.
+    """
+    match node:
+        case Value(value) if _is_null(value) and str(value) != f"null[{pa.bool_()}]":
+            raise FormatError("the filter has a null in a place that has no type")
+        case Call(name, (ColumnRef(number, False), Value(value))) if name in _COMPARISONS and _is_null(value):
+            if number >= len(schema) or str(value) != f"null[{schema.field(number).type}]":
+                raise FormatError("the filter compares a column with a null of another type")
+        case Call(_, arguments):
+            for argument in arguments:
+                _check_nulls(argument, schema)
 
 
 def _substrait() -> Any:
@@ -177,14 +201,15 @@ def _depth(text: str) -> int:
 
 def _compact(encoded: bytes) -> bytes:
     """The same expression with each extension told once, and none that it has no function of."""
-    fields = [*_fields(encoded)]
-    declared = [one for some in _messages(fields, _EXTENSIONS) for what in (1, 3) for one in _messages(some, what)]
-    used = {_number(one, 1) for one in declared}  # by types and functions
+    fields = [*protobuf.fields(encoded)]
+    used = set()  # by types and functions
+    for declaration in protobuf.messages(fields, _EXTENSIONS):
+        used |= {protobuf.number(one, 1) for kind in (1, 3) for one in protobuf.messages(declaration, kind)}
     compacted: dict[bytes, None] = {}
     for number, value in fields:
-        if isinstance(value, int) or (number == _ORIGINS and _number([*_fields(value)], 1) not in used):
+        if isinstance(value, int) or (number == _ORIGINS and protobuf.number([*protobuf.fields(value)], 1) not in used):
             continue
-        compacted[_encode(number, bytes(value))] = None
+        compacted[protobuf.encode_field(number, bytes(value))] = None
     return b"".join(compacted)
 
 
@@ -192,25 +217,31 @@ class _Parser:
     """Reads the messages of protobuf that an expression is made of."""
 
     def __init__(self, encoded: bytes) -> None:
-        self._whole = [*_fields(encoded)]
+        self._whole = [*protobuf.fields(encoded)]
         self._nodes = 0
         self._functions: dict[int, str] = {}
-        for declared in _messages(self._whole, _EXTENSIONS):
-            for function in _messages(declared, 3):
+        #: The schema that libarrow has read with a value; None for a filter without values.
+        self.value_schema: pa.Schema | None = None
+        for declared in protobuf.messages(self._whole, _EXTENSIONS):
+            for function in protobuf.messages(declared, 3):
                 name = b"".join(bytes(value) for number, value in function if number == 3 and _is_bytes(value)).decode(
                     errors="replace"
                 )
                 if name not in _FUNCTIONS:
                     raise FormatError(f"the filter has the function {name!r}, which is not computed for others")
-                self._functions[_number(function, 2)] = name
+                anchor = protobuf.number(function, 2)
+                if anchor in self._functions:
+                    raise FormatError(f"the filter has two functions of the number {anchor}")
+                self._functions[anchor] = name
 
     def tree(self) -> FilterNode:
-        roots = [root for expression in _messages(self._whole, _EXPRESSIONS) for root in _messages(expression, 1)]
+        expressions = protobuf.messages(self._whole, _EXPRESSIONS)
+        roots = [root for expression in expressions for root in protobuf.messages(expression, 1)]
         if len(roots) != 1:
             raise FormatError(f"a filter is one expression, not {len(roots)}")
         return self._node(roots[0], 0)
 
-    def _node(self, fields: _Fields, depth: int) -> FilterNode:
+    def _node(self, fields: protobuf.Fields, depth: int) -> FilterNode:
         self._nodes += 1
         if depth > _MAX_FILTER_DEPTH or self._nodes > _MAX_NODES:
             raise FormatError(f"the filter has more than {_MAX_NODES} parts, or nests deeper than {_MAX_FILTER_DEPTH}")
@@ -218,12 +249,12 @@ class _Parser:
             raise FormatError("the filter cannot be read")
         number, content = fields[0]
         assert not isinstance(content, int)
-        inner = [*_fields(content)]
+        inner = [*protobuf.fields(content)]
         if number == _FUNCTION:
-            name = self._functions.get(_number(inner, 1))
+            name = self._functions.get(protobuf.number(inner, 1))
             if name is None:
                 raise FormatError("the filter has a function without a name")
-            arguments = [value for argument in _messages(inner, 4) for value in _messages(argument, 3)]
+            arguments = [value for argument in protobuf.messages(inner, 4) for value in protobuf.messages(argument, 3)]
             return Call(name, tuple(self._node(one, depth + 1) for one in arguments))
         if number == _ONE_OF:
             match self._parts(inner, depth):
@@ -231,7 +262,7 @@ class _Parser:
                     return Call("or", tuple(Call("equal", (column, one)) for one in found[1:]))
             raise FormatError("a set of the filter is not one of a column and values")
         if number == _IF:
-            clauses = _messages(inner, 1)
+            clauses = protobuf.messages(inner, 1)
             parts = (*(part for one in clauses for part in self._parts(one, depth)), *self._parts(inner, depth, 2))
             match parts:
                 case (Call("is_not_null", (ColumnRef(),)), _, Value(value)) if _is_null(value):
@@ -239,21 +270,26 @@ class _Parser:
             raise FormatError("the filter decides by something else than whether a column is null")
         if number == _SELECTION:
             return _column(inner)
-        if number == _LITERAL and {kind for kind, _ in inner} <= _PLAIN_LITERALS:
+        if number == _LITERAL:
             return Value(self._value(bytes(content)))
         raise FormatError("the filter has a kind of expression that is not computed for others")
 
-    def _parts(self, fields: _Fields, depth: int, *numbers: int) -> list[FilterNode]:
+    def _parts(self, fields: protobuf.Fields, depth: int, *numbers: int) -> list[FilterNode]:
         """The expressions in the fields of these numbers, in their order."""
-        return [self._node(one, depth + 1) for number in numbers or (1, 2) for one in _messages(fields, number)]
+        return [self._node(one, depth + 1) for number in numbers or (1, 2) for one in protobuf.messages(fields, number)]
 
     def _value(self, literal: bytes) -> pc.Expression:
         """A literal, read by libarrow: an expression of it alone."""
-        alone = _encode(_EXPRESSIONS, _encode(1, _encode(_LITERAL, literal)) + _encode(3, b"value"))
+        alone = protobuf.encode_field(
+            _EXPRESSIONS,
+            protobuf.encode_field(1, protobuf.encode_field(_LITERAL, literal)) + protobuf.encode_field(3, b"value"),
+        )
         rest = [(number, value) for number, value in self._whole if number != _EXPRESSIONS and _is_bytes(value)]
-        message = alone + b"".join(_encode(number, bytes(value)) for number, value in rest)
+        message = alone + b"".join(protobuf.encode_field(number, bytes(value)) for number, value in rest)
         try:
-            ((_, expression),) = _substrait().deserialize_expressions(message).expressions.items()
+            bound = _substrait().deserialize_expressions(message)
+            ((_, expression),) = bound.expressions.items()
+            self.value_schema = bound.schema
         except (pa.ArrowException, ValueError) as error:
             raise FormatError(f"libarrow cannot read a value of the filter: {error}") from None
         return expression
@@ -263,10 +299,10 @@ def _is_null(value: pc.Expression) -> bool:
     return str(value).startswith("null[")
 
 
-def _column(reference: _Fields) -> ColumnRef:
-    for direct in _messages(reference, 1):
-        for struct in _messages(direct, 2):
-            return ColumnRef(_number(struct, 1), nested=any(number == 2 for number, _ in struct))
+def _column(reference: protobuf.Fields) -> ColumnRef:
+    for direct in protobuf.messages(reference, 1):
+        for struct in protobuf.messages(direct, 2):
+            return ColumnRef(protobuf.number(struct, 1), nested=any(number == 2 for number, _ in struct))
     raise FormatError("the filter has a column that cannot be read")
 
 
@@ -277,55 +313,5 @@ def _alike(one: pa.DataType, other: pa.DataType) -> bool:
     return bool(one == other)
 
 
-_Value: TypeAlias = int | memoryview
-_Fields: TypeAlias = list[tuple[int, _Value]]
-
-
-def _fields(message: Buffer) -> Iterator[tuple[int, _Value]]:
-    """The fields of a message of protobuf: their numbers, and a number or bytes. Raises FormatError."""
-    left = memoryview(message)
-    while left:
-        key, left = _varint(left)
-        kind = key & 7
-        if kind == 0:
-            number, left = _varint(left)
-            yield key >> 3, number
-            continue
-        length = {1: 8, 5: 4}.get(kind, 0)
-        if kind == 2:
-            length, left = _varint(left)
-        elif not length:
-            raise FormatError("the filter is no message of protobuf")
-        if length > len(left):
-            raise FormatError("the filter is cut off")
-        yield key >> 3, left[:length]
-        left = left[length:]
-
-
-def _varint(left: memoryview) -> tuple[int, memoryview]:
-    value = 0
-    for at, byte in enumerate(left[:10]):
-        value |= (byte & 0x7F) << (7 * at)
-        if byte < 0x80:
-            return value, left[at + 1 :]
-    raise FormatError("the filter is cut off")
-
-
-def _messages(fields: Sequence[tuple[int, _Value]], wanted: int) -> list[_Fields]:
-    return [[*_fields(value)] for number, value in fields if number == wanted and not isinstance(value, int)]
-
-
-def _number(fields: Sequence[tuple[int, _Value]], wanted: int) -> int:
-    """A number, 0 where there is none."""
-    return next((value for number, value in fields if number == wanted and isinstance(value, int)), 0)
-
-
-def _is_bytes(value: _Value) -> bool:
+def _is_bytes(value: protobuf.Value) -> bool:
     return not isinstance(value, int)
-
-
-def _encode(number: int, content: bytes) -> bytes:
-    def varint(value: int) -> bytes:
-        return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + varint(value >> 7)
-
-    return varint(number << 3 | 2) + varint(len(content)) + content

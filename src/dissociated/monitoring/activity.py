@@ -80,6 +80,9 @@ class ConnectionStats:
         self.kept: Callable[[], int | None] | None = None
         #: Whether it was sent everything that it has asked for.
         self.sent = False
+        #: Returns whether everything that it was sent has reached it, and what it holds of that stays when this process
+        #: ends. None where it was sent nothing.
+        self.outlives_server: Callable[[], bool] | None = None
         self._began = time.monotonic()
         self._rate = Rate(self._began)
 
@@ -110,6 +113,12 @@ class ConnectionStats:
     def settle(self) -> None:
         """The client has got everything, whether the medium told or not."""
         self._sent = self._sent[0] + self._sent[3], None, 0, 0
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether the end of this process would take something from the client."""
+        outlives_server = self.outlives_server  # which its own thread may take away now
+        return not (self.sent and len(self.held) and outlives_server is not None and outlives_server())
 
     def status(self) -> ConsumerStatus:
         """How it stands now."""
@@ -186,6 +195,8 @@ class Activity:
         self.changes = Changes()
         #: What clients keep of segments that are served no more.
         self.kept_memory = KeptMemory()
+        #: Whether the server takes no new connections, and ends when no stream is in progress.
+        self.stopping = False
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -213,6 +224,12 @@ class Activity:
             if stats.dataset is not None:
                 self._ended.add(stats)
                 self._of_datasets.setdefault(stats.dataset, _Sums()).add(stats)
+
+    def in_progress(self) -> list[ConsumerStatus]:
+        """Return the connections that a server that is stopping waits for."""
+        with self._lock:
+            statistics = list(self._open.values())
+        return [stats.status() for stats in statistics if stats.in_progress]
 
     def refuse(self, listener: str) -> None:
         """A connection was turned away, since there are too many."""
@@ -256,6 +273,7 @@ class Activity:
             at = Counter(stats.listener for stats in statistics)
             everything = self._ended.plus(requested)
             consumers = tuple(stats.status() for stats in statistics)
+            waits_for = [stats.connection for stats in statistics if stats.in_progress] if self.stopping else []
             return ServerStatus(
                 __version__,
                 host_name(),
@@ -277,6 +295,8 @@ class Activity:
                 store,
                 sum(consumer.kept for consumer in consumers) + self.kept_memory.nbytes,
                 ChangeCounts(**self.changes.counts()),
+                "stopping" if self.stopping else "running",
+                tuple(waits_for),
             )
 
     def _dataset(self, versions: Sequence[Dataset], requested: Sequence[ConnectionStats]) -> DatasetStatus:

@@ -31,6 +31,7 @@ FIELDS = (
     "bytes",
     "method",
     "identity",
+    "suppressed",
 )
 #: With these a peer could begin a line of its own, or write over others.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from types import NoneType
 from typing import Any, TypeVar
 
 from dissociated.errors import FormatError
@@ -142,6 +144,8 @@ class ServerStatus:
     - `store`: None for a server without a store.
     - `kept`: how many bytes of live streams those consumers hold that were cut off; and of segments that are served no
       more, those who were cut off or left. A store counts its own.
+    - `state`: "running"; or "stopping" once the server takes no new connections and waits for streams in progress.
+    - `waits_for`: the numbers of the connections that a server that is stopping waits for.
     """
 
     version: str
@@ -158,6 +162,8 @@ class ServerStatus:
     store: StoreStatus | None = None
     kept: int = 0
     changed: ChangeCounts = field(default_factory=ChangeCounts)
+    state: str = "running"
+    waits_for: tuple[int, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """The same in dicts, lists, strings and numbers: for JSON."""
@@ -171,7 +177,8 @@ class ServerStatus:
             parts: dict[str, Any] = {"totals": _from_plain(Totals, plain["totals"])}
             if plain["store"] is not None:
                 store = _from_plain(StoreStatus, plain["store"])
-                parts["store"] = replace(store, set_aside=tuple(store.set_aside))
+                parts["store"] = replace(store, set_aside=tuple(map(str, store.set_aside)))
+            parts["waits_for"] = tuple(map(operator.index, plain.get("waits_for", ())))
             parts["changed"] = _from_plain(ChangeCounts, plain.get("changed", {}))
             for name, kind in (
                 ("listeners", ListenerStatus),
@@ -185,7 +192,21 @@ class ServerStatus:
         return cls(**{**vars(status), **parts})
 
 
+#: The values that JSON may have for a field, by the field's type as it is written above. Others are parsed apart.
+_PLAIN_TYPES: Mapping[object, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (int, float),
+    "str | None": (str, NoneType),
+    "int | None": (int, NoneType),
+}
+
+
 def _from_plain(kind: type[T], plain: Mapping[str, Any]) -> T:
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name in plain and not isinstance(plain[one.name], _PLAIN_TYPES.get(one.type, object)):
+            raise TypeError(f"{one.name} is {type(plain[one.name]).__name__}, not {one.type}")
     needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]  # type: ignore[arg-type]
     known = [one.name for one in fields(kind) if one.name in plain]  # type: ignore[arg-type]
     return kind(**{name: plain[name] for name in {*needed, *known}})

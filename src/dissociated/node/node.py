@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from dissociated.catalog.database import Database
 from dissociated.catalog.service import CatalogService
 from dissociated.catalog.store_backend import StoreBackend
 from dissociated.fork import bind_to_process, invalidate
+from dissociated.monitoring.status import ConsumerStatus
 from dissociated.node.launch import ADDRESS_FILE, NodeAddress
 from dissociated.oserrors import store_errors
 from dissociated.private import open_private_directory, write_private_file
@@ -23,6 +25,8 @@ from dissociated.server.server import Server
 from dissociated.store.handover import HandoverListener
 from dissociated.store.store import Store
 from dissociated.transport.framed.shm import runtime_directory
+
+_log = logging.getLogger(__name__)
 
 #: For how many seconds a ticket stays good after its version has been replaced.
 RETAIN = 300.0
@@ -141,10 +145,22 @@ class Node:
         """Whether nobody reads and nothing waits to be committed."""
         return not self.server.connections and not any(self.store.staging.iterdir())
 
-    def drain(self, timeout: float) -> bool:
-        """Take nothing new, and wait up to `timeout` seconds for those who read. Returns whether all have ended."""
+    def drain(
+        self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None] = lambda waited: None
+    ) -> bool:
+        """Take nothing new, and wait for streams in progress. See `Server.drain`."""
         (self.store.directory / ADDRESS_FILE).unlink(missing_ok=True)
-        return self.server.drain(timeout)
+
+        def log_and_tell(waited: Sequence[ConsumerStatus]) -> None:
+            for one in waited:
+                fields = {"connection": one.connection, "peer": one.peer, "dataset": one.dataset or "-"}
+                _log.info("stopping: a stream is in progress", extra=fields)
+            on_waiting(waited)
+
+        done = self.server.drain(timeout, log_and_tell)
+        if not done:
+            _log.warning("stopping: streams are cut off that were in progress after %g s", timeout)
+        return done
 
     def close(self) -> None:
         """End every stream. What is committed stays in the store."""

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dissociated import strict_json
 from dissociated.errors import ColumnNotFound, OptionError, RemoteProtocolError
 
 #: How every identifier with a selection begins, and no ticket.
@@ -38,6 +39,9 @@ FILTER_PARAMETER = ("filter", "1")
 REFUSED = "this server does not filter so"
 #: How long an identifier may be, in bytes.
 MAX_IDENTIFIER = 1 << 16
+
+#: The largest number that a request may have; no stream has so many rows or batches.
+_MAX_NUMBER = (1 << 63) - 1
 
 _length = struct.Struct("<I")
 
@@ -58,7 +62,7 @@ class RowSelection:
         plain: dict[str, Any] = {"exact": self.exact}
         if self.filter is not None:
             plain["filter"] = base64.b64encode(self.filter).decode()
-        return plain if self.limit is None else plain | {"limit": self.limit}
+        return plain if self.limit is None else plain | {"limit": min(self.limit, _MAX_NUMBER)}
 
     @classmethod
     def parse(cls, plain: Any) -> RowSelection:
@@ -105,6 +109,8 @@ class Selection:
     def identifier(self, ticket: bytes) -> bytes:
         """The identifier that requests them of the stream `ticket`; the ticket alone where that would be too long."""
         wanted = {kind: value for kind, value in vars(self).items() if value is not None}
+        if self.batches is not None:
+            wanted["batches"] = [min(number, _MAX_NUMBER) for number in self.batches]
         if self.rows is not None:
             wanted["rows"] = self.rows.plain()
         encoded = SELECTION_MAGIC + _length.pack(len(ticket)) + ticket + json.dumps(wanted).encode()
@@ -121,11 +127,11 @@ def parse_identifier(identifier: bytes) -> tuple[bytes, Selection | None]:
     try:
         ticket_at = len(SELECTION_MAGIC) + _length.size
         ticket_end = ticket_at + _length.unpack_from(identifier, len(SELECTION_MAGIC))[0]
-        wanted = json.loads(identifier[ticket_end:])
+        wanted = strict_json.loads(identifier[ticket_end:])
         if not isinstance(wanted, dict):
             raise _unreadable()
         rows = RowSelection.parse(wanted.pop("rows")) if "rows" in wanted else None
-    except (struct.error, ValueError, RecursionError):
+    except (struct.error, ValueError):
         raise _unreadable() from None
     if not all(_readable(kind, items) for kind, items in wanted.items()):
         raise _unreadable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dissociated.datasets.filtered import FilterRefused
 from dissociated.datasets.registry import Registry
@@ -18,7 +18,9 @@ from dissociated.errors import (
     LocalProtocolError,
     TransportError,
 )
+from dissociated.limited_log import LimitedLog
 from dissociated.monitoring.activity import Activity, ConnectionStats
+from dissociated.monitoring.status import ConsumerStatus
 from dissociated.server.admission import Admission, Limits, ServerFull
 from dissociated.server.requests import TAGS
 from dissociated.server.session import Session
@@ -30,6 +32,8 @@ from dissociated.uri import Uri
 _log = logging.getLogger(__name__)
 
 _ACCEPT_RETRY_DELAY = 0.2  # seconds, before the next try to accept
+_DRAIN_INTERVAL = 0.05  # seconds between looks at what is in progress: clients that let go wake nobody
+_TELL_INTERVAL = 5.0  # seconds between two lines that say whom a server waits for
 
 
 def open_listener(uri: Uri, certificate: tuple[str, str] | None, allow_rma: bool) -> Listener:
@@ -56,6 +60,7 @@ class Connections:
         self._limits = limits
         self._activity = activity
         self._admission = Admission(limits, activity)
+        self._peers_log = LimitedLog(_log)
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
         self._acceptors: list[threading.Thread] = []
@@ -97,11 +102,28 @@ class Connections:
     def join(self, timeout: float) -> None:
         """Wait for all threads, once nobody can connect any more, for up to `timeout` seconds."""
         self._join([*self.threads(), *self._acceptors], timeout)
+        self._peers_log.close()
 
-    def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for those that are there now. Returns whether none is left."""
-        self._join(self.threads(), timeout)
-        return not len(self)
+    def drain(self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None]) -> bool:
+        """Wait up to `timeout` seconds for streams in progress. Return whether none is left.
+
+        Static memory that clients have mapped and were sent whole is theirs: nobody waits until they give it back.
+        `on_waiting` is called with the connections that are waited for, at first and now and then while they change.
+        """
+        self._activity.stopping = True
+        end = time.monotonic() + timeout
+        told: set[int] = set()
+        tell_at = 0.0
+        while waited := self._activity.in_progress():
+            now = time.monotonic()
+            numbers = {one.connection for one in waited}
+            if numbers != told and now >= tell_at:
+                on_waiting(waited)
+                told, tell_at = numbers, now + _TELL_INTERVAL
+            if now >= end:
+                return False
+            self._refusing.wait(min(_DRAIN_INTERVAL, end - now))
+        return True
 
     def _join(self, threads: Sequence[threading.Thread], timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -172,8 +194,12 @@ class Connections:
         except Exception:
             why = self._complain(connection, stats)
         finally:
-            level = logging.WARNING if outcome == "failed" else logging.INFO
-            _log.log(level, "%r: %s", connection, why, extra=stats.fields() | {"outcome": outcome})
+            fields = stats.fields() | {"outcome": outcome}
+            if outcome == "done":
+                _log.info("%r: %s", connection, why, extra=fields)
+            else:
+                level = logging.WARNING if outcome == "failed" else logging.INFO
+                self._peers_log.write(level, "%r: %s", connection, why, event=outcome, peer=stats.peer, fields=fields)
             self._activity.end(stats, outcome)
             self._admission.end(connection)
             with self._lock:
@@ -181,5 +207,14 @@ class Connections:
 
     def _complain(self, connection: Connection, stats: ConnectionStats) -> str:
         why = "a stream failed for a reason of ours"
-        _log.exception("%r: %s", connection, why, extra=stats.fields())
+        self._peers_log.write(
+            logging.ERROR,
+            "%r: %s",
+            connection,
+            why,
+            event="complaint",
+            peer=stats.peer,
+            fields=stats.fields(),
+            exc_info=True,
+        )
         return why

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
@@ -27,7 +27,7 @@ from dissociated.fork import bind_to_process, invalidate
 from dissociated.host import host_name
 from dissociated.monitoring.activity import Activity
 from dissociated.monitoring.changes import Change
-from dissociated.monitoring.status import ServerStatus
+from dissociated.monitoring.status import ConsumerStatus, ServerStatus
 from dissociated.protocol.events import Streams
 from dissociated.protocol.request import SELECTION_MAGIC
 from dissociated.server.connections import Connections, open_listener
@@ -296,10 +296,23 @@ class Server:
 
     # The end
 
-    def drain(self, timeout: float) -> bool:
-        """Take no new connection, and wait up to `timeout` seconds for the others. Returns whether none is left."""
+    def drain(
+        self, timeout: float, on_waiting: Callable[[Sequence[ConsumerStatus]], None] = lambda waited: None
+    ) -> bool:
+        """Take no new connections, and wait up to `timeout` seconds for streams in progress.
+
+        It does not wait for clients that only hold memory of static datasets which they have mapped: that stays
+        readable when this process has ended. Meanwhile `status` says "stopping".
+
+        Args:
+            timeout: seconds, in all.
+            on_waiting: called with the connections that are waited for, at first and at most every five seconds.
+
+        Returns:
+            Whether no stream is in progress any more.
+        """
         self._connections.stop_listening()
-        return self._connections.drain(timeout)
+        return self._connections.drain(timeout, on_waiting)
 
     def close(self) -> None:
         """Stop listening, end every stream, drop every dataset. What clients have mapped stays readable."""

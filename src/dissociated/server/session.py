@@ -112,6 +112,9 @@ class Session:
     def _serve_request(self, sending: Sending, published: Dataset) -> None:
         """Send it, and wait until everything is given back."""
         self._stats.kept = lambda: sending.kept_bytes
+        self._stats.outlives_server = lambda: (
+            self._connection.shares_memory and not self._connection.backlog and not sending.holds_live
+        )
         try:
             sending.send()
             published.check_unchanged()
@@ -149,7 +152,7 @@ class Session:
         sending = self._sending
         if sending is not None:
             disconnected = not sending.holds_live or self._connection.linger()
-            self._stats.kept = None  # which leads back here
+            self._stats.kept = self._stats.outlives_server = None  # which lead back here
             if self._stats.dataset is not None and not self._stats.dataset.stored:
                 self._admission.left(sending.mapped)
             sending.end(disconnected)

@@ -45,6 +45,7 @@ _NUMBER = re.compile(r"[0-9]{14,19}")  # that a version's id begins with
 #: What reading a damaged manifest may raise, the schema in it included.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException)
 _MAX_SECONDS = 1e11  # since the epoch: a date that can be shown
+_NAME_MAX = 255  # bytes, of the name of a file
 
 
 def file_name(index: int) -> str:
@@ -193,8 +194,9 @@ class Directory:
 
     def staged(self, name: str) -> Path:
         """The path of a file in the staging directory. Raises StoreError for a name that leads elsewhere."""
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise StoreError(f"{name!r} is not the name of a file in the staging directory")
+        is_name = Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+        if not is_name or len(os.fsencode(name)) > _NAME_MAX:
+            raise StoreError(f"{name[:_NAME_MAX]!r} is not the name of a file in the staging directory")
         return self.staging / name
 
     def files(self, version: Version) -> list[Path]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from dissociated.errors import AccessDenied, DeadlineExceeded, DissociatedError, StoreError, TransportError
 from dissociated.fork import bind_to_process, invalidate
+from dissociated.limited_log import LimitedLog
 from dissociated.transport.framed.shm import peer_credentials
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class HandoverListener:
     def __init__(self, path: Path, take: Callable[[int], str]) -> None:
         self.path = path
         self._take = take
+        self._log = LimitedLog(_log)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if path.is_socket():
@@ -111,7 +113,13 @@ class HandoverListener:
         _, user = peer_credentials(connection)
         if user in (os.geteuid(), 0):
             return False
-        _log.warning("user %d wanted to hand over memory, and was sent away", user)
+        self._log.write(
+            logging.WARNING,
+            "user %d wanted to hand over memory, and was sent away",
+            user,
+            event="not allowed",
+            peer=f"user {user}",
+        )
         with suppress(OSError):
             connection.send(_encode_answer(error=f"this node takes nothing from user {user}"))
         return True
@@ -143,6 +151,7 @@ class HandoverListener:
         self._thread.join()
         self._socket.close()
         self.path.unlink(missing_ok=True)
+        self._log.close()
 
     def after_fork_in_child(self) -> None:
         self._socket.close()

@@ -164,7 +164,7 @@ function point(event) {
 function show() {
   const status = shown;
   if (!status) return;
-  write("where", `${status.host} · ${status.version} · process ${status.pid} · up ${duration(status.seconds)}`
+  write("where", `${status.host} · ${status.version} · process ${status.pid} · up ${duration(status.seconds)}${status.state === "stopping" ? " · stopping" : ""}`
     + (status.catalog ? ` · ${status.catalog}` : ""));
   const latest = rates(status.samples.slice(-6)).map(([, rate]) => rate);
   write("rate", `${size(latest.length ? latest.reduce((a, b) => a + b) / latest.length : 0)}/s`);

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from dissociated.errors import NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
+from dissociated.limited_log import LimitedLog
 from dissociated.memory.private import keep_open
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
@@ -212,13 +213,21 @@ class _ShmListener(SocketListener):
         super().__init__(sock, uri)
         self._inode = os.stat(uri.path).st_ino
         self._allowed = allowed
+        self._log = LimitedLog(_log)
 
     def _welcome(self, accepted: socket.socket, address: Any) -> Connection | None:
         pid, uid = peer_credentials(accepted)
         connection = ShmConnection(accepted, f"shm client {pid} of user {uid}", accepted=True)
         if uid in self._allowed:
             return connection
-        _log.warning("%s: %r is not allowed and was sent away", self.uri, connection)
+        self._log.write(
+            logging.WARNING,
+            "%s: %r is not allowed and was sent away",
+            self.uri,
+            connection,
+            event="not allowed",
+            peer=connection.peer,
+        )
         connection.abort(f"this server does not serve user {uid}: its owner can allow that")
         connection.close()
         return None
@@ -230,6 +239,7 @@ class _ShmListener(SocketListener):
                 os.unlink(self.uri.path)
         except OSError:
             pass  # somebody else removed it
+        self._log.close()
 
 
 class ShmTransport(Transport):

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from dissociated.errors import TransportError
+from dissociated.limited_log import LimitedLog
 from dissociated.memory.region import Region
 from dissociated.memory.remote import Span
 from dissociated.transport.base import Connection
@@ -59,6 +60,7 @@ class FabricListener(NativeListener):
     """An endpoint that only hears of clients; each then gets one of its own."""
 
     def __init__(self, uri: Uri) -> None:
+        self._log = LimitedLog(_log)
         self._provider, self._heartbeat = provider_of(uri), heartbeat_interval(uri)
         self._host = uri.host or "127.0.0.1"
         rma = allows_rma(uri, self._provider)
@@ -141,7 +143,7 @@ class FabricListener(NativeListener):
             client = self._endpoint.insert(name)
             peer = "fabric client {}:{}".format(*host_and_port(name))
         except (TransportError, ValueError, struct.error) as error:
-            _log.info("%s: a client said what is no name: %s", self.uri, error)
+            self._log.write(logging.INFO, "%s: a client said what is no name: %s", self.uri, error, event="no name")
             return
         self._known.append(client)
         if len(self._known) > _MAX_KNOWN_CLIENTS:

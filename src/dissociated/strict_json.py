@@ -1,0 +1,54 @@
+"""JSON that came from outside: values that every part of this library can store, count with and print."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+_INTEGERS = range(-(1 << 63), 1 << 63)
+_MAX_DIGITS = 20  # of an integer, with its sign
+_MAX_NESTING = 50
+
+
+def loads(content: bytes) -> Any:
+    """Parse JSON in UTF-8.
+
+    Raises ValueError for invalid JSON, and for values that Python's parser accepts and others do not: integers of more
+    than 64 bits, infinite numbers and NaN, halves of surrogate pairs, and deep nesting.
+    """
+    text = str(content, "utf-8")
+    try:
+        plain = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError(f"it nests deeper than {_MAX_NESTING}") from None
+    _check_nesting(plain)
+    if "\\u" in text:
+        json.dumps(plain, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
+    return plain
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS or (number := int(digits)) not in _INTEGERS:
+        raise ValueError("an integer has more than 64 bits")
+    return number
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _check_nesting(plain: Any) -> None:
+    level = [plain]
+    for _ in range(_MAX_NESTING):
+        containers = [one for one in level if isinstance(one, dict | list)]
+        if not containers:
+            return
+        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
+    raise ValueError(f"it nests deeper than {_MAX_NESTING}")
