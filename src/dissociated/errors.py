@@ -18,7 +18,8 @@
     ├── WrongKind                tensors where record batches were asked for, or the other way round, also a TypeError
     ├── ColumnNotFound           a dataset has no such column, also a KeyError
     ├── StoreError               a segment or a file cannot be written or read: wrong content, not there
-    │   └── StoreFull            no space, and none can be made now
+    │   ├── StoreFull            no space, and none can be made now
+    │   └── NotPrivate           a directory or file that must be this user's alone is another's, or open to others
     ├── CatalogError             the catalog cannot be reached or refuses
     │   ├── CatalogUnreachable   nobody answers where it should be
     │   └── DatasetNotFound      no dataset of that name, also a KeyError
@@ -121,6 +122,10 @@ class StoreError(DissociatedError):
 
 class StoreFull(StoreError):
     """A store, or the file system that it lies in, has no room, and none can be made now."""
+
+
+class NotPrivate(StoreError):
+    """A directory or a file that must be this user's alone is another's, open to others, or a symbolic link."""
 
 
 class CatalogError(DissociatedError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from pathlib import Path
+
+from dissociated.errors import NotPrivate
+from dissociated.private import open_private_directory
 
 
 def private_directory() -> Path:
@@ -13,11 +15,9 @@ def private_directory() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     for directory in (Path(cache, "dissociated"), Path(tempfile.gettempdir(), f"dissociated-{os.getuid()}")):
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.lstat()
-        except OSError:
+            os.close(open_private_directory(directory, create=True, readable=True))
+        except (NotPrivate, OSError):
             continue
-        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-        if ours and os.access(directory, os.W_OK):
+        if os.access(directory, os.W_OK):
             return directory
     return Path(tempfile.mkdtemp(prefix="dissociated-"))

@@ -37,10 +37,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dissociated.errors import RemoteProtocolError, TransportError, UnsafeMemory, UriError
+from dissociated.errors import NotPrivate, RemoteProtocolError, TransportError, UnsafeMemory, UriError
 from dissociated.memory.private import keep_open
 from dissociated.memory.region import Region
 from dissociated.memory.shared import Backing, is_sealed, map_received
+from dissociated.private import open_private_directory
 from dissociated.transport.base import Connection, Listener, Transport
 from dissociated.transport.framed.connection import SocketConnection, SocketListener, abort_frame, socket_error
 from dissociated.transport.framed.framing import PREAMBLE, FrameKind, encode_frame
@@ -316,12 +317,11 @@ def runtime_directory() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     directory = Path(base) / "dissociated" if base else Path(tempfile.gettempdir()) / f"dissociated-{os.geteuid()}"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
+        os.close(open_private_directory(directory, create=True))
+    except NotPrivate as error:
+        raise TransportError(str(error)) from None
     except OSError as error:
         raise TransportError(f"cannot make the directory {directory} for sockets: {error.strerror}") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise TransportError(f"{directory} must belong to this user and be closed to others (chmod 700)")
     return directory
 
 

@@ -1,0 +1,181 @@
+"""Directories and files that belong to one user alone.
+
+Their owner, mode and type are checked on open descriptors, before anything in them is believed, written or removed: a
+path may lead elsewhere a moment later, and an open descriptor does not. A symbolic link is refused, except above the
+last part of a path. To use a directory that others could replace meanwhile, name its entries by its descriptor
+(`within`), or below `/proc/self/fd/DESCRIPTOR`.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import stat
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from dissociated.errors import NotPrivate
+
+_Name = str | os.PathLike[str]
+
+
+def open_private_directory(
+    path: _Name,
+    *,
+    within: int | None = None,
+    create: bool = False,
+    owners: Collection[int] = (),
+    readable: bool = False,
+) -> int:
+    """Open a directory that belongs to this user and is closed to all others.
+
+    Args:
+        path: Its path, or its name in the directory that `within` has open.
+        within: The descriptor of the directory that `path` is relative to.
+        create: Make it, and each directory above it that is missing, with mode 0700.
+        owners: Users, by id, who may own it instead of this one.
+        readable: Whether others may read it. Nobody else may write to it in any case.
+
+    Returns:
+        A descriptor, which the caller owns.
+
+    Raises:
+        NotPrivate: It is a symbolic link, no directory, another user's, or open to others.
+        OSError: It does not exist, or cannot be opened.
+    """
+    name = os.fspath(Path(path))  # without a last slash, which would follow a symbolic link
+    if create:
+        _make(name, within)
+    place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        check_private(place, name, owners=owners, readable=readable)
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
+def _make(name: str, within: int | None) -> None:
+    missing = []
+    parent = Path(name)
+    while True:
+        try:
+            os.mkdir(parent, 0o700, dir_fd=within)
+            break
+        except FileExistsError:
+            break
+        except FileNotFoundError:
+            if parent == parent.parent:
+                raise
+            missing.append(parent)
+            parent = parent.parent
+    for directory in reversed(missing):
+        with suppress(FileExistsError):  # another process makes it, too
+            os.mkdir(directory, 0o700, dir_fd=within)
+
+
+def check_private(descriptor: int, path: _Name, *, owners: Collection[int] = (), readable: bool = False) -> None:
+    """Raise NotPrivate, which calls it `path`, unless an open directory is as `open_private_directory` demands."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotPrivate(_type_error(path, status.st_mode, "directory"))
+    if status.st_uid not in (os.geteuid(), *owners):
+        raise NotPrivate(
+            f"{os.fspath(path)} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())} who runs this: choose "
+            "another directory, or remove it if nobody needs it"
+        )
+    if status.st_mode & (0o022 if readable else 0o077):
+        raise NotPrivate(
+            f"{os.fspath(path)} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}) and must be closed to "
+            "others: chmod 700, or choose another directory"
+        )
+
+
+def open_private_file(path: _Name, flags: int = os.O_RDONLY, *, within: int | None = None) -> int:
+    """Open a regular file that belongs to this user, or to root, and that nobody else can write to.
+
+    It is truncated only after these checks, and a file that is created has mode 0600. One of this user that is opened
+    for writing gets that mode, too.
+
+    Args:
+        path: Its path, or its name in the directory that `within` has open.
+        flags: Those of `os.open`.
+        within: The descriptor of the directory that `path` is relative to.
+
+    Returns:
+        A descriptor, which the caller owns.
+
+    Raises:
+        NotPrivate: It is a symbolic link, no regular file, another user's, or writable by others.
+        OSError: It does not exist, or cannot be opened.
+    """
+    if flags & os.O_CREAT:
+        try:
+            return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=within)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+    # What it is shows before it is opened: to open a FIFO could take for ever, and to open a device do anything.
+    place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        status = os.fstat(place)
+        _check_file(status, path)
+        if flags & (os.O_WRONLY | os.O_RDWR) and status.st_mode & 0o077 and status.st_uid == os.geteuid():
+            os.chmod(f"/proc/self/fd/{place}", 0o600)
+        return os.open(f"/proc/self/fd/{place}", flags & ~os.O_CREAT | os.O_CLOEXEC)
+    finally:
+        os.close(place)
+
+
+def _check_file(status: os.stat_result, path: _Name) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotPrivate(_type_error(path, status.st_mode, "regular file"))
+    if status.st_uid not in (os.geteuid(), 0):
+        raise NotPrivate(
+            f"{os.fspath(path)} belongs to {_user(status.st_uid)}, not to {_user(os.geteuid())} who runs this: move it "
+            "away"
+        )
+    if status.st_mode & 0o022:
+        raise NotPrivate(
+            f"other users can write to {os.fspath(path)} (mode {stat.S_IMODE(status.st_mode):04o}): close it to them "
+            "(chmod 600), or remove it"
+        )
+
+
+def read_private_file(path: _Name, *, within: int | None = None) -> bytes:
+    """Return the content of such a file as `open_private_file` opens. Raises as that does."""
+    with os.fdopen(open_private_file(path, within=within), "rb") as file:
+        return file.read()
+
+
+def write_private_file(path: _Name, content: bytes, *, within: int | None = None) -> None:
+    """Write a file of mode 0600, which appears as a whole or not at all. It replaces what had its name.
+
+    It is there after a loss of power, too, if the caller syncs its directory. Raises OSError.
+    """
+    draft = f"{os.fspath(path)}.{secrets.token_hex(4)}.draft"
+    descriptor = open_private_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(draft, path, src_dir_fd=within, dst_dir_fd=within)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=within)
+        raise
+
+
+def _type_error(path: _Name, mode: int, expected: str) -> str:
+    if stat.S_ISLNK(mode):
+        return f"{os.fspath(path)} is a symbolic link, which is not followed: name the {expected} that it leads to"
+    return f"{os.fspath(path)} is no {expected}: move it away, or choose another path"
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
